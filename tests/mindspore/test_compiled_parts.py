@@ -32,6 +32,10 @@ class Net(nn.Cell):
         return self.c(self.part(self.a(x))).sum()
 
 
+def _flat(loss: Any, gradients: Any) -> list[Any]:
+    return [loss, *gradients]
+
+
 @pytest.mark.parametrize("level", ["L0", "mix"])
 @pytest.mark.parametrize("compiled", ["nothing", "a part", "all"])
 def test_what_is_compiled_is_said(compiled: str, level: str, tmp_path: Path) -> None:
@@ -45,13 +49,18 @@ def test_what_is_compiled_is_said(compiled: str, level: str, tmp_path: Path) -> 
             return inner(x)
     else:
         forward = net
-    weights = ms.ParameterTuple(net.trainable_params())
-    step = ms.value_and_grad(forward, None, weights)
+    step = ms.value_and_grad(forward, None, ms.ParameterTuple(net.trainable_params()))
+    x = ms.Tensor(np.ones((2, 4), np.float32))
+    bare = [t.asnumpy().tobytes() for t in _flat(*step(x))]
     with watch(net, level=level, output=str(tmp_path / "out"), on_error="raise", console=False) as probe:
         for _ in range(2):
             with probe.step():
-                step(ms.Tensor(np.ones((2, 4), np.float32)))
-    notes = json.loads((tmp_path / "out/step0/rank0/dump.json").read_text())["trainprobe"]["notes"]
+                loss, gradients = step(x)
+            assert [t.asnumpy().tobytes() for t in (loss, *gradients)] == bare
+    head = json.loads((tmp_path / "out/step0/rank0/dump.json").read_text())
+    notes = head["trainprobe"]["notes"]
+    for cell in () if compiled == "all" else ("a", "c"):  # the gradient comes through what is compiled
+        assert head["data"][f"Cell.{cell}.Dense.backward.0"]["input"][0]["Norm"] > 0
     said = [finding.message for finding in probe.findings if finding.rule == "mindspore"]
     if compiled == "nothing":
         assert said == []

@@ -25,7 +25,8 @@ except ImportError as missing:  # pragma: no cover
     raise MissingExtra("mindspore", "mindspore", "the callback for MindSpore and MindFormers") from missing
 
 from trainprobe.config_check.capture.on_import import ImportWatch
-from trainprobe.engine.capture.mindspore.cells import is_graph_mode, wait
+from trainprobe.engine.capture.mindspore.cells import is_graph_mode
+from trainprobe.engine.capture.mindspore.tensor_hooks import wait
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.core.records import Finding, Place
 from trainprobe.errors import StopTraining

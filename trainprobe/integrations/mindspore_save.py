@@ -24,8 +24,8 @@ import numpy as np
 from mindspore import ops
 
 from trainprobe.engine.arrays.mindspore_library import HostArray
-from trainprobe.engine.capture.mindspore.cells import wait
 from trainprobe.engine.capture.mindspore.graph_callback import array_callback, callbacks_work
+from trainprobe.engine.capture.mindspore.tensor_hooks import wait
 from trainprobe.errors import UsageError
 from trainprobe.integrations.mindspore_place import place_of_process
 

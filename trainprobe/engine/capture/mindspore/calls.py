@@ -11,7 +11,7 @@ from typing import Any
 from mindspore.experimental.optim import Optimizer as ListedOptimizer
 from mindspore.nn import Cell, Optimizer
 
-from trainprobe.engine.capture.mindspore.cells import wait
+from trainprobe.engine.capture.mindspore.tensor_hooks import wait
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.tape import Tape

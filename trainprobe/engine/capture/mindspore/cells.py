@@ -12,15 +12,15 @@ training's own place, so that such an error is raised in the training and not in
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import mindspore
-from mindspore.common.api import _pynative_executor
 from mindspore.nn import Cell
 
+from trainprobe.engine.capture.mindspore.tensor_hooks import compile_without_hooks, hooked, wait
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.capture.requests import ModuleRequest
 from trainprobe.engine.core.guard import Guard
@@ -54,31 +54,6 @@ def is_graph_mode() -> bool:
     import os
 
     return mindspore.get_context("mode") == mindspore.GRAPH_MODE and os.environ.get("MS_JIT") != "0"
-
-
-def wait() -> None:
-    """Wait for what PyNative mode has begun; raises what went wrong in it, which is the training's error."""
-    _pynative_executor.sync()
-
-
-def hooked(t: Any, seen: Callable[[Any], Any]) -> Any:
-    """Have `seen` called with the gradient at a tensor once it has been computed.
-
-    Returns what has `remove()`; None for a tensor that has no gradient, which MindSpore refuses.
-    """
-    if "Float" not in str(t.dtype):
-        return None
-
-    def arrives(gradient: Any) -> None:
-        wait()
-        seen(gradient)
-
-    try:
-        return t.register_hook(arrives)
-    except RuntimeError as refused:
-        if "requires grad" not in str(refused):
-            raise
-        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +105,7 @@ class CellTap:
         self.stack: list[Call] = []  # the calls that are running, outermost first
         self._tape: Tape | None = None
         self._original: Replaced | None = None
+        self._compiling: Replaced | None = None
         self._handles: list[Any] = []
         self._forwards: dict[str, int] = {}  # name → calls of this step
         self._recomputed: dict[str, int] = {}
@@ -198,6 +174,7 @@ class CellTap:
             return run(info, original, cell, args, kwargs)
 
         self._original = Replaced(Cell, "__call__", call)
+        self._compiling = compile_without_hooks()
 
     def _uncalled(self) -> list[str]:
         """Return the selected cells that Python did not call in this step, without those that hold others for the program."""
@@ -223,6 +200,9 @@ class CellTap:
         if not again and self._original is not None:
             self._original.back()
             self._original = None
+            if self._compiling is not None:
+                self._compiling.back()
+                self._compiling = None
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -19,7 +19,9 @@ from typing import Any
 import mindspore
 from mindspore.common.api import _pynative_executor
 
-from trainprobe.engine.capture.mindspore.cells import INPUTS, hooked, is_graph_mode, wait
+from trainprobe.engine.capture.mindspore.cells import INPUTS, is_graph_mode
+from trainprobe.engine.capture.mindspore.tensor_hooks import compile_without_hooks, hooked, wait
+from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.capture.requests import OpRequest
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.records import Call
@@ -52,6 +54,7 @@ class PrimitiveTap:
         self._names: dict[Any, str] = {}  # a program's own function → the op that it is
         self._tape: Tape | None = None
         self._mode: Any = None
+        self._compiling: Replaced | None = None
         self._handles: list[Any] = []
 
     def open(self, model: Any, optimizer: Any = None) -> None:
@@ -63,6 +66,7 @@ class PrimitiveTap:
         if self._mode is None:
             self._mode = _dispatch(self)
             self._mode.__enter__()
+            self._compiling = compile_without_hooks()
 
     def pause(self) -> None:
         """Take no calls for a while."""
@@ -78,6 +82,9 @@ class PrimitiveTap:
         if self._mode is not None:
             self._mode.__exit__(None, None, None)
             self._mode = None
+        if self._compiling is not None:
+            self._compiling.back()
+            self._compiling = None
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from trainprobe.engine.capture.mindspore.cells import hooked
+from trainprobe.engine.capture.mindspore.tensor_hooks import hooked
 from trainprobe.engine.capture.saved_values import SavedValues
 
 
