@@ -18,7 +18,7 @@ from trainprobe.engine.arrays.mindspore_library import MindSporeLibrary, copy_ou
 from trainprobe.engine.capture import AUDIT, part_of
 from trainprobe.engine.capture.mindspore.audit import CellAuditTap
 from trainprobe.engine.capture.mindspore.calls import KnownCalls, OptimizerTap
-from trainprobe.engine.capture.mindspore.cells import COMPILED, CellTap, is_graph_mode, wait
+from trainprobe.engine.capture.mindspore.cells import COMPILED, UNCALLED, CellTap, is_graph_mode
 from trainprobe.engine.capture.mindspore.gathering import gathering
 from trainprobe.engine.capture.mindspore.graph_callback import GraphCallbacks
 from trainprobe.engine.capture.mindspore.graph_cells import GraphCellTap
@@ -26,6 +26,7 @@ from trainprobe.engine.capture.mindspore.ops import PrimitiveTap, ops_are_seen
 from trainprobe.engine.capture.mindspore.saved import SavedTensors
 from trainprobe.engine.capture.mindspore.states import CellStateTap
 from trainprobe.engine.capture.mindspore.tape import HostTape
+from trainprobe.engine.capture.mindspore.tensor_hooks import wait
 from trainprobe.engine.capture.requests import ModuleRequest, OpRequest, StatesRequest
 from trainprobe.engine.core.gathering import Gathering
 from trainprobe.engine.core.guard import Guard
@@ -260,6 +261,9 @@ class MindSporeProbe(Probe):
     def _about_step(self) -> dict[str, Any]:
         """Return what there is to know of a step; that cells were left out is a note of each, for whoever compares its dump."""
         about, naming = super()._about_step(), self.parts.naming
+        for note in about["notes"]:
+            if not is_graph_mode() and (note == COMPILED or note.endswith(UNCALLED)):
+                self.report(Finding("mindspore", "info", note, step=self.step_number))
         left_out = naming.left_out if isinstance(naming, GraphCellTap) and is_graph_mode() else ""
         return about | ({"notes": tuple(dict.fromkeys((*about["notes"], left_out)))} if left_out else {})
 
