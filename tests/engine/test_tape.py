@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from trainprobe.engine.arrays.torch_library import TorchLibrary
-from trainprobe.engine.core.records import Opaque, Place, StepData, Value
+from trainprobe.engine.core.records import Opaque, Phase, Place, StepData, Value
 from trainprobe.engine.stats.checksum import fingerprint, joined
 from trainprobe.engine.stats.partials import CHECKSUM, STATS, STD
 from trainprobe.engine.tape import CUT, SAVE, Tape
@@ -104,7 +104,8 @@ def test_a_whole_number_of_very_many_bits_is_not_written_out(tape: Tape) -> None
 
 
 def test_calls_are_kept_in_order_and_numbered_by_name_and_phase(tape: Tape) -> None:
-    for name, phase in (("a", "forward"), ("a", "backward"), ("a", "forward"), ("b", "forward")):
+    told: list[tuple[str, Phase]] = [("a", "forward"), ("a", "backward"), ("a", "forward"), ("b", "forward")]
+    for name, phase in told:
         tape.call("module", name, tape.count(name, phase), phase)
     assert [(c.name, c.phase, c.call) for c in drained(tape).calls] == [
         ("a", "forward", 0),
