@@ -21,8 +21,8 @@ def test_a_build_without_a_compiler_succeeds_and_says_that_it_cannot_record(tmp_
         shutil.copy(ROOT / name, tmp_path)
     arrays = Path("trainprobe/engine/arrays")
     shutil.copytree(ROOT / arrays / "native", tmp_path / arrays / "native")
-    (tmp_path / "trainprobe/engine/stats").mkdir()
-    shutil.copy(ROOT / "trainprobe/engine/stats/partials.py", tmp_path / "trainprobe/engine/stats")
+    (tmp_path / "trainprobe/engine/core").mkdir()
+    shutil.copy(ROOT / "trainprobe/engine/core/row_schema.py", tmp_path / "trainprobe/engine/core")
     (tmp_path / "README.md").touch()
     done = subprocess.run(
         [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", "out"],
