@@ -8,6 +8,7 @@ from typing import Any
 
 from trainprobe.config_check.compare.entries import STATISTICS, Batch, batch_key, same_tensor
 from trainprobe.config_check.compare.verdicts import counted
+from trainprobe.config_check.pack import BESIDE
 
 
 def explain(a: Sequence[Batch], b: Sequence[Batch], first: int) -> str:
@@ -53,7 +54,9 @@ def _shapes(shapes: Mapping[str, Any]) -> str:
 
 
 def _differing_names(a: Sequence[Batch], b: Sequence[Batch], first: int) -> list[str]:
-    return sorted(n for n in a[first].keys() & b[first].keys() if not same_tensor(a[first][n], b[first][n]))
+    """Return the tensors that differ: those that the model is called with before those beside them (labels)."""
+    names = [n for n in a[first].keys() & b[first].keys() if not same_tensor(a[first][n], b[first][n])]
+    return sorted(names, key=lambda n: (BESIDE in a[first][n], n))
 
 
 def _shift(a: list[Any], b: list[Any]) -> int:
