@@ -39,8 +39,15 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "mix, list of an op": {"level": "mix", "statistics": {"list": ["layer_norm"]}},
     "mix, list of a module": {"level": "mix", "statistics": {"list": [BLOCK]}},
     "mix, list of a part of a module's name": {"level": "mix", "statistics": {"list": ["layers.1"]}},
+    "L1, scope and list": {
+        "level": "L1",
+        "statistics": {"scope": ["Functional.layer_norm.0.forward", "Functional.gelu.1.forward"], "list": ["linear"]},
+    },
+    "mix, list of a class": {"level": "mix", "statistics": {"list": ["LayerNorm"]}},
+    "mix, list of a part of a name with a number": {"level": "mix", "statistics": {"list": ["layers.0.fc"]}},
     "L1, data_mode forward": {"level": "L1", "statistics": {"data_mode": ["forward"]}},
     "L0, data_mode backward": {"level": "L0", "statistics": {"data_mode": ["backward"]}},
+    "L1, data_mode output": {"level": "L1", "statistics": {"data_mode": ["output"]}},
     "L1, data_mode backward and input": {"level": "L1", "statistics": {"data_mode": ["backward", "input"]}},
 }
 FULL = "Module.layers.1.fc.Linear"

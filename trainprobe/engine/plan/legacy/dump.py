@@ -274,7 +274,7 @@ def _selection(out: Translation, section: Mapping[str, Any], task: str) -> None:
     if section.get("data_mode"):
         _data_mode(out, section["data_mode"], f"{task}.data_mode")
     if names := section.get("list"):
-        _list(out, out.texts(names, f"{task}.list"), f"{task}.list")
+        _list(out, out.texts(names, f"{task}.list"), f"{task}.list", whole=bool(section.get("scope")))
     if names := section.get("tensor_list"):
         key = f"{task}.tensor_list"
         out.fields["tensor_entries"] = [_saved(out, name, key) for name in out.texts(names, key)]
@@ -296,10 +296,13 @@ def _data_mode(out: Translation, modes: object, key: str) -> None:
     out.fields["data"] = data + (["parameter_gradients"] if "backward" in phases else [])
 
 
-def _list(out: Translation, names: list[str], key: str) -> None:
-    """Select by the full names of calls, as that tool does; ops and modules that cannot match are not looked at."""
+def _list(out: Translation, names: list[str], key: str, whole: bool) -> None:
+    """Select by the full names of calls, as that tool does; ops and modules that cannot match are not looked at.
+
+    whole: they are, since a scope begins and ends at any of them.
+    """
     out.fields["entries"] = names
-    level = out.fields["level"]
+    level = "" if whole else out.fields["level"]
     if level == "L1" and all(possible := [_possible_op(name) for name in names]):
         out.fields["ops"] = possible
     if level == "L0" and all(possible := [_possible_module(name) for name in names]):
