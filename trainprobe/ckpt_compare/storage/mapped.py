@@ -98,8 +98,13 @@ def forget_pages(path: str, start: int, stop: int) -> None:
 
 def forget_behind(data: Any, at: int) -> None:
     """Let go of the pages of a mapped file before a byte up to which it was read in order; bytes in memory stay."""
+    forget_between(data, at - _BEHIND, at)
+
+
+def forget_between(data: Any, start: int, stop: int) -> None:
+    """Let go of the pages of a mapped file from the page of one byte up to that of another; bytes in memory stay."""
     if isinstance(data, mmap.mmap) and hasattr(data, "madvise"):
-        first, stop = (max(0, at - _BEHIND) & -mmap.PAGESIZE), at & -mmap.PAGESIZE
+        first, stop = max(0, start) & -mmap.PAGESIZE, stop & -mmap.PAGESIZE
         if stop > first:
             data.madvise(mmap.MADV_DONTNEED, first, stop - first)
 

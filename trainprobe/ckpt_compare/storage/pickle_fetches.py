@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from trainprobe.ckpt_compare.storage.mapped import forget_behind
+from trainprobe.ckpt_compare.storage.mapped import forget_behind, forget_between
 
 _STOP, _SHORT_GET, _LONG_GET, _FRAME = b".hj\x95"
 _BYTE, _INT, _UINT, _LONG = (struct.Struct(f"<{c}") for c in "BiIQ")
@@ -101,7 +101,9 @@ def perhaps_fetched(data: Any) -> bytearray:
     end = len(data)
     counted = 1
     for start in range(0, end, _AT_ONCE):
-        counted += int(np.count_nonzero(_MEMOIZING[np.frombuffer(data, np.uint8, min(end - start, _AT_ONCE), start)]))
+        size = min(end - start, _AT_ONCE)
+        counted += int(np.count_nonzero(_MEMOIZING[np.frombuffer(data, np.uint8, size, start)]))
+        forget_between(data, start, start + size)
     found = np.zeros(counted, np.uint8)
     for start in range(0, end, _AT_ONCE):
         some = np.frombuffer(data, np.uint8, min(end - start, _AT_ONCE + _LONGEST_FETCH), start)
@@ -111,7 +113,7 @@ def perhaps_fetched(data: Any) -> bytearray:
         text = np.array([int(match[1]) for match in _TEXT_GET.finditer(data, start, start + len(some))], np.int64)
         indices = np.concatenate([long[0] | long[1] | long[2] | long[3], short, text])
         found[indices[indices < counted]] = 1
-        forget_behind(data, start)
+        forget_between(data, start, start + len(some))
     return bytearray(found)
 
 
