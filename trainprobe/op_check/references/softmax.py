@@ -153,10 +153,15 @@ def binary_cross_entropy_with_logits(
     if gradients_alone():
         raise NotImplementedError  # torch's backward stores each of its steps in the format of the gradient
     if given and not isinstance(given[0], bool) and len(given) < 3:  # torch itself has the weights of positives here
-        pos_weight, reduction = given[0], *(given[1:] or (reduction,))
+        pos_weight, reduction = given[0], given[1] if len(given) > 1 else reduction
     else:
         names = ("size_average", "reduce", "reduction", "pos_weight")
-        told = {"size_average": size_average, "reduce": reduce, "reduction": reduction, "pos_weight": pos_weight}
+        told: dict[str, Any] = {
+            "size_average": size_average,
+            "reduce": reduce,
+            "reduction": reduction,
+            "pos_weight": pos_weight,
+        }
         told |= dict(zip(names, given, strict=False))
         size_average, reduce, reduction, pos_weight = (told[name] for name in names)
     soft = log1p(exp(-input.abs())) + clamp(-input, min=0.0)
