@@ -111,10 +111,10 @@ def judge(y: Tensor, expected: Expected, tolerance: Tolerance | None = None, *, 
         return Judgement("not checked", f"{_name(y)} has no judge yet", count=y.numel())
     if given is None:
         return _without_rounding(y, r)
-    if y.dtype == torch.float64:
-        own = 2 * expected.noise + UNIT[y.dtype] * r.abs().nan_to_num(0, 0, 0)
-        return _as_wide_as_the_reference(_floats(y, r, Allowance.of(own), brief))
     noise = given if isinstance(given, Allowance) else Allowance.of(given)
+    if y.dtype == torch.float64:
+        own = 2 * noise.tensor + UNIT[y.dtype] * r.abs().nan_to_num(0, 0, 0)
+        return _as_wide_as_the_reference(_floats(y, r, Allowance.of(own), brief))
     return _floats(y, r, noise, brief, (expected.gain, expected.one_sided))
 
 

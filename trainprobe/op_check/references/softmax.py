@@ -152,8 +152,9 @@ def binary_cross_entropy_with_logits(
     """w · ((1 − t) x + (1 + (p − 1) t) log(1 + e^−x)), with −x + log(1 + e^x) in place of the logarithm where x is negative."""
     if gradients_alone():
         raise NotImplementedError  # torch's backward stores each of its steps in the format of the gradient
-    if given and not isinstance(given[0], bool) and len(given) < 3:  # torch itself has the weights of positives here
-        pos_weight, reduction = given[0], given[1] if len(given) > 1 else reduction
+    rest: list[Any] = [*given]
+    if rest and not isinstance(rest[0], bool) and len(rest) < 3:  # torch itself has the weights of positives here
+        pos_weight, reduction = rest[0], rest[1] if len(rest) > 1 else reduction
     else:
         names = ("size_average", "reduce", "reduction", "pos_weight")
         told: dict[str, Any] = {
