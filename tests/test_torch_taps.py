@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
 from trainprobe.build import TorchParts, TorchTaps, change
+
 from trainprobe.composition import compose
 from trainprobe.engine.capture import AUDIT, Tap, part_of
 from trainprobe.engine.capture.features.batches import BatchTap
