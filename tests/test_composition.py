@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from trainprobe.build import TorchParts, TorchTaps, change
 
-from trainprobe.composition import compose
+from trainprobe.composition import changed_schedules, compose
 from trainprobe.engine.capture import AUDIT, Tap, part_of
 from trainprobe.engine.capture.features.batches import BatchTap
 from trainprobe.engine.capture.parameter_states import ParameterStateTap
@@ -15,7 +14,8 @@ from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.plan.loading import load_plan
 from trainprobe.engine.program import Schedule
 from trainprobe.errors import PlanError
-from trainprobe.schedules import guard_of
+from trainprobe.schedules import Parts, guard_of
+from trainprobe.torch_taps import TorchTaps
 
 TAPS = (
     *("modules", "buffers", "ops", "collectives", "watched", "states", "clipping", "unreduced", "scaling", "exchanged"),
@@ -23,17 +23,16 @@ TAPS = (
 )
 
 
-def composed(**plan: Any) -> tuple[TorchParts, dict[str, Schedule]]:
+def composed(**plan: Any) -> tuple[Parts, dict[str, Schedule]]:
     parts, schedules = compose(load_plan({"output": "unused", **plan}), TorchTaps(Guard()))
-    assert isinstance(parts, TorchParts)
     return parts, schedules
 
 
-def there(parts: TorchParts) -> set[str]:
+def there(parts: Parts) -> set[str]:
     return {name for name in TAPS if getattr(parts, name) is not None}
 
 
-def running(parts: TorchParts, schedule: Schedule, step: int) -> set[str]:
+def running(parts: Parts, schedule: Schedule, step: int) -> set[str]:
     names = {id(getattr(parts, name)): name for name in ("naming", "saved", "stepping", *TAPS)}  # naming may be one of them
     return {names[id(tap)] for tap, wants in schedule.taps if wants(step)}
 
@@ -91,8 +90,8 @@ def test_the_monitor_looks_as_often_as_its_sections_say(every: int) -> None:
     assert looked == [*range(0, 7, every)]
 
 
-def changed(parts: TorchParts, **plan: Any) -> dict[str, Schedule]:
-    return change(parts, load_plan({"output": "unused", "level": "off", **plan}), Guard("raise"))
+def changed(parts: Parts, **plan: Any) -> dict[str, Schedule]:
+    return changed_schedules(parts, load_plan({"output": "unused", "level": "off", **plan}), TorchTaps(Guard("raise")))
 
 
 def test_in_a_run_the_steps_and_the_sections_of_the_monitor_can_change() -> None:
