@@ -67,10 +67,8 @@ def counted(layers: int, level: str) -> tuple[Counter[str], int]:
 def road(level: str) -> dict[str, Any]:
     """Return the Python calls that one further value of a step costs at a level, and the files in which they are."""
     (shallow, few), (deep, many) = counted(SHALLOW, level), counted(DEEP, level)
-    grown = {name: n - shallow[name] for name, n in deep.items()}
-    more = {
-        name: n for name, n in grown.items() if n > (DEEP - SHALLOW) / 4
-    }  # a thread that waits once more is no cost of a value
+    least = (DEEP - SHALLOW) / 4  # a thread that waits once more is no cost of a value
+    more = {name: n - shallow[name] for name, n in deep.items() if n - shallow[name] > least}
     return {
         "figure": "road",
         "level": level,
