@@ -75,7 +75,7 @@ def test_the_line_at_the_end_says_steps_findings_the_first_and_where_to_look(cap
 def test_a_healthy_run_says_so_in_one_line_and_names_the_rules_that_it_was_too_short_for(capfd, tmp_path):
     train_with_a_nan(tmp_path / "out", at=None, steps=70)
     missing = "Not judged by rules that need more collected steps: drift (10 more)."
-    assert capfd.readouterr().err == f"trainprobe: 70 steps watched, no findings; log in {tmp_path / 'out'}. {missing}\n"
+    assert capfd.readouterr().err == f"trainprobe: 70 steps watched, no findings; output in {tmp_path / 'out'}. {missing}\n"
     main(["judge", str(tmp_path / "out")])
     assert capfd.readouterr().out == f"70 steps of 1 rank, 10 rules: nothing found. {missing}\n"
 
@@ -88,7 +88,7 @@ def test_a_loss_that_rules_would_judge_and_no_step_recorded_is_said(capfd, tmp_p
 
 def test_a_run_that_every_rule_has_judged_says_no_more(capfd, tmp_path):
     train_with_a_nan(tmp_path / "out", at=None, steps=80)
-    assert capfd.readouterr().err == f"trainprobe: 80 steps watched, no findings; log in {tmp_path / 'out'}\n"
+    assert capfd.readouterr().err == f"trainprobe: 80 steps watched, no findings; output in {tmp_path / 'out'}\n"
 
 
 def test_a_sentence_of_an_integration_stands_at_the_end_once(capfd, tmp_path):
@@ -97,7 +97,7 @@ def test_a_sentence_of_an_integration_stands_at_the_end_once(capfd, tmp_path):
         probe.at_end("No update was ever seen.")
         probe.begin_step()
         probe.end_step()
-    assert f"log in {tmp_path / 'out'}. No update was ever seen. No update of Linear by" in capfd.readouterr().err
+    assert f"output in {tmp_path / 'out'}. No update was ever seen. No update of Linear by" in capfd.readouterr().err
 
 
 def test_a_rule_that_finds_much_is_printed_a_few_times_and_counted_at_the_end(capfd):
@@ -176,7 +176,7 @@ def test_a_plan_that_came_true_is_worth_the_line_at_the_end_alone(capfd, tmp_pat
     with trainprobe.watch(model, output=tmp_path / "out", step=["0-2"]) as probe:
         train(probe, model)
     said = "3 steps watched, nothing judged (monitor=True and audit=True judge the steps)"
-    assert capfd.readouterr().err == f"trainprobe: {said}; log in {tmp_path / 'out'}\n"
+    assert capfd.readouterr().err == f"trainprobe: {said}; output in {tmp_path / 'out'}\n"
 
 
 def test_a_silent_plan_prints_nothing_whatever_is_found(capfd, tmp_path):

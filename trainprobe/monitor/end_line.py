@@ -89,7 +89,7 @@ def _where(run: Run, found: bool) -> str:
         return "nothing was written to disk"
     if found:
         return f"for all: trainprobe judge {folder}, as a page: trainprobe report {folder}"
-    return f"log in {folder}"
+    return f"output in {folder}"
 
 
 def _number(number: int, what: str) -> str:

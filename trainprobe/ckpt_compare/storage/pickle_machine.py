@@ -175,9 +175,8 @@ class Machine:
         """Memoize the uppermost value under an index that the pickle gives, if it is fetched again."""
         self.memoized += 1
         self.repeated, self.repeats = _NEVER, []  # the index may be used twice
-        if (
-            self.wanted[index] if index < len(self.wanted) else self.alone
-        ):  # of an index beyond, `perhaps_fetched` knows nothing
+        beyond = index >= len(self.wanted)  # `perhaps_fetched` knows nothing of these
+        if self.alone if beyond else self.wanted[index]:
             self.memo[index] = self.stack[-1]
 
     def memoize(self, value: Any) -> None:

@@ -136,7 +136,7 @@ def _array(data: Any, dtypes: list[Any]) -> HostArray:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class RecordedParts:
     """What is recorded of the calls of a cell: which of its arguments by position, and whether the result."""
 
     inputs: frozenset[int]
@@ -162,14 +162,14 @@ class GraphCallbacks:
     def __bool__(self) -> bool:
         return bool(self._undo)
 
-    def parts(self, cell: Any) -> Parts:
+    def parts(self, cell: Any) -> RecordedParts:
         """Return which parts of a cell's calls are recorded: see the module text."""
         positional = _positional(own_construct(cell))
         if self.everything:
-            return Parts(frozenset(range(positional)), True, positional)
+            return RecordedParts(frozenset(range(positional)), True, positional)
         flow = self._reader.cell(cell)
         drops = type(cell) is nn.Dropout and cell.p > 0
-        return Parts(frozenset({0}) if drops else flow.used if flow.new else frozenset(), flow.new or drops, positional)
+        return RecordedParts(frozenset({0}) if drops else flow.used if flow.new else frozenset(), flow.new or drops, positional)
 
     def cell(self, cell: Any, seen: Seen) -> None:
         """Have the parts of each call of a cell told: "input", "output", and "grad_output" going backward."""
@@ -205,7 +205,7 @@ def _tell(listeners: list[Seen], part: str, i: int, number: int, array: HostArra
 
 
 def _watch_cell(
-    cell: Any, seen: Seen, backward: bool, back: Callable[[str, int, Seen], Any], parts: Parts
+    cell: Any, seen: Seen, backward: bool, back: Callable[[str, int, Seen], Any], parts: RecordedParts
 ) -> Callable[[], None]:
     """Put callbacks into a cell, tied to its result alone; return what takes them out.
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from trainprobe.engine.arrays.mindspore_library import HostArray
 from trainprobe.engine.capture.mindspore.cells import CellInfo, CellTap, is_graph_mode
-from trainprobe.engine.capture.mindspore.graph_callback import ALONE, UNKNOWN, GraphCallbacks, Parts
+from trainprobe.engine.capture.mindspore.graph_callback import ALONE, UNKNOWN, GraphCallbacks, RecordedParts
 from trainprobe.engine.capture.requests import ModuleRequest
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.naming import LEFT_OUT, ROOT
@@ -232,7 +232,7 @@ class GraphCellTap(CellTap):
                     return
 
 
-def _left_out(cells: list[tuple[str, Parts]]) -> str:
+def _left_out(cells: list[tuple[str, RecordedParts]]) -> str:
     """Return a sentence that names the cells of which something is not recorded."""
     nothing = [name for name, parts in cells if not parts.result]
     inputs = [name for name, parts in cells if parts.result and len(parts.inputs) < parts.arguments]
