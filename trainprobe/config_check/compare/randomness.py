@@ -25,6 +25,8 @@ _GENERATOR = "torch.Generator."
 OWN_GENERATOR = "from a generator of its own"  # the detail of calls that do not draw from a global generator
 _NEVER = 10**9  # a window that no capture reaches
 _RUNPY = frozenset({"<frozen runpy>", "runpy.py"})
+# torch calls a module in one function or in two, as there are hooks or not, those of the capture among them
+_CALLS_MODULES = "torch/nn/modules/module.py"
 # settings of data loading, which decide how many numbers are drawn for it
 _LOADING = (
     *("setting micro_batch_size", "setting drop_last", "setting data_workers", "setting shuffle", "setting samples"),
@@ -84,7 +86,7 @@ def _common_windows(a: Mapping[str, Any], b: Mapping[str, Any]) -> int:
 
 def _counts(content: Mapping[str, Any], windows: int) -> Counts:
     whole = [_of_program(stack) for stack in content.get("stacks", [])]
-    stacks = [tuple(_frame(f) for f in stack) for stack in whole]
+    stacks = [tuple(_frame(f) for f in stack if f.get("file") != _CALLS_MODULES) for stack in whole]
     lines = [int(stack[_own(stack)].get("line") or 0) if stack else 0 for stack in whole]
     functions = load_names().random_functions
     counts: Counts = {}
