@@ -87,7 +87,7 @@ def test_the_callback_of_a_model_records_its_steps(config, tmp_path):
 
 
 def test_seed_all_repeats_random_numbers_and_says_that_dropout_stays(monkeypatch, capsys):
-    monkeypatch.setattr(mindspore_front, "_told", set())
+    monkeypatch.setattr(mindspore_front, "_reported", set())
     draws = []
     for seed in (3, 3, 4):
         seed_all(seed)
