@@ -78,11 +78,12 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     jumped = _above_the_largest(frame, memory, options, places, rows, x, jumped)
     clipped = np.where(known, np.minimum(x, middle + options.z * spread), x)
     if not known.all():
-        highest = memory.array("highest", fill=-np.inf)[rows]
-        early = usable & ~known & (count >= options.early) & (x - highest > np.log(options.early_ratio))
-        jumped, risen, clipped = jumped | early, risen | early, np.where(early, highest, clipped)
-        middle = np.where(known, middle, highest)
-        memory.array("highest")[rows[usable]] = np.maximum(highest, clipped)[usable]
+        highest = memory.array("highest", fill=-np.inf)
+        so_far = highest[rows]
+        early = usable & ~known & (count >= options.early) & (x - so_far > np.log(options.early_ratio))
+        jumped, risen, clipped = jumped | early, risen | early, np.where(early, so_far, clipped)
+        middle = np.where(known, middle, so_far)
+        highest[rows[usable]] = np.maximum(so_far, clipped)[usable]
     _remember(memory, options, rows[usable], clipped[usable], x[usable])
     worst = int(np.argmax(np.where(jumped, x - middle, -np.inf)))
     event = memory.row("event")

@@ -156,15 +156,8 @@ def binary_cross_entropy_with_logits(
     if rest and not isinstance(rest[0], bool) and len(rest) < 3:  # torch itself has the weights of positives here
         pos_weight, reduction = rest[0], rest[1] if len(rest) > 1 else reduction
     else:
-        names = ("size_average", "reduce", "reduction", "pos_weight")
-        told: dict[str, Any] = {
-            "size_average": size_average,
-            "reduce": reduce,
-            "reduction": reduction,
-            "pos_weight": pos_weight,
-        }
-        told |= dict(zip(names, given, strict=False))
-        size_average, reduce, reduction, pos_weight = (told[name] for name in names)
+        options: list[Any] = [size_average, reduce, reduction, pos_weight]
+        size_average, reduce, reduction, pos_weight = [*given, *options[len(given) :]][: len(options)]
     soft = log1p(exp(-input.abs())) + clamp(-input, min=0.0)
     losses = (1 - target) * input + (soft if pos_weight is None else (1 + (pos_weight - 1) * target) * soft)
     losses = stored(losses if weight is None else losses * weight)
