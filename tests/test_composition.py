@@ -58,7 +58,7 @@ MONITORED = {"watched", "states", "scaling"}
         ),
         ({"level": "off", "audit": True}, {"states", "scaling", "clipping", "audit"}),
     ],
-    ids=str,
+    ids=lambda given: "-".join(sorted(given)) if isinstance(given, set) else str(given),  # the same in each process
 )
 def test_a_probe_has_the_taps_of_what_its_plan_asks_for_and_no_others(plan: dict[str, Any], taps: set[str]) -> None:
     assert there(composed(**plan)[0]) == taps

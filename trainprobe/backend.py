@@ -71,8 +71,3 @@ class Backend(ABC):
     @abstractmethod
     def op_check(self, plan: Plan, rename: Rename | None) -> Program:
         """Return the program that judges operators as the steps end. Raises PlanError where there is none."""
-
-
-def chunks_of(model: Any) -> list[Any]:
-    """Return the chunks of a model, which is a module or a list of chunks."""
-    return list(model) if isinstance(model, list | tuple) else [model]  # pyright: ignore[reportUnknownArgumentType]

@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from trainprobe.backend import Backend, chunks_of
+from trainprobe.backend import Backend
 from trainprobe.compiled import require
 from trainprobe.composition import changed_schedules, compose
 from trainprobe.engine.capture import part_of
 from trainprobe.engine.core.guard import Guard
-from trainprobe.engine.core.naming import Rename
+from trainprobe.engine.core.naming import Rename, chunks_of
 from trainprobe.engine.core.records import Finding, Place
 from trainprobe.engine.core.stacks import Stacks
 from trainprobe.engine.core.unmatched import names_not_there

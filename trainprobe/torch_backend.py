@@ -9,12 +9,12 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from trainprobe.backend import Backend, Journal, Keep, chunks_of
+from trainprobe.backend import Backend, Journal, Keep
 from trainprobe.compiled import recording
 from trainprobe.composition import TapMaker
 from trainprobe.engine.core.gathering import Gathering
 from trainprobe.engine.core.guard import Guard
-from trainprobe.engine.core.naming import Rename
+from trainprobe.engine.core.naming import Rename, chunks_of
 from trainprobe.engine.core.records import Place
 from trainprobe.engine.core.stacks import Stacks
 from trainprobe.engine.core.topology import axes_of_parameters, place_from_environment

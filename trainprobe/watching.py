@@ -7,7 +7,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
-from trainprobe.backend import chunks_of
+from trainprobe.engine.core.naming import chunks_of
 from trainprobe.probe import PlanSource as PlanSource
 from trainprobe.probe import Probe as Probe
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from trainprobe.engine.capture.patching.step_hooks import StepListener, settle
 from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.naming import chunks_of
 from trainprobe.engine.core.records import Finding
 from trainprobe.integrations.left_out import LeftOut
 from trainprobe.integrations.live_modules import model_of, parameters_of
@@ -19,7 +20,7 @@ class LoopChecks:
     """Listens to updates until one is of the model that was given."""
 
     def __init__(self, model: Any, guard: Guard) -> None:
-        self._models: list[Any] = list(model) if isinstance(model, list | tuple) else [model]
+        self._models: list[Any] = chunks_of(model)
         self._own = False
         self._others = LeftOut()
         self._listener = StepListener(after=partial(guard.run, self._stepped))
@@ -68,7 +69,7 @@ def holds_any(optimizer: Any, model: Any) -> bool:
 
 def wrong_optimizers(model: Any, optimizer: Any) -> Iterator[Finding]:
     """Yield a finding for each optimizer that holds another model's parameters and none of this one's."""
-    models = list(model) if isinstance(model, list | tuple) else [model]
+    models = chunks_of(model)
     for given in optimizer if isinstance(optimizer, list | tuple) else [optimizer]:
         if not hasattr(given, "param_groups") or any(holds_any(given, m) for m in models):
             continue

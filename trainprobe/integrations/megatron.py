@@ -21,6 +21,7 @@ from typing import Any
 
 from trainprobe.config_check.capture.on_import import ImportWatch
 from trainprobe.engine.capture.patching.replaced import Replaced
+from trainprobe.engine.core.naming import chunks_of
 from trainprobe.engine.core.records import Place
 from trainprobe.errors import MissingExtra, StopTraining
 from trainprobe.integrations import announce, default_plan
@@ -85,7 +86,7 @@ def attach(
     first_step: the number of the first step, for a run that is resumed. plan, overrides: as for `trainprobe.Probe`; None is the
     default plan. Attaching twice to one optimizer gives the probe that is there.
     """
-    chunks = list(model) if isinstance(model, list | tuple) else [model]
+    chunks = chunks_of(model)
     there = getattr(getattr(optimizer, "step", None), "probe", None)
     if isinstance(there, MegatronProbe) and not there.closed:
         return there

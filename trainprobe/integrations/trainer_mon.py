@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from trainprobe.engine.core.console import Console
+from trainprobe.engine.core.naming import chunks_of
 from trainprobe.engine.core.records import StepData
 from trainprobe.engine.core.topology import place_from_environment
 from trainprobe.engine.plan.file import read_plan_file
@@ -85,7 +86,7 @@ class TrainerMon:
         self.probe.watchers.append(self._keep)
 
     def _watch(self, model: Any, optimizer: Any, plan: Any, first_step: int) -> Probe:
-        chunks = list(model) if isinstance(model, list | tuple) else [model]
+        chunks = chunks_of(model)
         kinds = {type(optimizer).__module__, *(type(o).__module__ for o in getattr(optimizer, "chained_optimizers", ()))}
         if any(kind.startswith(_MEGATRON) for kind in kinds):
             from trainprobe.integrations import megatron

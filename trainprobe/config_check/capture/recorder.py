@@ -39,6 +39,7 @@ from trainprobe.config_check.pack_writer import PackWriter
 from trainprobe.config_check.settings import Settings
 from trainprobe.engine.arrays.without_dispatch import without_dispatch
 from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.naming import chunks_of
 from trainprobe.errors import FormatError, OutputError
 
 
@@ -99,7 +100,7 @@ class Recorder:
     def attach(self, model: Any) -> None:
         """Watch the calls of a model, or of the first of its chunks."""
         self._stop_search()
-        self._models = list(model) if isinstance(model, list | tuple) else [model]
+        self._models = chunks_of(model)
         if self._random.active and any(is_compiled(module) for model in self._models for module in model.modules()):
             self._random.stop()
             self._random.end(COMPILED)

@@ -16,6 +16,7 @@ from torch._C import DisableTorchFunction
 
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.naming import chunks_of
 from trainprobe.engine.core.records import Call, Opaque
 from trainprobe.engine.core.stacks import Stacks
 from trainprobe.engine.tape import Tape
@@ -78,7 +79,7 @@ class CollectiveTap:
 
     def open(self, model: Any, optimizer: Any = None) -> None:
         """Look for a wrapper whose collectives do not pass here; each call names its process group."""
-        for chunk in model if isinstance(model, list | tuple) else [model]:
+        for chunk in chunks_of(model):
             if type(chunk).__name__ == "DistributedDataParallel":
                 self.notes[_NATIVE] = None
 

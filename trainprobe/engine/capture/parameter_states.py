@@ -17,6 +17,7 @@ from trainprobe.engine.capture.turns import Turns
 from trainprobe.engine.core.facts import SavedShard
 from trainprobe.engine.core.flat_parameters import FlatSlice, flat_slices_of, handles_of
 from trainprobe.engine.core.guard import attempt
+from trainprobe.engine.core.naming import chunks_of
 from trainprobe.engine.core.records import Call, StepData, Value
 from trainprobe.engine.core.shards import Shard
 from trainprobe.engine.core.sources import SORTS, Part, PlainSource, Source, sort_of
@@ -82,7 +83,7 @@ class ParameterStateTap:
 
     def open(self, model: Any, optimizer: Any = None) -> None:
         """Remember whose parameters to look at."""
-        self._models = list(model) if isinstance(model, list | tuple) else [model]
+        self._models = chunks_of(model)
         self._list(list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer] if optimizer is not None else [])
 
     def _list(self, optimizers: list[Any]) -> None:

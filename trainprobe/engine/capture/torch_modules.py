@@ -26,7 +26,7 @@ from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.capture.requests import ModuleRequest
 from trainprobe.engine.core.flat_parameters import is_flattened
 from trainprobe.engine.core.guard import Guard
-from trainprobe.engine.core.naming import INNER, ROOT, Rename, count_outer_wrappers, is_outer_wrapper, logical_name
+from trainprobe.engine.core.naming import INNER, ROOT, Rename, chunks_of, count_outer_wrappers, is_outer_wrapper, logical_name
 from trainprobe.engine.core.position import Position
 from trainprobe.engine.core.records import Call
 from trainprobe.engine.core.stacks import Stacks
@@ -125,7 +125,7 @@ class ModuleTap:
 
     def open(self, model: Any, optimizer: Any = None) -> None:
         """Name the modules of a model, or of a list of model chunks (virtual pipeline stages)."""
-        self._models = list(model) if isinstance(model, list | tuple) else [model]
+        self._models = chunks_of(model)
         self.scan()
 
     def scan(self) -> None:

@@ -17,6 +17,7 @@ from torch._C import _current_graph_task_id
 from trainprobe.engine.capture.gradients import edge_of
 from trainprobe.engine.core.flat_parameters import handles_of, is_flattened
 from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.naming import chunks_of
 from trainprobe.engine.tape import Tape
 
 
@@ -42,7 +43,7 @@ class UnreducedTap:
 
     def open(self, model: Any, optimizer: Any = None) -> None:
         """Remember whose parameters to watch."""
-        self._models = list(model) if isinstance(model, list | tuple) else [model]
+        self._models = chunks_of(model)
 
     def begin(self, tape: Tape) -> None:
         """Hook the accumulators."""

@@ -8,6 +8,7 @@ to global layer numbers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 INNER = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module"})  # what a wrapper that only forwards calls its child
 WRAPPERS = INNER | {"_orig_mod"}
@@ -48,3 +49,8 @@ def count_outer_wrappers(names: Iterable[str]) -> int:
         depth += 1
         split = [s[1:] for s in split if len(s) > 1]
     return depth
+
+
+def chunks_of(model: Any) -> list[Any]:
+    """Return the chunks of a model, which is a module or a list of chunks."""
+    return list(model) if isinstance(model, list | tuple) else [model]  # pyright: ignore[reportUnknownArgumentType]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trainprobe.engine.capture import AUDIT
+from trainprobe.engine.core.naming import chunks_of
 from trainprobe.engine.core.records import Finding, StepData
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.probe import Probe
@@ -143,7 +144,7 @@ class AuditProgram(Program):
 
 def _is_wrapped(model: Any, *kinds: str) -> bool:
     """Tell whether a model, or what it holds, is of one of these kinds."""
-    chunks = model if isinstance(model, list | tuple) else [model]  # pyright: ignore[reportUnknownVariableType]
+    chunks = chunks_of(model)  # pyright: ignore[reportUnknownVariableType]
     return any(base.__name__ in kinds for chunk in chunks for module in _modules_of(chunk) for base in type(module).__mro__)
 
 

@@ -13,6 +13,7 @@ from trainprobe.engine.capture.audit.set_up import model_facts, parameters_of
 from trainprobe.engine.capture.parameter_states import ParameterStateTap
 from trainprobe.engine.core.facts import ModelFacts, Progress, StepFacts
 from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.naming import chunks_of
 from trainprobe.engine.core.records import StepData
 from trainprobe.engine.stats.partials import CHECKSUM, STATS
 from trainprobe.engine.tape import Tape
@@ -59,7 +60,7 @@ class AuditTap:
 
     def open(self, model: Any, optimizer: Any = None) -> None:
         """Remember the model as it is set up."""
-        self._audited.models = list(model) if isinstance(model, list | tuple) else [model]
+        self._audited.models = chunks_of(model)
         several = isinstance(optimizer, list | tuple)
         self._audited.optimizers = list(optimizer) if several else [optimizer] if optimizer else []
         self._observers.start(self._audited.run.observers)

@@ -15,6 +15,7 @@ from torch._C import DisableTorchFunction, _current_graph_task_id
 from trainprobe.engine.capture.features.feature import tensors_of
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.naming import chunks_of
 from trainprobe.engine.core.position import AFTER_FORWARD, Position
 from trainprobe.engine.tape import Tape
 
@@ -36,7 +37,7 @@ class BatchTap:
     def open(self, model: Any, optimizer: Any = None) -> None:
         """Learn which modules are the model."""
         self._roots = set()
-        for chunk in model if isinstance(model, list | tuple) else [model]:
+        for chunk in chunks_of(model):
             self._roots.add(id(chunk))
             while hasattr(chunk, "module") and isinstance(chunk.module, torch.nn.Module):
                 chunk = chunk.module

@@ -21,6 +21,7 @@ from trainprobe.engine.arrays.torch_arrays import reason_without_statistics
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.core.containers import tensors_in
 from trainprobe.engine.core.guard import Guard, attempt, fault_text
+from trainprobe.engine.core.naming import chunks_of
 from trainprobe.engine.tape import Tape
 
 Entry = tuple[str, tuple["FeatureKind", ...]]  # name, features that look at the module
@@ -111,7 +112,7 @@ class FeatureTap:
 
     def open(self, model: Any, optimizer: Any = None) -> None:
         """Remember whose modules to look at."""
-        self._models = list(model) if isinstance(model, list | tuple) else [model]
+        self._models = chunks_of(model)
         self._known = -1
 
     def begin(self, tape: Tape) -> None:

@@ -24,7 +24,7 @@ from trainprobe.engine.capture.mindspore.tensor_hooks import compile_without_hoo
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.capture.requests import ModuleRequest
 from trainprobe.engine.core.guard import Guard
-from trainprobe.engine.core.naming import ROOT
+from trainprobe.engine.core.naming import ROOT, chunks_of
 from trainprobe.engine.core.position import AFTER_FORWARD, Position
 from trainprobe.engine.core.records import Call
 from trainprobe.engine.core.stacks import Stacks
@@ -119,7 +119,7 @@ class CellTap:
 
     def open(self, model: Any, optimizer: Any = None) -> None:
         """Name the cells and parameters of a model, or of a list of models."""
-        self._models = list(model) if isinstance(model, list | tuple) else [model]
+        self._models = chunks_of(model)
         self._scan()
 
     def names(self) -> dict[int, str]:

@@ -15,6 +15,7 @@ import numpy as np
 from trainprobe.engine.arrays.mindspore_library import HostArray, host_array, without_data
 from trainprobe.engine.capture.mindspore.cells import is_graph_mode
 from trainprobe.engine.capture.requests import StatesRequest
+from trainprobe.engine.core.naming import chunks_of
 from trainprobe.engine.core.records import Call
 from trainprobe.engine.core.sources import Part
 from trainprobe.engine.tape import Tape
@@ -94,7 +95,7 @@ class CellStateTap:
 
     def open(self, model: Any, optimizer: Any = None) -> None:
         """Remember whose parameters to look at."""
-        self._models = list(model) if isinstance(model, list | tuple) else [model]
+        self._models = chunks_of(model)
         self._list()
 
     def _list(self) -> None:
