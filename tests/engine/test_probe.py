@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -68,6 +68,17 @@ class Faulty(Program):
         raise ZeroDivisionError("a fault of this program")
 
 
+OPENED: list[Probe] = []  # by the test that runs
+
+
+@pytest.fixture(autouse=True)
+def closed_probes() -> Iterator[None]:
+    """Close what a test opened: a probe that waits for its next step keeps its function in torch."""
+    yield
+    while OPENED:
+        OPENED.pop().close()
+
+
 class Run:
     """A probe on a small model, with its sink."""
 
@@ -92,6 +103,7 @@ class Run:
             lambda place: Writer({"memory": self.sink}, place=place),
         )
         self.probe.open(self.model)
+        OPENED.append(self.probe)
 
     def forward(self) -> None:
         self.model(torch.ones(2, 3))
