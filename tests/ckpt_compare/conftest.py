@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.ckpt_compare.writers.launch import launch
+from tests.distributed.forked import ForkedScript
 
 WRITERS = Path(__file__).parent / "writers"
 VOCAB = 119
@@ -72,10 +73,12 @@ def written(tmp_path_factory) -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="session")
-def megatron(written, require) -> Written:
-    """Return a function from `dist_tp2`, `legacy_pp2`, … to a checkpoint that megatron-core wrote."""
+def megatron(written, require) -> Iterator[Written]:
+    """Give a function from `dist_tp2`, `legacy_pp2`, … to a checkpoint that megatron-core wrote."""
     require("megatron.core")
     root = written("megatron")
+
+    script = ForkedScript(WRITERS / "write_megatron.py")
 
     def write(layout: str) -> None:
         if (root / f"dist_{layout}").exists():
@@ -88,7 +91,7 @@ def megatron(written, require) -> Written:
             words += ["--load", str(root / f"dist_{source}" / "iter_0000002")]
         if layout == "tp1":
             words += ["--save-logits", str(root / "logits.pt")]
-        launch(ranks, WRITERS / "write_megatron.py", *words)
+        script.run(ranks, *words)
 
     def get(name: str) -> Path:
         if name == "logits.pt":
@@ -97,7 +100,8 @@ def megatron(written, require) -> Written:
             write(name.partition("_")[2])
         return root / name
 
-    return get
+    yield get
+    script.close()
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import logging
+import multiprocessing
 import random
 import signal
 import sys
@@ -26,7 +27,10 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "megatron_cpu"))
 import megatron_on_cpu  # noqa: E402
 
 megatron_on_cpu.install()
+import megatron.core.models.gpt  # noqa: E402  (imported once for all forks of this process)
+import megatron.core.optimizer  # noqa: E402, F401
 import tiny_gpt  # noqa: E402
+from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa: E402
 
 MLA = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 8}
 
@@ -175,6 +179,8 @@ def save_dist(a, chunks, optimizer) -> None:
     state = {**sharded(a, chunks, optimizer, False), **common(a)}
     grid = (a.pp, a.tp), (ps.get_pipeline_model_parallel_rank(), ps.get_tensor_model_parallel_rank())
     state["rng_state"] = ShardedObject("rng_state", [rng_state(a)], *grid, replica_id=ps.get_data_parallel_rank())
+    # Megatron starts the process of this queue anew, where torch and Megatron are imported once more
+    filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
     strategy = None
     if a.fully_parallel:
         strategy = get_default_save_sharded_strategy("torch_dist", 1)
