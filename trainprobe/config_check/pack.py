@@ -27,6 +27,8 @@ MANIFEST = "manifest.json"
 CAPTURES = ("environment", "packages", "hyperparameters", "dataset", "weights", "randomness")
 BY_MICRO_STEP = ("dataset", "weights")
 BESIDE = "beside"  # in the entry of a tensor of data that did not go through the model
+# "flags_at" of randomness.json: where torch's switches were read; packs without it were written before there were two places
+AT_MODEL, AT_FIRST_LAYER = "model", "first layer"
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ from trainprobe.config_check.capture.sources import hash_sources, source_files
 from trainprobe.config_check.capture.switches import device_of, read_switches
 from trainprobe.config_check.capture.weights import capture_weights, named_tensors
 from trainprobe.config_check.merge import merge_ranks
+from trainprobe.config_check.pack import AT_FIRST_LAYER, AT_MODEL
 from trainprobe.config_check.pack_writer import PackWriter
 from trainprobe.config_check.settings import Settings
 from trainprobe.engine.arrays.without_dispatch import without_dispatch
@@ -74,6 +75,7 @@ class Recorder:
         self._merger: threading.Thread | None = None
         self._states: dict[str, Any] = {}
         self._flags: dict[str, Any] = {}
+        self._flags_at = AT_MODEL
         self._started = time.time()
         self._scripts: list[dict[str, Any]] = []
         self.adopt(settings)
@@ -274,7 +276,7 @@ class Recorder:
         self._handles.append(handle)
 
     def _read_switches(self) -> None:
-        self._flags = read_switches(device_of(self._models))
+        self._flags, self._flags_at = read_switches(device_of(self._models)), AT_FIRST_LAYER
 
     def _hyperparameters(self) -> dict[str, Any]:
         extra = dict(self.settings.settings)
@@ -283,7 +285,7 @@ class Recorder:
         return {"sources": [*self._scripts, *found], "model_state": self._model_state}
 
     def _randomness(self) -> dict[str, Any]:
-        return {**self._random.content(), "states": dict(self._states), "flags": self._flags}
+        return {**self._random.content(), "states": dict(self._states), "flags": self._flags, "flags_at": self._flags_at}
 
     def add_optimizer(self, optimizer: Any) -> None:
         """Take down an optimizer that may never step."""

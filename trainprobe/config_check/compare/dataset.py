@@ -45,7 +45,9 @@ def compare_dataset(bench: Pack, cmp: Pack) -> Check:
     findings = rank_findings("dataset", bench, cmp)
     if labelled[0] != labelled[1]:
         side = "bench" if labelled[0] else "cmp"
-        findings.append(Finding("note", f"data beside the model's inputs (labels) was captured in {side} only", "labels"))
+        findings.append(
+            Finding("note", f"data beside the model's inputs (labels) was captured in {side} only: not compared", "labels")
+        )
     for rank, a, b in pairs:
         left, right = a.by_micro["dataset"], b.by_micro["dataset"]
         for micro in sorted(left.keys() & right.keys()):

@@ -15,7 +15,7 @@ from trainprobe.config_check.compare.pair import absent, rank_findings, rank_pai
 from trainprobe.config_check.compare.values import same
 from trainprobe.config_check.compare.verdicts import Check, Finding, Level, counted, shown, which_ranks
 from trainprobe.config_check.names import load_names
-from trainprobe.config_check.pack import Pack
+from trainprobe.config_check.pack import AT_FIRST_LAYER, AT_MODEL, Pack
 
 COLUMNS = ("what", "rank", "bench", "cmp", "bench place", "cmp place", "level")
 _SEEDS = ("seed", "manual_seed", "manual_seed_all", "default_rng", "set_seed")
@@ -24,6 +24,7 @@ _COUNTED = ("random calls", "random counts")
 _GENERATOR = "torch.Generator."
 OWN_GENERATOR = "from a generator of its own"  # the detail of calls that do not draw from a global generator
 _NEVER = 10**9  # a window that no capture reaches
+_IMPORT = "<frozen importlib"
 _RUNPY = frozenset({"<frozen runpy>", "runpy.py"})
 # torch calls a module in one function or in two, as there are hooks or not, those of the capture among them
 _CALLS_MODULES = "torch/nn/modules/module.py"
@@ -145,7 +146,7 @@ def _calls(rank: int, a: Counts, b: Counts, rows: list[tuple[Any, ...]], until: 
         equal = x == y and left is not None and right is not None and left.detail == right.detail
         other_detail = left is not None and right is not None and left.detail != right.detail
         # whether a module is imported anew says nothing; what that does to the generators shows in their states
-        importing = any(f[0].startswith("<frozen importlib") for f in kind.frames)
+        importing = any(f[0].startswith(_IMPORT) for f in kind.frames)
         unseen = not other_detail and _not_counted(x, y, until)
         ahead = kind.detail == OWN_GENERATOR and bool(x and y)
         level = "pass" if equal else "note" if importing or unseen or ahead else "error"
@@ -290,12 +291,17 @@ def _short(function: str) -> str:
 
 def _flags(rank: int, a: Mapping[str, Any], b: Mapping[str, Any], rows: list[tuple[Any, ...]]) -> list[Finding]:
     left, right = dict(a.get("flags", {})), dict(b.get("flags", {}))
+    elsewhere = _read_elsewhere(a, b)
     found: list[Finding] = []
     for name in [n for n in left if n in right]:  # another version of torch, or of this tool, has others
         x, y = left[name], right[name]
         row = switches().get(name, {})
-        level = _LEVEL.get(row.get("effect", ""), "warning")
         equal = same(x, y)
+        level = _LEVEL.get(row.get("effect", ""), "warning")
+        if elsewhere and "around" in row and not equal:
+            rows.append((f"flag {name}", rank, shown(x), shown(y), "", "", "note"))
+            found.append(Finding("note", f"{name} was captured {elsewhere}: not compared", f"flag {name}"))
+            continue
         rows.append((f"flag {name}", rank, shown(x), shown(y), "", "", "pass" if equal else level))
         if equal:
             continue
@@ -311,12 +317,32 @@ def _flags(rank: int, a: Mapping[str, Any], b: Mapping[str, Any], rows: list[tup
     return found
 
 
+def _read_elsewhere(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
+    """Say which side's switches were read before a wrapper could set them for the forward, where only one side's were."""
+    early = [side for side, content in (("bench", a), ("cmp", b)) if content.get("flags_at", AT_MODEL) != AT_FIRST_LAYER]
+    if len(early) != 1:
+        return ""
+    older = "flags_at" not in (a if early == ["bench"] else b)
+    return f"{'by an older version ' if older else ''}before the first layer in {early[0]}"
+
+
 _CALLS = {"python": "random", "numpy": "numpy.random"}  # where the functions of the hidden global generators are
 
 
-def _called(module: str, content: Mapping[str, Any]) -> bool:
-    """Tell whether a function of the global generator was called; methods of other generators stand a level deeper."""
-    return any(str(call.get("function")).rpartition(".")[0] == module for call in content.get("calls", []))
+def _drawn(module: str, content: Mapping[str, Any]) -> bool:
+    """Tell whether the program called a function of the global generator; methods of other generators stand a level deeper.
+
+    Draws of installed modules that are just imported are not the program's (rich draws one number for its links).
+    """
+    stacks = content.get("stacks", [])
+    calls = [c for c in content.get("calls", []) if str(c.get("function")).rpartition(".")[0] == module]
+    return any(not _of_installed_import(stacks[c["stack"]] if 0 <= c.get("stack", -1) < len(stacks) else ()) for c in calls)
+
+
+def _of_installed_import(stack: Sequence[Mapping[str, Any]]) -> bool:
+    """Tell whether an installed module is executed as it is imported, and nothing of the program within."""
+    within = next((i for i, frame in enumerate(stack) if str(frame.get("file")).startswith(_IMPORT)), None)
+    return within is not None and within > 0 and all(frame.get("installed") for frame in stack[:within])
 
 
 def _states(rank: int, a: Mapping[str, Any], b: Mapping[str, Any], rows: list[tuple[Any, ...]]) -> list[Finding]:
@@ -328,11 +354,15 @@ def _states(rank: int, a: Mapping[str, Any], b: Mapping[str, Any], rows: list[tu
             rows.append((f"state of {name} at micro-step {micro}", rank, x, y, "", "", "pass" if x == y else "error"))
             if x != y:
                 first.setdefault(name, micro)
-    idle = [n for n in first if n in _CALLS and not _called(_CALLS[n], a) and not _called(_CALLS[n], b)]
+    idle = [n for n in first if n in _CALLS and not _drawn(_CALLS[n], a) and not _drawn(_CALLS[n], b)]
     found: list[Finding] = []
     if idle:
         found.append(
-            Finding("note", f"{' and '.join(idle)} random numbers were never seeded, and never drawn", "unused random state")
+            Finding(
+                "note",
+                f"{' and '.join(idle)} random numbers were never seeded, and the program drew none",
+                "unused random state",
+            )
         )
     for micro in sorted({m for n, m in first.items() if n not in idle}, key=int):
         names = [n for n, m in first.items() if m == micro and n not in idle]
