@@ -67,6 +67,13 @@ SAVED: dict[str, dict[str, Any]] = {
     "mix, a class within a list": {"level": "mix", "list": ["layers.1"], "tensor_list": ["Linear"]},
     "L1, what is not there": {"level": "L1", "tensor_list": ["nothing"]},
 }
+LISTED: dict[str, dict[str, Any]] = {
+    "L1, list of an op": {"level": "L1", "list": ["linear"]},
+    "L1, list of an op, beside md5": {"level": "L1", "list": ["linear"], "summary_mode": "md5"},
+    "L0, list of a part of a name": {"level": "L0", "list": ["fc"]},
+    "mix, list of an op": {"level": "mix", "list": ["layer_norm"]},
+    "mix, list of a part of a module's name": {"level": "mix", "list": ["layers.1"]},
+}
 OURS_ALONE = {
     "Module.root.Net.forward.0": "the model itself",
     "Module.root.Net.backward.0": "the model itself",
@@ -75,14 +82,22 @@ OURS_ALONE = {
 # calls that the program does not make: hooks of those releases, and what `backward` begins with
 OWN = re.compile(r"Tensor\.view_as\.\d+\.forward|Torch\.ones_like\.0\.forward")
 Recorded = list[str]  # names of calls
+Tensors = tuple[int, dict[str, bool]]  # how many files, and of each call whether it has statistics and, beside md5, a checksum
 ENDS = "a scope of 1.3.0 and 8.1.1 leaves out the last module at L0, and goes on to its end at mix"
 OLDER_DIFFER = {"L0, scope of two modules": ENDS, "mix, scope of two modules": ENDS}
 
 
-def entries(python: str, who: str, folder: Path) -> tuple[list[Recorded], list[Recorded]]:
-    """Return the names of the calls of step 0 for each configuration; for those of `SAVED`, of the calls with values."""
-    sections = [{"level": c["level"], "statistics": {k: v for k, v in c.items() if k != "level"}} for c in SAVED.values()]
-    texts = [json.dumps({"task": "statistics", **config}) for config in [*CONFIGURATIONS.values(), *sections]]
+def entries(python: str, who: str, folder: Path) -> tuple[list[Recorded], list[Recorded], list[Tensors]]:
+    """Return what step 0 holds for each configuration.
+
+    The names of the calls; for those of `SAVED`, of the calls with values; for those of `LISTED` the tensors.
+    """
+    wanted = [
+        *({"task": "statistics", **config} for config in CONFIGURATIONS.values()),
+        *(sectioned("statistics", config) for config in SAVED.values()),
+        *(sectioned("tensor", config) for config in LISTED.values()),
+    ]
+    texts = [json.dumps({**config, "step": [0]}) for config in wanted]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     script = str(ROOT / "tests/interop/train_small.py")
     done = subprocess.run(
@@ -91,7 +106,28 @@ def entries(python: str, who: str, folder: Path) -> tuple[list[Recorded], list[R
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     dumps = [next((folder / str(i)).glob("step0/*/dump.json")) for i in range(len(texts))]
     data = [json.loads(path.read_text())["data"] for path in dumps]
-    return [list(one) for one in data[: len(CONFIGURATIONS)]], [valued(one) for one in data[len(CONFIGURATIONS) :]]
+    selected, saved = len(CONFIGURATIONS), len(CONFIGURATIONS) + len(SAVED)
+    listed = [tensors(*found) for found in zip(dumps[saved:], data[saved:], LISTED.values(), strict=True)]
+    return [list(one) for one in data[:selected]], [valued(one) for one in data[selected:saved]], listed
+
+
+def sectioned(task: str, config: dict[str, Any]) -> dict[str, Any]:
+    """Return a config.json whose keys but `level` stand in the section of the task."""
+    return {"task": task, "level": config["level"], task: {key: value for key, value in config.items() if key != "level"}}
+
+
+def tensors(dump: Path, data: dict[str, Any], config: dict[str, Any]) -> Tensors:
+    """Return how many tensor files there are and, of each call, whether all its tensors have what goes with them.
+
+    That is a file, numbers and, where it was asked for, a checksum.
+    """
+    keys = {"data_name", "Max", *({"md5"} if "summary_mode" in config else ())}
+    whole = {
+        as_here(name): all(part.get(key) is not None for part in parts(call) if "torch.Tensor" in part.values() for key in keys)
+        for name, call in data.items()
+        if not OWN.fullmatch(name)
+    }
+    return len(list((dump.parent / "dump_tensor_data").iterdir())), whole
 
 
 def valued(data: dict[str, Any]) -> list[str]:
@@ -144,6 +180,17 @@ def saved_table(theirs: dict[str, list[Recorded]], ours: list[Recorded]) -> str:
     return "\n".join(rows)
 
 
+def listed_table(theirs: dict[str, list[Tensors]], ours: list[Tensors]) -> str:
+    """Return the table of tensors beside a list. theirs: by release. The same calls have the same of their tensors here."""
+    rows = [f"| task tensor | {' | '.join(theirs)} | here |", "|---" * (len(theirs) + 2) + "|"]
+    for i, (name, (count, whole)) in enumerate(zip(LISTED, ours, strict=True)):
+        for release, recorded in theirs.items():
+            assert {call: whole.get(call) for call in recorded[i][1]} == recorded[i][1], (name, release)
+        assert all(whole.values()), name
+        rows.append(f"| {name} | {' | '.join(str(recorded[i][0]) for recorded in theirs.values())} | {count} |")
+    return "\n".join(rows)
+
+
 @pytest.mark.timeout(1800)
 def test_a_configuration_selects_the_same_calls_in_both_tools(tmp_path):
     pythons = {**OLDER, "26.2.0": str(PEER), "ours": sys.executable}
@@ -155,6 +202,6 @@ def test_a_configuration_selects_the_same_calls_in_both_tools(tmp_path):
     recorded = {name: job.result() for name, job in jobs.items()}
     ours = recorded.pop("ours")
     page = (ROOT / "docs/migration.md").read_text(encoding="utf-8")
-    for which, made in enumerate((table, saved_table)):
+    for which, made in enumerate((table, saved_table, listed_table)):
         measured = made({name: calls[which] for name, calls in recorded.items()}, ours[which])
         assert measured in page or pytest.fail(f"docs/migration.md does not show what was measured:\n{measured}")

@@ -91,9 +91,25 @@ def test_task_tensor_writes_a_pt_file_a_tensor() -> None:
     assert (plan.task, plan.tensor_format, plan.op_selected("Functional.relu")) == ("tensor", "pt", True)
 
 
-@pytest.mark.parametrize(("mode", "summary"), [("statistics", "statistics"), ("md5", "md5"), ("xor", "checksum")])
+@pytest.mark.parametrize(
+    ("mode", "summary"), [("statistics", "statistics"), ("md5", "statistics_and_md5"), ("xor", "checksum")]
+)
 def test_the_summary_mode_is_carried_over(mode: str, summary: str) -> None:
     assert load_plan(section(summary_mode=mode)).summary == summary
+
+
+@pytest.mark.parametrize(
+    ("modes", "summary"),
+    [
+        (["md5"], "md5"),
+        (["max", "md5"], "statistics_and_md5"),
+        (["statistics", "md5"], "statistics_and_md5"),
+        (["hash"], "checksum"),
+    ],
+)
+def test_a_list_of_summary_modes_keeps_the_kind_of_checksum(modes: list[str], summary: str) -> None:
+    plan = load_plan(section(summary_mode=modes))
+    assert (plan.summary, plan.notes) == (summary, ())
 
 
 def test_another_fingerprint_than_the_one_asked_for_is_told() -> None:

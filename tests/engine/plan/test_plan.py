@@ -132,7 +132,13 @@ def test_values_are_saved_where_tensors_matches() -> None:
 
 @pytest.mark.parametrize(
     ("summary", "wants"),
-    [("statistics", (1, 0, 0)), ("checksum", (0, 1, 0)), ("md5", (0, 0, 1)), ("both", (1, 1, 0))],
+    [
+        ("statistics", (1, 0, 0)),
+        ("checksum", (0, 1, 0)),
+        ("md5", (0, 0, 1)),
+        ("both", (1, 1, 0)),
+        ("statistics_and_md5", (1, 0, 1)),
+    ],
 )
 def test_a_summary_says_what_must_be_computed(summary: str, wants: tuple[int, int, int]) -> None:
     detail = load_plan(summary=summary).base_detail

@@ -5,7 +5,9 @@ from __future__ import annotations
 import builtins
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
+
+Summary: TypeAlias = Literal["statistics", "checksum", "md5", "both", "statistics_and_md5"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +28,14 @@ class Detail:
     """What is recorded of a name. slice: the cuts that are stored, () for the whole tensor."""
 
     task: Literal["statistics", "tensor"]
-    summary: Literal["statistics", "checksum", "md5", "both"]
+    summary: Summary
     statistics: tuple[str, ...]
     slice: tuple[Slice, ...] = ()
 
     @property
     def wants_statistics(self) -> bool:
         """Whether partial sums are needed."""
-        return self.summary in {"statistics", "both"} and bool(self.statistics)
+        return self.summary in {"statistics", "both", "statistics_and_md5"} and bool(self.statistics)
 
     @property
     def wants_checksum(self) -> bool:
@@ -43,7 +45,7 @@ class Detail:
     @property
     def wants_crc32(self) -> bool:
         """Whether the CRC-32 of the bytes is needed, which existing files call md5."""
-        return self.summary == "md5"
+        return self.summary in {"md5", "statistics_and_md5"}
 
     @property
     def wants_tensor(self) -> bool:
@@ -64,7 +66,7 @@ class Detail:
         self,
         *,
         task: Literal["statistics", "tensor"] | None = None,
-        summary: Literal["statistics", "checksum", "md5", "both"] | None = None,
+        summary: Summary | None = None,
         statistics: tuple[str, ...] | None = None,
         slice: tuple[Slice, ...] | None = None,
     ) -> Detail:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, Strict, ValidationError, field_validator
 
 from trainprobe.engine.core.row_schema import StatisticName
-from trainprobe.engine.plan.detail import Detail, Slice
+from trainprobe.engine.plan.detail import Detail, Slice, Summary
 from trainprobe.engine.plan.problems import describe_problems
 from trainprobe.engine.plan.selection import Names, Steps, parse_names, parse_steps
 from trainprobe.engine.plan.subplans import check_subplan, sink_names
@@ -23,7 +23,6 @@ from trainprobe.errors import PlanError, did_you_mean
 
 Level: TypeAlias = Literal["off", "L0", "L1", "mix", "debug"]
 Task: TypeAlias = Literal["statistics", "tensor"]
-Summary: TypeAlias = Literal["statistics", "checksum", "md5", "both"]
 PlanPhase: TypeAlias = Literal["forward", "backward", "optimizer"]
 Data: TypeAlias = Literal["input", "output", "kwargs", "parameters", "parameter_gradients"]
 SubPlan: TypeAlias = dict[str, Any] | Annotated[bool, Strict()] | None
@@ -178,7 +177,7 @@ class Plan(_Section):
     """Quantiles of each tensor to record, from 0 to 1."""
     summary: Summary = "statistics"
     """statistics; checksum: a 64-bit fingerprint of the bits; md5: the CRC-32 of the bytes that existing files carry under
-    that name; both: statistics and checksum."""
+    that name; both: statistics and checksum; statistics_and_md5: statistics and md5."""
     step: Numbers = ("all",)
     """Which steps are collected: numbers, "100-110", "every 50", "every 50 from 100 to 1000", or "all"."""
     rank: Numbers = ("all",)

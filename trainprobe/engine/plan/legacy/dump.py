@@ -235,7 +235,7 @@ def _task(out: Translation, section: Mapping[str, Any], task: str) -> None:
 
 
 def _summary(out: Translation, mode: object, key: str) -> None:
-    single = {"statistics": "statistics", "md5": "md5", "xor": "checksum", "hash": "checksum"}
+    single = {"statistics": "statistics", "md5": "statistics_and_md5", "xor": "checksum", "hash": "checksum"}
     if mode == "xor":
         out.note(key, "'xor' becomes the 64-bit checksum, which also sees two values swapped; the two cannot be compared")
     if isinstance(mode, str):
@@ -251,9 +251,8 @@ def _summary(out: Translation, mode: object, key: str) -> None:
     if wanted:
         out.fields["statistics"] = wanted
     if {"hash", "md5"} & set(names):
-        out.fields["summary"] = "both" if wanted or "statistics" in names else "md5" if "hash" not in names else "checksum"
-        if wanted and "md5" in names:
-            out.note(key, "beside statistics, 'md5' becomes the 64-bit checksum")
+        summaries = ("checksum", "both") if "hash" in names else ("md5", "statistics_and_md5")
+        out.fields["summary"] = summaries[bool(wanted) or "statistics" in names]
     merged = sorted({name for name in names if "inf count" in name or "zero count" in name})
     if len(merged) > 1 or "negative zero count" in names:
         out.note(key, f"{', '.join(merged)}: counted together, as inf and zero")

@@ -247,6 +247,7 @@ class SeparateFiles:
         self._folder = folder / DATA_FOLDER
         self._suffix = suffix
         self._save = save
+        self._written: set[str] = set()  # file names
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def add(self, saved: SavedTensor) -> int:
@@ -254,6 +255,7 @@ class SeparateFiles:
         path = self._folder / file_name(saved.key, self._suffix)
         self._save(partial_name(path), saved)
         partial_name(path).rename(path)
+        self._written.add(path.name)
         return path.stat().st_size
 
     def finish(self) -> int:
@@ -261,8 +263,10 @@ class SeparateFiles:
         return 0
 
     def place(self, links: Mapping[str, str]) -> None:
-        """Give each value a file for each place it is at: file name → key. They are links to one file where that works."""
-        kept = set(links)
+        """Give each value a file for each place it is at: file name → key. They are links to one file where that works.
+
+        Values that are at no place, as their calls were not selected once the step had ended, are removed.
+        """
         for name, key in links.items():
             source, target = self._folder / file_name(key, self._suffix), self._folder / name
             if source == target:
@@ -271,7 +275,7 @@ class SeparateFiles:
                 os.link(source, target)
             except OSError:  # a file system without hard links
                 shutil.copyfile(source, target)
-        for name in {file_name(key, self._suffix) for key in links.values()} - kept:
+        for name in self._written - links.keys():
             (self._folder / name).unlink()
 
     def discard(self) -> None:
