@@ -5,6 +5,7 @@ Each key is accepted and changes the plan, or a sentence says what is different;
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 import re
@@ -16,6 +17,7 @@ import pytest
 
 import trainprobe.pytorch
 from tests.interop.peer import OLDER, PEER, needs_older
+from trainprobe.cli import VERBS
 from trainprobe.engine.plan.legacy import translate
 from trainprobe.errors import PlanError
 
@@ -116,3 +118,72 @@ def test_each_documented_call_takes_the_parameters_that_it_has_there():
 def test_what_is_refused_says_what_replaces_it():
     with pytest.raises(PlanError, match="choose L0, L1 or mix"):
         translate({"dump_path": "d", "level": "L2"}, "config.json")
+
+
+def monitor_keys() -> set[str]:
+    """Return the keys of the monitor's JSON; those of a target's values stand among them."""
+    cells = (re.findall(r'(?m)^\| *"([a-z_]+)" *\|', page) for page in pages("19.monitor.md"))
+    return {key for found in cells for key in found}
+
+
+def test_each_documented_key_of_the_monitor_is_accepted_and_stands_in_the_docs():
+    inner = {"input", "output", "input_grad", "output_grad"}
+    keys = monitor_keys()
+    assert len(keys) >= 25 and inner | {"targets", "squash_name", "cc_distribution", "monitor_mbs_grad"} <= keys
+    given: dict[str, Any] = {"targets": {"head": dict.fromkeys(inner, "tuple[1]:0")}, "alert": {}, "cc_distribution": {}}
+    given |= {"ops": ["norm"], "format": "csv", "module_ranks": [0], "append_output": [], "eps": 1e-8, "ndigits": 6}
+    given |= {"collect_times": 3, "start_step": 1, "step_interval": 2, "step_count_per_record": 1, "l2_targets": {}}
+    for key in keys - inner:
+        _, notes = translate({"targets": {}, key: given.get(key, True)}, "monitor_config.json")
+        assert not any("unknown key" in note for note in notes), (key, notes)
+    assert not [key for key in keys if f"`{key}`" not in PAGE and f'`"{key}"' not in PAGE]
+
+
+def documented_parameters() -> set[str]:
+    """Return the keywords of the comparisons, their JSON, and of the conversion of CSV files."""
+    found: set[str] = set()
+    for page in pages("10.accuracy_compare_PyTorch.md"):
+        tables = re.findall(r"(?m)^\| *参数.*\n\|[-| :]+\n((?:\|.*\n)+)", page)
+        found |= {cell for table in tables for cell in re.findall(r"(?m)^\| *([a-z_]{4,}) *\|", table)}
+    for page in pages("19.monitor.md"):
+        found |= set(re.findall(r"(?m)^    (\w+)=", re.findall(r"csv2tensorboard_by_step\(\n(.*?)\)", page, re.DOTALL)[0]))
+    return found
+
+
+def test_each_documented_parameter_of_comparisons_and_conversions_stands_in_the_docs():
+    parameters = documented_parameters()
+    assert {"npu_path", "npu_dump_dir", "auto_analyze", "fuzzy_match", "data_type_list", "process_num"} <= parameters
+    of_merge_result = {"api", "compare_index"}
+    assert not [name for name in parameters - of_merge_result if f"`{name}" not in PAGE and f"{name}," not in PAGE]
+
+
+def documented_commands() -> set[str]:
+    """Return the commands that the pages of 1.3.0 and 8.1.1 show, and those of the parser of 26.2.0."""
+    found = {name for page in pages("**/*.md") for name in re.findall(r"msprobe (?:-f|--framework) [\w/]+ (\w+)", page)}
+    assert PEER is not None
+    (source,) = Path(PEER).parents[1].glob("lib/python3*/site-packages/msprobe/msprobe.py")
+    return found | set(re.findall(r"add_parser\('(\w+)'\)", source.read_text(encoding="utf-8")))
+
+
+def test_each_documented_command_has_a_row_whose_commands_exist():
+    commands = documented_commands()
+    assert {"compare", "run_ut", "nan_analyze", "graph_visualize", "data2db", "code_mapping"} <= commands
+    section = PAGE.partition("\n## Commands\n")[2]
+    assert not [name for name in commands if f"`{name}`" not in section]
+    named = re.findall(r"`trainprobe ([\w-]+(?: serve| classic)?)", " ".join(PAGE.split()))
+    assert len(named) > 20 and not [verb for verb in named if verb not in VERBS]
+
+
+def test_what_each_release_exports_can_be_imported_or_says_what_replaces_it():
+    for python in (*OLDER.values(), PEER):
+        assert python is not None
+        (package,) = Path(python).parents[1].glob("lib/python3*/site-packages/msprobe")
+        for inner in ("pytorch", "core"):
+            source = (package / inner / "__init__.py").read_text(encoding="utf-8")
+            lines = re.findall(r"(?m)^ *from [.\w]+ import ([\w, ]+?)(?: *#.*)?$", source)
+            for name in (name.strip() for line in lines for name in line.split(",")):
+                module = importlib.import_module(f"trainprobe.{inner}")
+                try:
+                    assert getattr(module, name) is not None
+                except ImportError as error:
+                    assert str(error).startswith(f"trainprobe.{inner} has no {name}: "), error
