@@ -2,8 +2,8 @@
 
 Each run is a training in a process of its own, and each comparison the real command. `--fork` begins trainings in copies of one
 process that has imported torch, which saves two thirds of the time. `--set threads` takes the differences that people reported
-in public threads. `--only TEXT` takes the cases whose name or group holds the
-text, `--keep FOLDER` keeps the packs, `--again` only compares packs that were kept.
+in public threads. `--only TEXT` (may be given again) takes the case of that name, or those whose name or group holds the text;
+`--keep FOLDER` keeps the packs, `--again` only compares packs that were kept.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.config_bench import runner
+from benchmarks.config_bench.case import Case
 from benchmarks.config_bench.harmless import HARMLESS
 from benchmarks.config_bench.planted import PLANTED
 from benchmarks.config_bench.runner import compare, judge, run_pair
@@ -34,11 +36,17 @@ def prepare_to_fork() -> None:
     runner.FORK = True
 
 
+def chosen_of(cases: Sequence[Case], texts: Sequence[str]) -> list[Case]:
+    """Return the cases that a text names or, where none has that name, whose name or group holds it; without texts all."""
+    names = {c.name for c in cases}
+    return [c for c in cases if not texts or any(t == c.name if t in names else t in f"{c.group} {c.name}" for t in texts)]
+
+
 def main() -> None:
     """Run the cases and print one line each, then the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--set", choices=SETS, default="planted")
-    parser.add_argument("--only", default="")
+    parser.add_argument("--only", action="append", default=[])
     parser.add_argument("--keep", type=Path)
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--fork", action="store_true")
@@ -46,7 +54,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.fork:
         prepare_to_fork()
-    chosen = [c for c in SETS[args.set] if args.only in f"{c.group} {c.name}"]
+    chosen = chosen_of(SETS[args.set], args.only)
     folder = args.keep or Path(tempfile.mkdtemp(prefix="config_bench_"))
     folder.mkdir(parents=True, exist_ok=True)
     kept = folder / "pairs.json"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -9,7 +10,8 @@ import pytest
 from benchmarks.config_bench.case import Case
 from benchmarks.config_bench.harmless import HARMLESS
 from benchmarks.config_bench.planted import PLANTED
-from benchmarks.config_bench.runner import compare, judge, prepare, run_pair
+from benchmarks.config_bench.runner import judge, prepare
+from tests.config_check.launch import run
 
 ALL = {case.name: case for case in (*PLANTED, *HARMLESS)}
 RUN = ("order of lines", "autocast dtype", "clipping", "activation", "variable that the script reads", "compiled")
@@ -31,9 +33,9 @@ def test_every_case_can_be_planted_and_only_a_line_that_names_it_counts(case: Ca
 
 @pytest.mark.slow
 def test_planted_differences_are_named_in_the_first_line_of_the_real_command(tmp_path):
-    bases: dict[str, object] = {}
-    verdicts = {}
-    for name in (*RUN, *QUIET):
-        code, line, _ = compare(*run_pair(ALL[name], tmp_path, bases))
-        verdicts[name] = (judge(ALL[name], code, line), line)
-    assert {name: v for name, v in verdicts.items() if v[0] not in ("named", "beside", "quiet")} == {}
+    words = [word for name in (*RUN, *QUIET) for word in ("--only", name)]
+    found = tmp_path / "found.json"
+    run("-m", "benchmarks.config_bench", "--fork", "--json", found, *words, timeout=900)
+    verdicts = {result["case"]: result for result in json.loads(found.read_text())}
+    assert verdicts.keys() == {*RUN, *QUIET}
+    assert {name: v for name, v in verdicts.items() if v["verdict"] not in ("named", "beside", "quiet")} == {}
