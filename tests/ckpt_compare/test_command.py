@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from tests.monitor.report.chromium import Browser, require_chromium
 from trainprobe.ckpt_compare import formats
@@ -113,6 +113,48 @@ def test_json_has_the_classic_shape_for_every_tensor(files, tmp_path):
         [2, 3],
     )
     assert (entry["changed"], entry["verdict"], entry["dtype"]) == (1 / 64, "differ", ["float32", "float32"])
+
+
+def test_json_holds_moves_causes_and_missing_files(files, tmp_path):
+    def exchange(b):
+        for part in ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj"):
+            one, two = f"model.layers.0.{part}.weight", f"model.layers.2.{part}.weight"
+            b[one], b[two] = b[two], b[one].copy()
+
+    whole, exchanged = files(exchange)
+    out = tmp_path / "o.json"
+    assert main(["ckpt-compare", "--json", str(out), whole, exchanged]) == 2
+    summary = json.loads(out.read_text())["__comparison__"]
+    moved = {(m["a"], m["b"]) for m in summary["moves"]}
+    assert {
+        ("layers.0.mlp.fc2.weight", "layers.2.mlp.fc2.weight"),
+        ("layers.2.mlp.fc2.weight", "layers.0.mlp.fc2.weight"),
+    } <= moved
+    assert [c["sentence"] for c in summary["causes"]] == ["layers 0 and 2 are exchanged"]
+
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    index = {name: f"{'lost' if 'layers.2' in name else 'held'}.safetensors" for name in model()}
+    save_file({k: v for k, v in load_file(whole).items() if "layers.2" not in k}, shards / "held.safetensors")
+    (shards / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    assert main(["ckpt-compare", "--json", str(out), whole, str(shards)]) == 3
+    summary = json.loads(out.read_text())["__comparison__"]
+    assert (summary["verdict"], summary["exit_code"]) == ("incomplete", 3)
+    assert [(f["side"], Path(f["where"]).name) for f in summary["faults"]] == [("B", "lost.safetensors")]
+    assert {m["name"] for m in summary["missing"]} >= {"layers.2.mlp.fc2.weight"}
+
+
+def test_json_of_a_check_holds_what_is_wrong_with_a_checkpoint(files, capsys):
+    def spoil(b):
+        b["model.norm.weight"][3] = np.inf
+
+    sound, spoiled = files(spoil)
+    assert main(["ckpt-show", "--check", "--json", sound]) == 0
+    assert json.loads(capsys.readouterr().out)["check"] == {"verdict": "sound", "exit_code": 0, "faults": []}
+    assert main(["ckpt-show", "--check", "--json", spoiled]) == 2
+    check = json.loads(capsys.readouterr().out)["check"]
+    assert (check["exit_code"], [f["where"] for f in check["faults"]]) == (2, ["final_norm.weight"])
+    assert check["faults"][0]["message"].startswith("0 NaN and 1 infinite of 8 elements")
 
 
 def test_json_says_null_and_both_shapes_for_what_has_no_partner(files, tmp_path):
