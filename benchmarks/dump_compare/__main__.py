@@ -1,6 +1,6 @@
 """Print how dump-compare judges healthy pairs and planted differences.
 
-`python -m benchmarks.dump_compare [healthy|foreign|planted|hostile|layouts] [--only TEXT] [--plan NAME] [--folder DIR]`
+`python -m benchmarks.dump_compare [healthy|foreign|planted|hostile|layouts|large] [--only TEXT] [--plan NAME] [--folder DIR]`
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from benchmarks.dump_compare import foreign as foreign_models
 from benchmarks.dump_compare import layouts as layout_pairs
 from benchmarks.dump_compare.healthy import PAIRS, PLANS
 from benchmarks.dump_compare.hostile import MUTATIONS, mutate
+from benchmarks.dump_compare.large import measure
 from benchmarks.dump_compare.planted import PLANTS
 from benchmarks.dump_compare.runs import Way, train
 from trainprobe.dump_compare.command import compare_rank
@@ -23,6 +24,7 @@ from trainprobe.dump_compare.pairing import pair_ranks
 from trainprobe.engine.core.step_data import entry_name
 
 SEEDS = 40  # of each mutation
+CALLS = 100_000  # a side, of the large dumps
 
 
 def healthy(only: str, plans: list[str], folder: Path) -> None:
@@ -105,6 +107,12 @@ def layouts(only: str, plans: list[str], folder: Path) -> None:
     print(f"layouts: {counts[True]} healthy, {counts[False]} with a fault; judged wrongly: {', '.join(wrong) or 'none'}")
 
 
+def large(only: str, plans: list[str], folder: Path) -> None:
+    """Print what the comparison of two large dumps takes; nothing is trained for it, so that plans say nothing."""
+    for line in measure(folder / "large", CALLS):
+        print(line, flush=True)
+
+
 def judged(a: Path, b: Path) -> Conclusion:
     """Return the conclusion of two dumps."""
     pairs, missing = pair_ranks(a, b)
@@ -120,17 +128,20 @@ def place_of(found: Conclusion) -> tuple[str, int]:
     return parent + entry_name(first.call), rank.at.step
 
 
+PARTS = {part.__name__: part for part in (healthy, foreign, planted, hostile, layouts, large)}
+
+
 def main() -> None:
     """Run what was asked for."""
     asked = argparse.ArgumentParser(description=__doc__)
-    asked.add_argument("what", nargs="?", choices=["healthy", "foreign", "planted", "hostile", "layouts", "all"], default="all")
+    asked.add_argument("what", nargs="?", choices=[*PARTS, "all"], default="all")
     asked.add_argument("--only", default="", help="cases whose name holds this")
     asked.add_argument("--plan", choices=[*PLANS], action="append", help="plans to record with; all of them without it")
     asked.add_argument("--folder", type=Path, help="keep the dumps here")
     options = asked.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        for which in (healthy, foreign, planted, hostile, layouts):
-            if options.what in (which.__name__, "all"):
+        for name, which in PARTS.items():
+            if options.what in (name, "all"):
                 which(options.only, options.plan or [*PLANS], options.folder or Path(scratch))
 
 

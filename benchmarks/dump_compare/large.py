@@ -1,16 +1,71 @@
-"""Dumps of many calls, written as files: what `dump-compare` is timed with."""
+"""Dumps of many calls, and what `dump-compare` of two of them takes beside the plain reading of their JSON."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
 
 OPS = 10  # of a module
 STATISTICS = ("Max", "Min", "Mean", "Norm")
+_COMPARE = ["-m", "trainprobe", "dump-compare", "-q"]
+_READ = [
+    "-c",
+    "import gc, orjson, pathlib, sys\ngc.disable()\nfor path in sys.argv[1:]: orjson.loads(pathlib.Path(path).read_bytes())",
+]
+# a small process starts the one that is measured, as the peak of memory of a process is at least that of its parent
+_LAUNCH = """
+import json, os, sys, time
+start = time.perf_counter()
+_, status, used = os.wait4(os.spawnv(os.P_NOWAIT, sys.executable, [sys.executable, *sys.argv[1:]]), 0)
+wall, code = time.perf_counter() - start, os.waitstatus_to_exitcode(status)
+print(json.dumps([used.ru_utime + used.ru_stime, wall, used.ru_maxrss / 1024, code]))
+"""
+
+
+class Used(NamedTuple):
+    """What a process took. cpu, wall: seconds. memory: at most, in MiB. code: exit code. said: what it printed."""
+
+    cpu: float
+    wall: float
+    memory: float
+    code: int
+    said: str
+
+
+def measure(folder: Path, calls: int, repeats: int = 3) -> Iterator[str]:
+    """Yield a line a comparison: of two dumps that agree, and of two that part after 60 % of their calls."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as apart:  # what it takes to write them is no part of this process
+        for name, differs_from in (("equal", -1), (f"apart from call {calls * 3 // 5:,} on", calls * 3 // 5)):
+            b = folder / name.replace(",", "")
+            a = apart.submit(write_large, folder / "a", calls).result()
+            apart.submit(write_large, b, calls, differs_from=differs_from).result()
+            files = [str(path) for side in (a, b) for path in sorted(side.glob("*/*/*.json"))]
+            for _ in range(repeats):  # interleaved: the machine may be busy
+                compared, read = used(*_COMPARE, str(a), str(b)), used(*_READ, *files)
+                yield (
+                    f"{calls:,} calls a side, {name}: dump-compare {_told(compared)}, exit code {compared.code}; "
+                    f"orjson.loads of all files {_told(read)}; ratio {compared.cpu / read.cpu:.2f}\n    {compared.said}"
+                )
+
+
+def _told(used: Used) -> str:
+    return f"{used.cpu:.2f} s of CPU, {used.wall:.2f} s, {used.memory:.0f} MiB"
+
+
+def used(*command: str) -> Used:
+    """Run Python with these arguments in a process of its own, and return what it took from its start to its end."""
+    ran = subprocess.run([sys.executable, "-c", _LAUNCH, *command], capture_output=True, text=True, check=True)
+    *said, numbers = ran.stdout.strip().splitlines()
+    return Used(*json.loads(numbers), " ".join(said))
 
 
 def write_large(folder: Path, calls: int, *, differs_from: int = -1, seed: int = 0) -> Path:

@@ -22,6 +22,8 @@ from trainprobe.dump_compare.page.comparison import page_of_rank, write_comparis
 from trainprobe.dump_compare.pairing import CallPair, RankPair, find_rank, pair_ranks
 from trainprobe.dump_compare.references import measure_condition, measure_floor, measure_truth
 from trainprobe.dump_compare.renamed.by_structure import pair_modules
+from trainprobe.dump_compare.renamed.composed import Composed
+from trainprobe.dump_compare.renamed.fused import as_one
 from trainprobe.dump_compare.renamed.mapping_files import MappingFile, read_mappings
 from trainprobe.dump_compare.renamed.pairs import pair_renamed
 from trainprobe.dump_compare.renamed.user_mapping import renaming, with_mapped_values
@@ -256,7 +258,10 @@ def _paired(
         names = structure.renaming(rename)
         pairs, notes = pair_frameworks(a, b, names, apis, mapped=bool(values), looked_through=structure.looked_through)
         sides, notes = (a, b), [*structure.note(), *notes]
-        by_structure: Mapping[str, str] = {name: evidence for name, (_, evidence) in structure.pairs.items()}
+        if structure.fused:
+            sides = composed = Composed(a), Composed(b)
+            pairs = as_one(pairs, structure.fused, composed, shares=False)
+        by_structure = structure.evidence()
     if mapping is not None and mapping.values:
         pairs, lost = with_mapped_values(pairs, *sides, mapping.values)
         idle += lost

@@ -105,6 +105,25 @@ def test_the_compiled_part_reads_most_tensors(dumps):
     assert np.frombuffer(found[2]).shape == (4 * 3 * 23,)
 
 
+def test_numbers_are_the_doubles_that_python_reads(tmp_path):
+    """Of few and many digits, with and without an exponent, and half-way between two doubles or next to it."""
+    chance = random.Random(5)
+    singles = np.random.default_rng(5).standard_normal(4000).astype(np.float32).astype(float) * 10.0 ** np.arange(-40, 40, 0.02)
+    texts = [repr(x) for x in [*singles.tolist(), 5e-324, 2.0**-1074 * 3, 1.7976931348623157e308, -0.0]]
+    texts += [f"{chance.randrange(10 ** chance.randrange(1, 20))}.{chance.randrange(10**9)}5" for _ in range(2000)]
+    texts += [f"0.{'0' * chance.randrange(12)}{chance.randrange(1, 10**17)}" for _ in range(2000)]
+    for _ in range(2000):  # the middle of two doubles, and the numbers around it that have as many digits
+        middle = 2**53 + 2 * chance.randrange(2**51) + 1
+        behind = chance.randrange(1, 4)
+        scaled = middle * 5**behind  # over 10**behind: a half of 2**behind
+        for digits in (scaled - 1, scaled, scaled + 1):
+            texts.append(f"{digits // 10**behind}.{digits % 10**behind:0{behind}d}")
+    texts += ["0.0", "-0.0", "-0.5", "9999999999999999999.0", "18446744073709551615.5", "0." + "0" * 26 + "7", "1e22", "1.5E-3"]
+    found = native.read_dump(f"[{', '.join(texts)}]".encode(), reader.describe, json.loads)
+    assert found is not None
+    assert list(map(repr, found[0])) == [repr(float(text)) for text in texts]
+
+
 def test_both_read_the_same(dumps, monkeypatch):
     for folder in dumps:
         compiled, plain = both(folder, monkeypatch)

@@ -58,6 +58,11 @@ class Structure:
         found = {name: other for name, (other, _) in self.pairs.items()}
         return lambda name: found.get(name) or rename(name)
 
+    def evidence(self) -> dict[str, str]:
+        """Return module of A that was not paired by name → what it was paired by."""
+        of_fused = {each.name if each.split == 0 else each.whole.name: "sizes that add up" for each in self.fused}
+        return {**{name: evidence for name, (_, evidence) in self.pairs.items()}, **of_fused}
+
     def note(self) -> list[str]:
         """Return what to say of it."""
         said = self._said_of_pairs() if self.pairs else []

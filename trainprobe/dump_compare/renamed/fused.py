@@ -106,8 +106,13 @@ def _weights_size(module: Module) -> int:
     return sum(math.prod(value.shape) for slot, value in slots(module.first) if slot.startswith("parameters"))
 
 
-def as_one(pairs: Sequence[CallPair], fused: Sequence[Fused], sides: tuple[Composed, Composed]) -> list[CallPair]:
-    """Return the pairs with the calls of such modules as one pair each. A call that lacks one of its parts stays alone."""
+def as_one(
+    pairs: Sequence[CallPair], fused: Sequence[Fused], sides: tuple[Composed, Composed], *, shares: bool = True
+) -> list[CallPair]:
+    """Return the pairs with the calls of such modules as one pair each. A call that lacks one of its parts stays alone.
+
+    shares: whether each module shows its share of the gradient at its input, so that these add up; else they are left out.
+    """
     calls: dict[tuple[int, str], dict[_Key, CallPair]] = defaultdict(dict)
     for pair in pairs:
         for side, call in enumerate((pair.a, pair.b)):
@@ -121,6 +126,8 @@ def as_one(pairs: Sequence[CallPair], fused: Sequence[Fused], sides: tuple[Compo
             whole = pair.b if each.split == 0 else pair.a
             split = [call for part in here if (call := part.a if each.split == 0 else part.b) is not None]
             if whole is not None and len(split) == len(each.parts):
+                if not shares and whole.kind == "module" and whole.phase == "backward":
+                    whole.out = None
                 joined = _joined(each, split, whole, sides[each.split])
                 place = max(part.place for part in here) if each.split == 0 else pair.place
                 made.append(CallPair(place, *((joined, whole) if each.split == 0 else (whole, joined))))

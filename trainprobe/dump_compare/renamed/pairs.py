@@ -30,13 +30,12 @@ def pair_renamed(
     calls, left_out = without_other_ops(calls, structure.looked_through, names, partners, of_fused)
     pairs = pair_calls(*calls, names, structure.looked_through)
     composed = Composed(a), Composed(b)
-    by_structure: dict[str, str] = {name: evidence for name, (_, evidence) in structure.pairs.items()}
+    by_structure = structure.pairs
     paired = [pair for pair in pairs if pair.a is not None and pair.b is not None and pair.a.name in by_structure]
-    with_same_slots(paired, composed[1], {name for name, evidence in by_structure.items() if evidence == "what it calls"})
+    with_same_slots(paired, composed[1], {name for name, (_, how) in by_structure.items() if how == "what it calls"})
     if fused:
         pairs = as_one(pairs, fused, composed)
-        by_structure |= {each.name if each.split == 0 else each.whole.name: "sizes that add up" for each in fused}
-    return pairs, composed, [*structure.note(), *left_out], by_structure
+    return pairs, composed, [*structure.note(), *left_out], structure.evidence()
 
 
 def _around(fused: Sequence[Fused], names: Callable[[str], str]) -> set[str]:

@@ -82,6 +82,39 @@ static void know(Place *place, const char *text, size_t length, PyObject *object
     place->text = text, place->length = length, place->object = object;
 }
 
+typedef struct {
+    uint64_t value;
+    size_t count, behind; /* of digits without leading zeros, and of those behind the point */
+} Digits;
+
+static void take_digits(const char **p, Digits *digits, size_t behind) {
+    for (; **p >= '0' && **p <= '9'; ++*p) {
+        digits->value = digits->value * 10 + (uint64_t)(**p - '0');
+        digits->count += digits->count || **p != '0';
+        digits->behind += behind;
+    }
+}
+
+/* The double nearest to a quotient of whole numbers, which decides: exact, where the number has few digits. */
+static int nearest(const Digits *digits, double *number) {
+#ifdef __SIZEOF_INT128__
+    enum { MOST_DIGITS = 19, MOST_POWERS = 27 }; /* 10^19 and 5^27 have at most 64 bits */
+    if (digits->count > MOST_DIGITS || digits->behind > MOST_POWERS) return 0;
+    if (!digits->value || !digits->behind) return *number = (double)digits->value, 1;
+    uint64_t fives = 1;
+    for (size_t i = 0; i < digits->behind; i++) fives *= 5;
+    int of_value = __builtin_clzll(digits->value), of_fives = __builtin_clzll(fives);
+    unsigned __int128 upper = (unsigned __int128)(digits->value << of_value) << 63;
+    fives <<= of_fives;
+    uint64_t quotient = (uint64_t)(upper / fives); /* of 63 or 64 bits, of which a double keeps 53 */
+    quotient |= quotient * (unsigned __int128)fives != upper;
+    return *number = ldexp((double)quotient, of_fives - of_value - 63 - (int)digits->behind), 1;
+#else
+    (void)digits, (void)number;
+    return 0;
+#endif
+}
+
 /* A number as JSON writes it, or NaN and infinities as Python does. whole: whether it has neither a point nor an exponent. */
 static int take_number(Text *t, double *number, int *whole, size_t *digits) {
     const char *start = t->p, *p = start;
@@ -95,15 +128,20 @@ static int take_number(Text *t, double *number, int *whole, size_t *digits) {
         return t->p = start, 0;
     }
     const char *first = p;
-    while (*p >= '0' && *p <= '9') p++;
+    Digits all = {0, 0, 0};
+    take_digits(&p, &all, 0);
     *digits = (size_t)(p - first);
     if (!*digits || (*first == '0' && *digits > 1)) return 0;
     *whole = 1;
     if (*p == '.') {
         const char *fraction = ++p;
-        while (*p >= '0' && *p <= '9') p++;
+        take_digits(&p, &all, 1);
         if (p == fraction) return 0;
         *whole = 0;
+    }
+    if (*p != 'e' && *p != 'E' && nearest(&all, number)) {
+        *number = negative ? -*number : *number;
+        return t->p = p, 1;
     }
     if (*p == 'e' || *p == 'E') {
         p++;
