@@ -1,6 +1,7 @@
 """Print how dump-compare judges healthy pairs and planted differences.
 
-`python -m benchmarks.dump_compare [healthy|foreign|planted|hostile|layouts|large] [--only TEXT] [--plan NAME] [--folder DIR]`
+`python -m benchmarks.dump_compare [PART] [--only TEXT] [--plan NAME] [--folder DIR]`, PART one of healthy, foreign, planted,
+hostile, layouts, large and stored; all of them without it.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from benchmarks.dump_compare import foreign as foreign_models
 from benchmarks.dump_compare import layouts as layout_pairs
 from benchmarks.dump_compare.healthy import PAIRS, PLANS
 from benchmarks.dump_compare.hostile import MUTATIONS, mutate
-from benchmarks.dump_compare.large import measure
+from benchmarks.dump_compare.large import measure as measure_large
 from benchmarks.dump_compare.planted import PLANTS
 from benchmarks.dump_compare.runs import Way, train
+from benchmarks.dump_compare.stored import measure as measure_stored
 from trainprobe.dump_compare.command import compare_rank
 from trainprobe.dump_compare.conclude import Conclusion, conclude
 from trainprobe.dump_compare.pairing import pair_ranks
@@ -109,7 +111,13 @@ def layouts(only: str, plans: list[str], folder: Path) -> None:
 
 def large(only: str, plans: list[str], folder: Path) -> None:
     """Print what the comparison of two large dumps takes; nothing is trained for it, so that plans say nothing."""
-    for line in measure(folder / "large", CALLS):
+    for line in measure_large(folder / "large", CALLS):
+        print(line, flush=True)
+
+
+def stored(only: str, plans: list[str], folder: Path) -> None:
+    """Print what reading and measuring stored tensors takes beside `cat` of the same files."""
+    for line in measure_stored(folder / "stored"):
         print(line, flush=True)
 
 
@@ -128,7 +136,7 @@ def place_of(found: Conclusion) -> tuple[str, int]:
     return parent + entry_name(first.call), rank.at.step
 
 
-PARTS = {part.__name__: part for part in (healthy, foreign, planted, hostile, layouts, large)}
+PARTS = {part.__name__: part for part in (healthy, foreign, planted, hostile, layouts, large, stored)}
 
 
 def main() -> None:

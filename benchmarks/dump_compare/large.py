@@ -23,11 +23,14 @@ _READ = [
 ]
 # a small process starts the one that is measured, as the peak of memory of a process is at least that of its parent
 _LAUNCH = """
-import json, os, sys, time
+import json, os, subprocess, sys, time
 start = time.perf_counter()
-_, status, used = os.wait4(os.spawnv(os.P_NOWAIT, sys.executable, [sys.executable, *sys.argv[1:]]), 0)
+to, *command = sys.argv[1:]
+started = subprocess.Popen(command, stdout=open(to, "w") if to else None)
+_, status, used = os.wait4(started.pid, 0)
 wall, code = time.perf_counter() - start, os.waitstatus_to_exitcode(status)
-print(json.dumps([used.ru_utime + used.ru_stime, wall, used.ru_maxrss / 1024, code]))
+print(json.dumps([used.ru_utime + used.ru_stime, wall, used.ru_maxrss / 1024, code]), flush=True)
+os._exit(0)
 """
 
 
@@ -61,11 +64,12 @@ def _told(used: Used) -> str:
     return f"{used.cpu:.2f} s of CPU, {used.wall:.2f} s, {used.memory:.0f} MiB"
 
 
-def used(*command: str) -> Used:
-    """Run Python with these arguments in a process of its own, and return what it took from its start to its end."""
-    ran = subprocess.run([sys.executable, "-c", _LAUNCH, *command], capture_output=True, text=True, check=True)
+def used(*arguments: str, program: str = sys.executable, quiet: bool = False) -> Used:
+    """Run Python, or another program, in a process of its own, and return what it took from its start to its end."""
+    launch = [sys.executable, "-c", _LAUNCH, "/dev/null" if quiet else "", program, *arguments]
+    ran = subprocess.run(launch, capture_output=True, text=True, check=True)
     *said, numbers = ran.stdout.strip().splitlines()
-    return Used(*json.loads(numbers), " ".join(said))
+    return Used(*json.loads(numbers), " ".join(said[-1:]))
 
 
 def write_large(folder: Path, calls: int, *, differs_from: int = -1, seed: int = 0) -> Path:
