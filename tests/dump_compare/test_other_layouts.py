@@ -39,6 +39,12 @@ PLANTED = {
     "tensor:reduce": ("Module.layers.1.down.Linear.forward.0 (step 0", f"output: {COPY}"),
     "ddp:gradients": (".grad (step 0)", COPY),
 }
+IN_FUSED = {
+    "tensor:key weight": ("Parameter.layers.1.qkv.weight, Parameter.layers.1.q+k+v.weight in B,", "the weights differ"),
+    "tensor:key": ("Module.layers.1.qkv.Linear.forward.0, Module.layers.1.q+k+v.Linear.forward.0 in B,", "output is at least"),
+    "ddp:key gradient": ("layers.1.q+k+v", "weight"),
+    "ddp:key": ("Module.layers.1.qkv.Linear.forward.0", "output is at least"),
+}
 FOUR_PLANTED = {"hsdp:shard": (WEIGHT, "in B, rank 3 holds another copy than rank 1")}
 DEEPSPEED_PLANTED = {
     "zero1:weight": (WEIGHT, COPY),
@@ -51,8 +57,9 @@ DEEPSPEED_PLANTED = {
 def dumps(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("layouts")
     train_layouts.train(folder / "alone")
+    train_layouts.train(folder / "fused", "fused")
     script = str(Path(train_layouts.__file__))
-    launch(script, 2, str(folder), *HEALTHY, *PLANTED, folder=folder, timeout=300)
+    launch(script, 2, str(folder), *HEALTHY, *PLANTED, *IN_FUSED, folder=folder, timeout=300)
     launch(script, 4, str(folder), *FOUR_RANKS, *FOUR_PLANTED, folder=folder, timeout=300)
     return folder
 
@@ -62,6 +69,30 @@ def deepspeed_dumps(dumps, require) -> Path:
     require("deepspeed")
     launch(str(Path(train_layouts.__file__)), 2, str(dumps), *DEEPSPEED, *DEEPSPEED_PLANTED, folder=dumps, timeout=300)
     return dumps
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("layout", [*HEALTHY, *FOUR_RANKS])
+def test_one_projection_belongs_to_three_that_ranks_split(dumps, capsys, layout, swapped):
+    """Results, weights, their gradients before and after the reduction: whatever way the ranks hold the three."""
+    sides = (layout, "fused") if swapped else ("fused", layout)
+    code, said, found = compared(dumps, *sides, capsys)
+    assert code == 1, said
+    fused = [call for call in found["calls"] if ".q+k+v." in f"{call['a']} {call['b']}"]
+    assert {call["verdict"] for call in fused} <= {"identical", "rounding", "carried"}, said
+    kinds = {call["a"].partition(".")[0] for call in fused}
+    assert kinds == {"Module", "Parameter"}
+    slots = {value["slot"] for call in fused for value in call["values"]}
+    assert slots >= {"input.0", "output", "grad_output.0", "grad", "parameters.weight", "parameters.bias"}, slots
+    assert "missing" not in said and "alone" not in said, said
+
+
+@pytest.mark.parametrize("fault", IN_FUSED)
+def test_what_one_rank_does_to_one_of_three_is_named(dumps, capsys, fault):
+    code, said, _ = compared(dumps, "fused", fault, capsys)
+    assert code == 2, said
+    for words in IN_FUSED[fault]:
+        assert words in said.splitlines()[0], said
 
 
 OTHER_NAMES = {"layers": "blocks", "embed": "words", "head": "logits", "up": "widen", "down": "narrow", "act": "bend"}

@@ -1,7 +1,8 @@
 """Two steps of a small GPT in several layouts of torch, dumped: `train_layouts.py FOLDER KIND[+LEVEL][:FAULT]…` on each rank.
 
 KIND: ddp, fsdp1, fsdp2, hsdp, tensor (DTensor), context (keys and values are gathered), pipeline (two stages), zero1 to zero3
-(DeepSpeed), alone. All layouts begin with the same weights and see the same samples. LEVEL: of the dump, L0 without it.
+(DeepSpeed), alone, fused (alone, with one projection for q, k and v). All layouts begin with the same weights and see the same
+samples. LEVEL: of the dump, L0 without it.
 """
 
 from __future__ import annotations
@@ -37,10 +38,19 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(x)
         b, t, _ = h.shape
-        q, k, v = (linear(h).view(b, t, -1, 8).transpose(1, 2) for linear in (self.q, self.k, self.v))
+        projected = self.qkv(h).chunk(3, -1) if hasattr(self, "qkv") else [linear(h) for linear in (self.q, self.k, self.v)]
+        q, k, v = (each.view(b, t, -1, 8).transpose(1, 2) for each in projected)
         mixed = attention(q, k, v, self.scale)
         x = x + self.out(mixed.transpose(1, 2).reshape(b, t, -1))
         return x + self.down(self.act(self.up(self.norm2(x))))
+
+    def fuse(self) -> None:
+        """Make one projection of three."""
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        with torch.no_grad():
+            for name, mine in self.qkv.named_parameters():
+                mine.copy_(torch.cat([part.get_parameter(name) for part in (self.q, self.k, self.v)]))
+        del self.q, self.k, self.v
 
 
 class Gathered(torch.autograd.Function):
@@ -152,8 +162,8 @@ def spread_tensors(model: Any, mesh: Any) -> Any:
 def plant(fault: str, bare: Any, model: Any) -> None:
     """Change what the second rank alone holds (`weight`, `shard`) or computes (`column`: the gradient of one linear layer).
 
-    Or what an operator gives there (`gelu`, `attention`). Or leave out the `reduce` of activations or `gradients`, or reduce
-    gradients with a wrong `scale`.
+    Or what an operator gives there (`gelu`, `attention`), or what belongs to the `key` of an attention. Or leave out the
+    `reduce` of activations or `gradients`, or reduce gradients with a wrong `scale`.
     """
     linear = bare.get_submodule(WHERE)
     second = dist.get_rank() == 1
@@ -163,6 +173,14 @@ def plant(fault: str, bare: Any, model: Any) -> None:
             (held.to_local() if hasattr(held, "to_local") else held).data.mul_(1.01)
     if fault == "column" and second:
         bare.get_submodule("layers.1.up").weight.register_hook(lambda gradient: gradient * 1.01)
+    key = getattr(bare.layers[1], "k", None)
+    if fault == "key" and second:
+        key.register_forward_hook(lambda module, given, out: out * 1.05)
+    if fault == "key weight" and second:
+        with torch.no_grad():
+            key.weight.to_local().mul_(1.05)
+    if fault == "key gradient":
+        key.weight.register_hook(lambda gradient: gradient * 1.2)
     if fault == "gelu" and second:
         bare.get_submodule("layers.1.act").approximate = "tanh"
     if fault == "attention" and second:
@@ -195,7 +213,10 @@ def train(output: Path, kind: str = "alone", fault: str = "", level: str = "L0")
     if kind.startswith("zero"):
         train_deepspeed(output, kind, bare, fault, plan)
         return
-    model = bare if kind == "alone" else spread(kind, bare)
+    if kind == "fused":
+        for layer in bare.layers:
+            layer.fuse()
+    model = bare if kind in ("alone", "fused") else spread(kind, bare)
     if fault:
         plant(fault, bare, model)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)

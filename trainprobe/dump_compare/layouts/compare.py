@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from trainprobe.dump_compare.conclude import Compared
 from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.judge import Judged, judge_calls
 from trainprobe.dump_compare.layouts.cuts import Cut, cut_of_boxes
+from trainprobe.dump_compare.layouts.fused import beside
 from trainprobe.dump_compare.layouts.grouping import (
     Group,
     Here,
@@ -36,6 +37,7 @@ from trainprobe.dump_compare.layouts.states import add_states, cuts_of_weights, 
 from trainprobe.dump_compare.layouts.topology import other_layouts
 from trainprobe.dump_compare.pairing import CallPair, RankPair, pair_steps, ranks_of
 from trainprobe.dump_compare.renamed.by_structure import Structure
+from trainprobe.dump_compare.renamed.fused import Fused
 from trainprobe.dump_compare.spread import Run, in_turn, suitable, without_agreeing
 from trainprobe.engine.core.records import Call, Value
 from trainprobe.errors import CompareError
@@ -65,7 +67,7 @@ def compare_layouts(
     maker = _Maker(tables, sides, known, rename, structure)
     tables[0].rename(rename)
     pairs = maker.pairs()
-    add_states(pairs, sides, lambda name: renamed_parameter(name, rename))
+    add_states(pairs, sides, lambda name: renamed_parameter(name, rename), structure.fused)
     places = [CallPair(i, pair.a, pair.b) for i, pair in enumerate(pairs)]
     for i, side in enumerate(sides):
         side.calls += [call for pair in places if (call := (pair.a, pair.b)[i]) is not None]
@@ -75,9 +77,10 @@ def compare_layouts(
     said = f"A is {tables[0].layout} and B is {tables[1].layout}: the shards of each tensor were joined"
     made = {name: each(at, judged, sides) for name, each in make.items()}
     notes = [said, *([summed] if summed else []), *structure.note(), *maker.notes()]
-    by_structure: dict[str, str] = {name: evidence for name, (_, evidence) in structure.pairs.items()}
     frameworks = a[0].step_data.framework, b[0].step_data.framework
-    return Compared(at, judged, *frameworks, unread, notes, made, joined=True, by_structure=by_structure), maker.missing()
+    return Compared(
+        at, judged, *frameworks, unread, notes, made, joined=True, by_structure=structure.evidence()
+    ), maker.missing()
 
 
 class _Maker:
@@ -93,7 +96,7 @@ class _Maker:
     ) -> None:
         self._tables, self._sides, self._known, self._rename = tables, sides, known, rename
         self._in_a = {other: name for name, (other, _) in structure.pairs.items()}  # module of B → its other name in A
-        self._looked_through = structure.looked_through
+        self._looked_through, self._fused = structure.looked_through, structure.fused
         self._unjoined: dict[str, None] = {}
         self._blind: dict[str, None] = {}  # values of which a dump holds nothing, and why
         self._alone: list[dict[str, Key]] = [{}, {}]
@@ -121,10 +124,52 @@ class _Maker:
                     of_base = [here for piece in (pieces_a, pieces_b)[base] for here in (mine, theirs)[base].get(piece, ())]
                     found.append((order_of(of_base, micro, self._tables[base]), *both))
         self._alone[1] = {_text(key): key for key in b.calls if key not in a.calls}
+        found += self._of_fused(groups, base)
         operators = self._operators.pairs(lambda key, mine, theirs: self._groups(key, mine, theirs, groups), self._parents)
         found += [(order_of(each.heres[base], each.micro, self._tables[base]), *each.calls) for each in operators]
         found.sort(key=lambda each: each[0])
         return [CallPair(i, x, y) for i, (_, x, y) in enumerate(found)]
+
+    def _of_fused(self, groups: Sequence[Group], base: int) -> Iterator[tuple[tuple[int, ...], Call, Call]]:
+        """Yield the calls of modules that are one on one side and several on the other, each with its sort key."""
+        for each in self._fused:
+            split, single = self._tables[each.split], self._tables[1 - each.split]
+            names = [self._rename(part.name) if each.split == 0 else part.name for part in each.parts]
+            of_whole = each.whole.name if each.split == 0 else self._rename(each.whole.name)
+            for key in [key for key in single.calls if key[1] == of_whole]:
+                keys = [(key[0], name, key[2], key[3]) for name in names]
+                if not all(part in split.calls for part in keys):
+                    continue
+                for i, alone in enumerate(self._alone):
+                    for gone in keys if i == each.split else [key]:
+                        alone.pop(_text(gone), None)
+                yield from self._calls_of_fused(each, key, keys, groups, base)
+
+    def _calls_of_fused(
+        self, fused: Fused, key: Key, keys: Sequence[Key], groups: Sequence[Group], base: int
+    ) -> Iterator[tuple[tuple[int, ...], Call, Call]]:
+        split, single = self._tables[fused.split], self._tables[1 - fused.split]
+        whole, first = single.calls[key], split.calls[keys[0]]
+        mine, theirs = (first, whole) if fused.split == 0 else (whole, first)
+        for micro, *pieces in self._groups(key, mine, theirs, groups):
+            of_split, of_whole = pieces[fused.split], pieces[1 - fused.split]
+            there = parts_of(whole, of_whole, key, single)
+            parts = [parts_of(split.calls[each], of_split, each, split) for each in keys]
+            values: list[dict[str, Value]] = [{}, {}]
+            for slot, (one, several) in beside(there, parts, {slot: _role(key, slot) for slot in there}):
+                if _role(key, slot) != "weight" or (_held(one.parts) and _held(several.parts)):
+                    values[1 - fused.split][slot] = self._sides[1 - fused.split].add(one)
+                    values[fused.split][slot] = self._sides[fused.split].add(several)
+            if not values[0]:
+                continue
+            named = (key[0], fused.name, key[2], key[3]), (key[0], fused.whole.name, key[2], key[3])
+            likes = first_of(first, of_split), first_of(whole, of_whole)
+            calls = [
+                self._call(i, named[which], micro, values[i], likes[which])
+                for i, which in ((0, fused.split), (1, 1 - fused.split))
+            ]
+            of_base = [here for piece in pieces[base] for here in (mine, theirs)[base].get(piece, ())]
+            yield order_of(of_base, micro, self._tables[base]), calls[0], calls[1]
 
     def _groups(
         self, key: Key, mine: Mapping[Piece, Any], theirs: Mapping[Piece, Any], groups: Sequence[Group]

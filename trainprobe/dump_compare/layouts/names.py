@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 
+from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.layouts.joined import JoinedSide
 from trainprobe.dump_compare.layouts.splits import by_boxes
 from trainprobe.dump_compare.layouts.states import held_values
@@ -24,7 +25,7 @@ def pair_names(sides: tuple[JoinedSide, JoinedSide], rename: Callable[[str], str
     if any(side.ranks[0].step_data.place.axes.get("vpp", (0, 1))[1] > 1 for side in sides):
         return Structure()
     trees = modules_of(_calls(sides[0])), modules_of(_calls(sides[1]))
-    return pair_trees(trees, (_LooksOfRanks(sides[0]), _LooksOfRanks(sides[1])), rename, fuse=False)
+    return pair_trees(trees, (_LooksOfRanks(sides[0]), _LooksOfRanks(sides[1])), rename)
 
 
 def renamed_parameter(name: str, rename: Callable[[str], str]) -> str:
@@ -50,6 +51,7 @@ class _LooksOfRanks(Looks):
     def __init__(self, side: JoinedSide) -> None:
         super().__init__(side.ranks[0])
         self._whole: Mapping[str, tuple[int, tuple[float, float]]] = dict(_whole_weights(side))
+        self._side_of = {id(call): rank for rank in side.ranks for call in rank.step_data.calls}
 
     def form(self, module: Module) -> Hashable:
         """Return the sizes of a module's weights."""
@@ -63,6 +65,15 @@ class _LooksOfRanks(Looks):
         """Return the extremes of a module's whole weights."""
         names = _weights(module)
         return extremes_look([self._whole[name][1] for name in names]) if all(name in self._whole for name in names) else None
+
+    def side_of(self, module: Module) -> Side:
+        """Return the rank that the first call of a module is of."""
+        return self._side_of[id(module.first)]
+
+    def sizes(self, module: Module) -> tuple[int, int]:
+        """Return the number of elements of a module's whole weights; how much it gives is another in each layout."""
+        names = _weights(module)
+        return 0, sum(self._whole[name][0] for name in names) if all(name in self._whole for name in names) else -1
 
 
 def _weights(module: Module) -> list[str]:

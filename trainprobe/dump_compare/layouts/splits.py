@@ -34,8 +34,8 @@ def joins(
     samples = [{part.data for part in parts} for parts in (a, b)]
     if len(samples[0]) != len(samples[1]) and not any(part.shape for part in (*a, *b)):
         return _over_samples(a, b, role)  # no number by itself is a part of anything
-    for mine in _readings(a, role, known[0]):
-        for theirs in _readings(b, role, known[1]):
+    for mine in readings(a, role, known[0]):
+        for theirs in readings(b, role, known[1]):
             shape = whole_shape(mine, theirs)
             if shape is not None:
                 return replace(mine, shape=shape), replace(theirs, shape=shape)
@@ -49,7 +49,7 @@ def joins(
     return _over_samples(a, b, role)
 
 
-def _readings(parts: Sequence[Part], role: Role, known: Rule | None = None) -> Iterator[Join]:
+def readings(parts: Sequence[Part], role: Role, known: Rule | None = None) -> Iterator[Join]:
     """Yield the ways to read parts: all of them side by side, or copies along one axis. Samples are no copies.
 
     Where the dump, or a table, says which part of the whole each rank holds, there is one way.
@@ -156,7 +156,7 @@ def _over_samples(a: Sequence[Part], b: Sequence[Part], role: Role) -> tuple[Joi
 def _terms(a: Sequence[Part], b: Sequence[Part]) -> tuple[Join, Join] | None:
     """Join gradients of weights before they are reduced: terms over samples; shards, copies or terms over tensor ranks."""
     for split in ((False, False), (True, False), (False, True), (True, True)):
-        sides = [_sum_of(parts, over) for parts, over in zip((a, b), split, strict=True)]
+        sides = [sum_of(parts, over) for parts, over in zip((a, b), split, strict=True)]
         if all(side is not None for side in sides):
             shape = whole_shape(*[Join(side[1]) for side in sides if side is not None])
             if shape is not None:
@@ -165,7 +165,7 @@ def _terms(a: Sequence[Part], b: Sequence[Part]) -> tuple[Join, Join] | None:
     return None
 
 
-def _sum_of(parts: Sequence[Part], split: bool) -> tuple[Join, Sequence[Part]] | None:
+def sum_of(parts: Sequence[Part], split: bool) -> tuple[Join, Sequence[Part]] | None:
     """Return the sum of parts over samples, and the parts of one sample. split: ranks of tensor parallelism hold shards."""
     if all(part.box is not None and part.box.everywhere and not part.box.term for part in parts):  # FSDP2 has reduced it
         join = by_boxes([replace(part, weight=1.0) for part in parts])

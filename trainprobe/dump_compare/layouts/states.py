@@ -8,19 +8,26 @@ from dataclasses import replace
 
 from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.layouts.cuts import Cut, cut_of_boxes
-from trainprobe.dump_compare.layouts.joined import JoinedSide, Part
+from trainprobe.dump_compare.layouts.fused import fused_states
+from trainprobe.dump_compare.layouts.joined import Join, JoinedSide, Part
 from trainprobe.dump_compare.layouts.rectangles import box_of
 from trainprobe.dump_compare.layouts.splits import by_boxes
 from trainprobe.dump_compare.pairing import CallPair
+from trainprobe.dump_compare.renamed.fused import Fused
 from trainprobe.engine.core.records import Call, Value
 
 _SLOTS = ("value", "grad_unclipped", "grad")
 
 
-def add_states(pairs: list[CallPair], sides: tuple[JoinedSide, JoinedSide], rename: Callable[[str], str] = str) -> None:
+def add_states(
+    pairs: list[CallPair],
+    sides: tuple[JoinedSide, JoinedSide],
+    rename: Callable[[str], str] = str,
+    fused: Sequence[Fused] = (),
+) -> None:
     """Put the weights before all calls, and the gradients that the optimizer steps with behind them.
 
-    rename: is given each name of A's parameters.
+    rename: is given each name of A's parameters. fused: modules of one side that are several of the other.
     """
     held = [held_values(side.ranks) for side in sides]
     made_of: dict[str, list[CallPair]] = {slot: [] for slot in _SLOTS}
@@ -29,13 +36,19 @@ def add_states(pairs: list[CallPair], sides: tuple[JoinedSide, JoinedSide], rena
             others = held[1].get(rename(name), {}).get(slot)
             if found is None or others is None:
                 continue
-            made = by_boxes(found), by_boxes(others)
-            size = sum(part.size for part in made[0].parts), sum(part.size for part in made[1].parts)
-            values = [side.add(replace(join, shape=(count,))) for side, join, count in zip(sides, made, size, strict=True)]
-            calls = [_call(each, slot, value) for each, value in zip((name, rename(name)), values, strict=True)]
-            made_of[slot].append(CallPair(0, *calls))
+            joins = [
+                replace(join, shape=(sum(part.size for part in join.parts),)) for join in (by_boxes(found), by_boxes(others))
+            ]
+            made_of[slot].append(_pair(sides, (name, rename(name)), slot, joins))
+    for slot in _SLOTS:
+        made_of[slot] += [_pair(sides, names, slot, joins) for names, joins in fused_states(fused, held, slot)]
     weights, unclipped, stepped = (made_of[slot] for slot in _SLOTS)
     pairs[:] = [*weights, *pairs, *unclipped, *stepped]
+
+
+def _pair(sides: tuple[JoinedSide, JoinedSide], names: tuple[str, str], slot: str, joins: Sequence[Join]) -> CallPair:
+    values = [side.add(join) for side, join in zip(sides, joins, strict=True)]
+    return CallPair(0, _call(names[0], slot, values[0]), _call(names[1], slot, values[1]))
 
 
 def held_gradients(ranks: Sequence[Side]) -> set[str]:

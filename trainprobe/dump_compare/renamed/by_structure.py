@@ -96,18 +96,15 @@ class Structure:
 def pair_modules(a: Side, b: Side, rename: Callable[[str], str] = str) -> Structure:
     """Return the partners of modules whose names, after `rename` of those of A, are in one dump alone."""
     sides = modules_of(a.step_data.calls), modules_of(b.step_data.calls)
-    return pair_trees(sides, (Looks(a), Looks(b)), rename, fuse=True)
+    return pair_trees(sides, (Looks(a), Looks(b)), rename)
 
 
 def pair_trees(
     sides: tuple[Mapping[str, Module], Mapping[str, Module]],
     looks: tuple[Looks, Looks],
     rename: Callable[[str], str],
-    *,
-    fuse: bool,
 ) -> Structure:
-    """Do so for the modules of two sides. fuse: whether several modules of one side may be one of the other."""
-    a, b = looks[0].side, looks[1].side
+    """Do so for the modules of two sides."""
     known = {name: sides[1][new] for name in sides[0] if (new := rename(name)) in sides[1]}
     taken = {module.name for module in known.values()}
     lone = [m for m in sides[0].values() if m.name not in known], [m for m in sides[1].values() if m.name not in taken]
@@ -122,12 +119,12 @@ def pair_trees(
     partners |= {name: sides[1][other] for name, (other, _) in found.pairs.items()}
     paired = set(partners), {module.name for module in partners.values()}
     still = tuple([module for module in side if module.name not in names] for side, names in zip(lone, paired, strict=True))
-    found.fused = find_fused((still[0], still[1]), partners, (a, b)) if fuse else []
+    found.fused = find_fused((still[0], still[1]), partners, looks)
     if found:
         paired[0].update(name for each in found.fused for name in each.names(0))
         paired[1].update(name for each in found.fused for name in each.names(1))
-        for i, side in enumerate((a, b)):
-            found.looked_through[i].update(_left_out(lone[i], paired[i], side))
+        for i in range(2):
+            found.looked_through[i].update(_left_out(lone[i], paired[i], looks[i]))
     order = {name: i for i, name in enumerate(sides[0])}
     found.pairs = dict(sorted(found.pairs.items(), key=lambda pair: order[pair[0]]))
     return found
@@ -261,13 +258,13 @@ def _depth(module: Module) -> int:
     return sum(1 for _ in module.around())
 
 
-def _left_out(lone: Sequence[Module], paired: set[str], side: Side) -> list[str]:
+def _left_out(lone: Sequence[Module], paired: set[str], looks: Looks) -> list[str]:
     """Return modules without a partner whose results are seen elsewhere: where they run within one that has a partner."""
     found: set[str] = set()
     for module in sorted(lone, key=_depth, reverse=True):  # from the inside
         if module.name in paired or has_weights(module) or not any(outer.name in paired for outer in module.around()):
             continue
         seen = all(inner.name in paired or inner.name in found for inner in module.within)
-        if seen if module.within else passes_on(module, side):
+        if seen if module.within else passes_on(module, looks.side_of(module)):
             found.add(module.name)
     return [module.name for module in lone if module.name in found]

@@ -8,7 +8,6 @@ added.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from trainprobe.dump_compare.call_slots import fill
 from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.pairing import CallPair
 from trainprobe.dump_compare.renamed.composed import Composed
-from trainprobe.dump_compare.renamed.modules import Module, has_weights, result_size, value_look
+from trainprobe.dump_compare.renamed.modules import Looks, Module, has_weights, value_look
 from trainprobe.engine.core.records import Call, Value
 from trainprobe.engine.core.step_data import slots
 
@@ -48,7 +47,7 @@ class Fused:
 
 
 def find_fused(
-    lone: tuple[Sequence[Module], Sequence[Module]], partners: Mapping[str, Module], sides: tuple[Side, Side]
+    lone: tuple[Sequence[Module], Sequence[Module]], partners: Mapping[str, Module], looks: tuple[Looks, Looks]
 ) -> list[Fused]:
     """Return which modules without a partner are one on the other side. partners: of the others, name in A → module of B."""
     a, b = lone
@@ -66,7 +65,7 @@ def find_fused(
                 for module in several
                 if not module.within and has_weights(module) and _around(module, names) == (others[around] if around else "")
             ]
-            fitting = [parts for parts in _runs(here, sides[split]) if _make(parts, whole)]
+            fitting = [parts for parts in _runs(here, looks[split]) if _make(parts, whole, looks, split)]
             if len(fitting) == 1:
                 found.append(Fused(tuple(fitting[0]), whole, split))
     return found
@@ -77,9 +76,9 @@ def _around(module: Module, names: set[str]) -> str:
     return next((outer.name for outer in module.around() if outer.name in names), "")
 
 
-def _runs(modules: Sequence[Module], side: Side) -> Iterator[Sequence[Module]]:
+def _runs(modules: Sequence[Module], looks: Looks) -> Iterator[Sequence[Module]]:
     """Yield sequences of modules that are given one tensor, one after the other."""
-    for _, group in groupby(modules, lambda module: _given(module, side)):
+    for _, group in groupby(modules, lambda module: _given(module, looks.side_of(module))):
         alike = list(group)
         for start in range(len(alike)):
             for end in range(start + 2, min(len(alike), start + _MOST) + 1):
@@ -93,17 +92,10 @@ def _given(module: Module, side: Side) -> Hashable:
     return module.name if look is None else look
 
 
-def _make(parts: Sequence[Module], whole: Module) -> bool:
+def _make(parts: Sequence[Module], whole: Module, looks: tuple[Looks, Looks], split: int) -> bool:
     """Return whether the results and the weights of modules are together as large as those of one."""
-    return (
-        sum(map(result_size, parts)) == result_size(whole)
-        and sum(map(_weights_size, parts)) == _weights_size(whole)
-        and {part.calls for part in parts} == {whole.calls}
-    )
-
-
-def _weights_size(module: Module) -> int:
-    return sum(math.prod(value.shape) for slot, value in slots(module.first) if slot.startswith("parameters"))
+    of_parts = zip(*map(looks[split].sizes, parts), strict=True)
+    return tuple(map(sum, of_parts)) == looks[1 - split].sizes(whole) and {part.calls for part in parts} == {whole.calls}
 
 
 def as_one(

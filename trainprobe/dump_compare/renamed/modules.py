@@ -81,6 +81,15 @@ class Looks:
         """Return what hardly two modules share: the numbers of their weights; None where these tell nothing."""
         return weights_look(module, self.side)
 
+    def side_of(self, module: Module) -> Side:
+        """Return the dump that the first call of a module is of."""
+        return self.side
+
+    def sizes(self, module: Module) -> tuple[int, int]:
+        """Return the numbers of elements of what a module gives and of its weights; those of parts add up to a whole's."""
+        weights = (math.prod(value.shape) for slot, value in slots(module.first) if slot.startswith("parameters"))
+        return result_size(module), sum(weights)
+
 
 def form(module: Module) -> Hashable:
     """Return what two implementations of one module have in common: how much goes in and out, and the sizes of its weights.

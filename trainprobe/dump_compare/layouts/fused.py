@@ -1,0 +1,101 @@
+"""A module of one layout that is several of another (q, k and v in one projection): what all ranks hold of these, side by side.
+
+Each of the several is joined from its ranks as any other value is, all in the same way; together they are as large as the one.
+The order of rows is another in each family of models, so that statistics tell how far the two are apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+
+from trainprobe.dump_compare.layouts.joined import Join, Part
+from trainprobe.dump_compare.layouts.splits import Role, by_boxes, readings, sum_of, whole_shape
+from trainprobe.dump_compare.renamed.fused import Fused
+
+Slots = Mapping[str, list[Part]]
+_SHARED = ("input", "kwargs")  # what all of them are given
+
+
+def beside(whole: Slots, parts: Sequence[Slots], role_of: Mapping[str, Role]) -> Iterator[tuple[str, tuple[Join, Join]]]:
+    """Yield slot of the one module → how its parts make a whole, and how those of the several do.
+
+    Left out are gradients at inputs, of which each of the several has a share, and what no way is known to join.
+    """
+    for slot, mine in whole.items():
+        if slot.startswith("grad_input"):
+            continue
+        theirs = [_at(slot, each, whole) for each in (parts[:1] if slot.startswith(_SHARED) else parts)]
+        found = [each for each in theirs if each is not None]
+        if len(found) == len(theirs):
+            made = _terms(mine, found) if role_of[slot] == "weight gradient" else _parts(mine, found, role_of[slot])
+            if made is not None:
+                yield slot, made
+
+
+def _at(slot: str, there: Slots, whole: Slots) -> list[Part] | None:
+    """Return what stands where the one module has `slot`: by name, or as the only one of its sort."""
+    if slot in there:
+        return there[slot]
+    sort = slot.partition(".")[0]
+    alike = [[at for at in each if at.partition(".")[0] == sort] for each in (there, whole)]
+    return there[alike[0][0]] if len(alike[0]) == len(alike[1]) == 1 else None
+
+
+def _parts(whole: Sequence[Part], parts: Sequence[Sequence[Part]], role: Role) -> tuple[Join, Join] | None:
+    ways = [joins for joins in zip(*(readings(each, role) for each in parts), strict=False) if _lie_beside(joins)]
+    for mine, theirs in product([join for join in readings(whole, role) if _lie_beside([join])], map(_together, ways)):
+        if mine.size == theirs.size:
+            shape = whole_shape(mine, theirs)
+            if shape is not None:
+                return replace(mine, shape=shape), replace(theirs, shape=shape)
+    return None
+
+
+def _lie_beside(joins: Sequence[Join]) -> bool:
+    return all(join.how == "parts" for join in joins)
+
+
+def _together(joins: Sequence[Join]) -> Join:
+    """Return the join of all parts; where in the whole each lies is not known."""
+    first = joins[0]
+    terms = first.terms if len({join.terms for join in joins}) == 1 else 1
+    copies = [copy for join in joins for copy in join.replicas]
+    return Join([part for join in joins for part in join.parts], first.how, (), copies, terms=terms)
+
+
+def _terms(whole: Sequence[Part], parts: Sequence[Sequence[Part]]) -> tuple[Join, Join] | None:
+    """Join gradients of weights before they are reduced (see splits.joins)."""
+    for split, of_whole in product((False, True), (False, True)):
+        mine, theirs = sum_of(whole, of_whole), [sum_of(each, split) for each in parts]
+        found = [each for each in theirs if each is not None]
+        if mine is None or len(found) < len(theirs) or len({join.how for join, _ in found}) > 1:
+            continue
+        size = sum(part.size for part in mine[1])
+        if size == sum(part.size for _, of_one in found for part in of_one):
+            return replace(mine[0], shape=(size,)), replace(_together([join for join, _ in found]), shape=(size,))
+    return None
+
+
+def fused_states(
+    fused: Sequence[Fused], held: Sequence[Mapping[str, Mapping[str, list[Part]]]], slot: str
+) -> Iterator[tuple[tuple[str, str], tuple[Join, Join]]]:
+    """Yield the names of a weight on both sides, and how each side makes it, of modules that are one on one side.
+
+    held: of each side, parameter → slot → what ranks hold.
+    """
+    for each in fused:
+        of_whole, of_parts = held[1 - each.split], held[each.split]
+        prefix = f"{each.whole.name}."
+        for name in [name for name in of_whole if name.startswith(prefix) and "." not in name.removeprefix(prefix)]:
+            short = name.removeprefix(prefix)
+            mine = of_whole[name].get(slot)
+            theirs = [of_parts.get(f"{part.name}.{short}", {}).get(slot) for part in each.parts]
+            if not mine or not all(theirs):
+                continue
+            joins = by_boxes(mine), _together([by_boxes(part) for part in theirs if part])
+            made = [replace(join, shape=(sum(part.size for part in join.parts),)) for join in joins]
+            both = ((name, made[0]), (f"{each.name}.{short}", made[1]))
+            (a, of_a), (b, of_b) = both if each.split == 1 else both[::-1]
+            yield (a, b), (of_a, of_b)
