@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from functools import lru_cache
 
 from trainprobe.dump_compare.call_slots import named_values
@@ -37,7 +37,7 @@ class Terms:
     """The norms of terms in one side's calls. Raises nothing: what is not known is no cancellation."""
 
     def __init__(self, calls: Iterable[Call], side: Side) -> None:
-        self._side = side
+        self._side, self._known_norms = side, side.known_norms
         self._forward: dict[Hashable, Call] = {}
         self._backward: dict[str, list[Call]] = defaultdict(list)
         for call in calls:
@@ -106,7 +106,9 @@ class Terms:
         return math.sqrt(size * products) * self._spread(a) * self._spread(b)
 
     def _norm(self, value: Value) -> float:
-        norm = self._side.norm(value)
+        norm = self._known_norms[value.row] if self._known_norms else None
+        if norm is None:
+            norm = self._side.norm(value)
         return norm if math.isfinite(norm) else 0.0
 
     def _spread(self, value: Value) -> float:
@@ -169,7 +171,7 @@ def _others(given: Sequence[Value], result: Value) -> list[Value]:
     return operands if same is None else operands[:same] + operands[same + 1 :]
 
 
-def cancelled(pairs: Iterator[tuple[Call, str, Terms]]) -> float:
+def cancelled(pairs: Iterable[tuple[Call, str, Terms]]) -> float:
     """Return how many times larger the terms of a result are than the result; 1 where nothing cancels or nothing is known.
 
     pairs: the call, slot and norms of either side. The smaller of both sides' terms and the larger of both results count, so

@@ -13,7 +13,7 @@ from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.intervals import ALIKE, MASKED, SAME, Interval, format_name, intervals
 from trainprobe.dump_compare.pairing import CallPair
 from trainprobe.engine.compare.number_formats import FORMATS, coarser
-from trainprobe.engine.core.records import Call, Value
+from trainprobe.engine.core.records import Value
 
 SLACK = 10.0  # times the noise, before a difference is worth a look
 Paired = tuple[str, Value | None, Value | None]  # slot, value of A, value of B
@@ -162,11 +162,15 @@ def _measured(pair: CallPair, matched: _Matched, found: Iterator[Interval], know
     if agrees and distances in form.agreeing:
         return form.agreeing[distances]
     values, given, weights = list[Distance](), 0.0, 0.0
+    writes, empty = _overwrites(call.name) if call.kind == "op" else (False, False)
     for slot, far, result, (epsilon, formats) in zip(matched.names, distances, matched.results, form.formats, strict=True):
         if far is None:
             continue
         if far.high:
-            far = _of_the_call(far, call, slot, result)
+            if (result and empty) or (writes and slot == "input.0"):
+                far = SAME
+            elif result and far is MASKED:
+                far = ALIKE  # little is known of a result; of what is given, doubt is for the call
         values.append(known.distance(slot, far, result, epsilon, formats))
         if not result and far.high > given:
             given = far.high
@@ -185,13 +189,6 @@ def _of_pairs(matched: _Matched, found: Iterator[Interval]) -> Iterator[Interval
             yield next(found)
         else:
             yield Interval(0.0, math.inf, "absent", f"in {'B' if x is None else 'A'} alone") if result else None
-
-
-def _of_the_call(far: Interval, call: Call, slot: str, result: bool) -> Interval:
-    """Return what a distance says of a call."""
-    if _is_overwritten(call, slot):
-        return SAME
-    return ALIKE if result and far is MASKED else far  # little is known of a result; of what is given, doubt is for the call
 
 
 _NONE = _Matched((), (), (), (), ())
@@ -240,14 +237,15 @@ def _of_the_same_nodes(together: list[Paired]) -> list[Paired]:
     return [(slot, x, None if is_result(slot) else y) for slot, x, y in together] if other else together
 
 
-def _is_overwritten(call: Call, slot: str) -> bool:
-    """Return whether the numbers of a value say nothing of a call, as memory that nobody has filled yet may stand there.
+@lru_cache(maxsize=4096)
+def _overwrites(op: str) -> tuple[bool, bool]:
+    """Return whether the first input of an op, and whether its results, may be memory that nobody has filled yet.
 
-    That is what `torch.empty` and its kin give, and what a tensor holds before it is written to. What else it held was compared
-    where it was made, and is compared where it is used.
+    The first is what a tensor holds before it is written to, the others are what `torch.empty` and its kin give: these numbers
+    say nothing of a call. What else the tensor held was compared where it was made, and is compared where it is used.
     """
-    last = call.name.rpartition(".")[2] if call.kind == "op" else ""
-    return (last in _WRITES and slot == "input.0") or (last.startswith(_EMPTY) and is_result(slot))
+    last = op.rpartition(".")[2]
+    return last in _WRITES, last.startswith(_EMPTY)
 
 
 def _together(a: Mapping[str, Value], b: Mapping[str, Value]) -> Iterator[Paired]:

@@ -95,12 +95,12 @@ class Side:
 
     def norm(self, value: Value) -> float:
         """Return the l2 norm of a value from its statistics or else its elements; NaN where the dump has neither."""
-        norm = self._norms[value.row]
+        norm = self.known_norms[value.row]
         return norm_of(self.array(value)) if norm is None else norm
 
     @cached_property
-    def _norms(self) -> list[float | None]:
-        """The l2 norms of all rows, and behind them that of the row of which nothing is known."""
+    def known_norms(self) -> list[float | None]:
+        """The l2 norms of all rows as the dump says them, and behind them that of the row of which nothing is known."""
         norms, there = self._columns.statistics["norm"]
         return [norm if known else None for norm, known in zip(norms.tolist(), there.tolist(), strict=True)]
 

@@ -206,8 +206,7 @@ def _see_cancellation(judged: Sequence[Judged], a: Side, b: Side) -> None:
         for i, value in enumerate(one.values):
             if value.result and value.epsilon and not value.floor and SLACK * one.own < value.interval.low < math.inf:
                 terms = terms or (Terms(a.step_data.calls, a), Terms(b.step_data.calls, b))
-                sides = ((call, value.slot, side) for call, side in zip((mine, theirs), terms, strict=True))
-                times = cancelled(sides)
+                times = cancelled(((mine, value.slot, terms[0]), (theirs, value.slot, terms[1])))
                 if times != 1:
                     one.values[i] = value._replace(cancelled=times)
 

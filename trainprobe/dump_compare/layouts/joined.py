@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, ClassVar, Literal
 
@@ -133,6 +134,11 @@ class JoinedSide(Side):
     def columns(self, values: Sequence[Value]) -> Columns:
         """Return the statistics and fingerprints of these values."""
         return gathered(self, values)
+
+    @cached_property
+    def known_norms(self) -> list[float | None]:
+        """Nothing: values are made as they are asked for."""
+        return []
 
     def norm(self, value: Value) -> float:
         """Return the l2 norm of a value, NaN where the dumps have neither statistics nor elements that it follows from."""

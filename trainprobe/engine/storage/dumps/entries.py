@@ -9,7 +9,7 @@ from trainprobe.engine.core.records import Call
 _MODULE = re.compile(r"(?:Module|Cell)\.(.+)\.([^.]+)\.(forward|backward)\.(\d{1,9})")
 _GRADIENTS = re.compile(r"(?:Module|Cell)\.(.+)\.([^.]+)\.parameters_grad(?:\.(\d{1,9}))?")
 _SAVED = re.compile(r"(.+?)(_grad)?\.(\d{1,9})\.debug")
-_OP = re.compile(r"(.+)\.(\d{1,9})\.(forward|backward)")
+_MOST_DIGITS = 9  # of the number of a call
 _COLLECTIVES = ("Distributed.", "MintDistributed.")
 
 
@@ -18,11 +18,12 @@ def parse_entry(name: str) -> Call | None:
 
     Older files number neither the gradients of parameters nor distinguish collectives: these are 0, and known by their prefix.
     """
-    last = name.rpartition(".")[2]
+    before, _, last = name.rpartition(".")
     if last in ("forward", "backward"):
-        if m := _OP.fullmatch(name):
+        op, _, number = before.rpartition(".")
+        if op and len(number) <= _MOST_DIGITS and number.isdecimal() and "\n" not in op:
             kind = "collective" if name.startswith(_COLLECTIVES) else "op"
-            return Call(kind, m[1], int(m[2]), "backward" if m[3] == "backward" else "forward")
+            return Call(kind, op, int(number), "backward" if last == "backward" else "forward")
     elif last == "debug":
         if m := _SAVED.fullmatch(name):
             return Call("saved", m[1], int(m[3]), "backward" if m[2] else "forward")

@@ -87,6 +87,11 @@ def describe(about: bytes) -> Value | None:
     return Value(-1, told["dtype"], tuple(shape), type=told["type"]) if {*map(type, shape)} <= {int} else None
 
 
+def are_values(thing: Any) -> bool:
+    """Return whether something is a list of Values and of nothing else."""
+    return isinstance(thing, list) and {*map(type, thing)} == {Value}  # pyright: ignore[reportUnknownArgumentType]
+
+
 class Leaves:
     """Collects the values of one dump as its entries are read. statistics: those that its header names. read: tensors that are
     Values already; it holds them to the numbers of `KEYS`, in that order."""
@@ -115,7 +120,7 @@ class Leaves:
         if isinstance(thing, list):
             if depth > DEPTH:
                 raise ValueError(f"it is nested deeper than {DEPTH}")
-            if {*map(type, thing)} == {Value}:
+            if are_values(thing):
                 return thing
             return [self.tree(item, depth + 1) for item in thing]
         return thing
@@ -223,7 +228,7 @@ class Leaves:
             for row, checksum in self._checksums.items():
                 checksums[row] = checksum
                 absent["checksum"][row] = False
-        return finished, absent, checksums, self._md5 or None, np.full((rows, len(PARTIALS)), np.nan)
+        return finished, absent, checksums, self._md5 or None, np.broadcast_to(np.nan, (rows, len(PARTIALS)))
 
     def _table(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
         """Return the numbers of all rows, and where there are none. Raises NoNumber."""

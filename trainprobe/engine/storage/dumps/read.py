@@ -21,7 +21,7 @@ from trainprobe.engine.storage.dumps.entries import parse_entry
 from trainprobe.engine.storage.dumps.entry_text import KEYS
 from trainprobe.engine.storage.dumps.header import read_place, read_scalars, spread
 from trainprobe.engine.storage.dumps.layout import CONSTRUCT_FILE, DEBUG_FILE, DUMP_FILE, HEADER, STACK_FILE, find_ranks
-from trainprobe.engine.storage.dumps.leaves import Leaves, NoNumber, ReadTensors, describe
+from trainprobe.engine.storage.dumps.leaves import Leaves, NoNumber, ReadTensors, are_values, describe
 from trainprobe.engine.storage.kernel_dumps.file_names import holds_kernels, parse_name
 from trainprobe.engine.storage.kernel_dumps.read import read_kernels
 from trainprobe.errors import FormatError
@@ -190,13 +190,8 @@ def _number(folder: Path, pattern: str) -> int:
 
 def _apply_header(head: Mapping[str, Any], calls: list[Call], by_name: Mapping[str, Call]) -> None:
     """Set what the entries themselves do not say: micro-batch, phase and kind."""
-    for call, micro, phase, kind in zip(
-        calls,
-        spread(head.get("micro"), len(calls), None),
-        spread(head.get("phase"), len(calls), None),
-        spread(head.get("kind"), len(calls), None),
-        strict=True,
-    ):
+    told = [spread(head.get(key), len(calls), None) for key in ("micro", "phase", "kind")] if head else []
+    for call, micro, phase, kind in zip(calls, *told, strict=True) if told else ():
         call.micro = micro
         call.phase = phase or call.phase
         call.kind = kind or call.kind
@@ -214,6 +209,10 @@ def _fill(call: Call, entry: Any, leaves: Leaves) -> None:
         raise TypeError(f"it is {type(entry).__name__}, not an object")
     if call.kind == "parameter":
         call.params = {str(k): leaves.tree(_single(v)) for k, v in entry.items() if not isinstance(v, bool)}
+        return
+    given, made = entry.get("input_args"), entry.get("output")
+    if len(entry) == 3 and entry.get("input_kwargs") == {} and are_values(given) and are_values(made):  # as most entries
+        call.args, call.out = given, made
         return
     if entry.get("is_recompute") is True:
         call.phase = "recompute"
