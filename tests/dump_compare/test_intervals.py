@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from trainprobe.dump_compare.intervals import by_statistics
+from trainprobe.dump_compare.dump_side import Side
+from trainprobe.dump_compare.intervals import by_statistics, interval
 
 NUMBERS = st.floats(-1e3, 1e3, width=32)
 
@@ -42,6 +44,29 @@ def test_what_is_not_finite_on_one_side_alone_is_infinitely_far(nonfinite):
     plain, other = {"norm": 1.0, "max": 1.0}, {"norm": abs(nonfinite), "max": nonfinite}
     assert by_statistics(plain, other, 4, None).low == math.inf
     assert by_statistics(other, dict(other), 4, None).high == 0.0
+
+
+@pytest.mark.parametrize(("dtype", "same"), [("torch.int64", True), ("torch.float32", False)])
+def test_sums_of_whole_numbers_that_another_tool_took_in_float32_are_no_difference(tmp_path, dtype, same):
+    """Those of floats are; so are two roundings of other numbers, and extremes that differ."""
+    numbers = np.arange(1000) + 7
+    exact = {"Max": 1006.0, "Min": 7.0, "Mean": float(numbers.mean()), "Norm": float(np.linalg.norm(numbers.astype(float)))}
+    single = {**exact, "Norm": float(np.float32(exact["Norm"])), "Mean": float(np.float32(exact["Mean"]))}
+    other = {**single, "Norm": float(np.nextafter(np.float32(exact["Norm"]), np.float32(2e9)))}
+    about = {"type": "torch.Tensor", "dtype": dtype, "shape": [1000], "requires_grad": False}
+    found = []
+    for i, pair in enumerate(((exact, single), (single, other), (exact, {**single, "Max": 1006.0001}))):
+        sides = []
+        for side, leaf in zip("ab", pair, strict=True):
+            folder = tmp_path / f"{i}{side}"
+            folder.mkdir()
+            data = {"Torch.arange.0.forward": {"input_args": [], "input_kwargs": {}, "output": [{**about, **leaf}]}}
+            (folder / "dump.json").write_bytes(orjson.dumps({"framework": "pytorch", "level": "L1", "data": data}))
+            sides.append(Side(folder))
+        values = [side.step_data.values[0] for side in sides]
+        found.append(interval(sides[0], values[0], sides[1], values[1]).low)
+    assert (found[0] == 0) == same
+    assert found[1] > 0 and found[2] > 0
 
 
 def test_equal_statistics_of_other_bits_say_so():

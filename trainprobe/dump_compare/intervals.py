@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from trainprobe.dump_compare.dump_side import STATISTICS, Columns, Side, column_of
 from trainprobe.engine.compare import measure
-from trainprobe.engine.compare.number_formats import LOWEST
+from trainprobe.engine.compare.number_formats import FORMATS, LOWEST
 from trainprobe.engine.core.records import Value
 
 Evidence = Literal["bits", "values", "statistics", "shape", "nothing", "absent", "replicas"]
@@ -40,6 +40,7 @@ class Interval(NamedTuple):
 
 
 _ABOUT = 10.0  # times: copies that are apart by less explain no distance of the sides
+_SUMS_IN_SINGLE = 2.0**-20  # relative: by how much sums that were taken in float32 may be off
 _SUMS = 2.0**-44  # relative: statistics of a whole that was added up of those of its parts in float64 are no nearer
 SAME = Interval(0.0, 0.0, "bits")
 _NONFINITE = Interval(math.inf, math.inf, "statistics", "NaN or infinities on one side alone")
@@ -73,8 +74,12 @@ def intervals(a: Side, left: Sequence[Value], b: Side, right: Sequence[Value]) -
     """
     alike = np.fromiter(map(eq, map(attrgetter("shape"), left), map(attrgetter("shape"), right)), bool, len(left))
     sizes = _sizes(left)
-    same_bits = _same_bits(a.columns(left), b.columns(right), np.fromiter(_same_formats(left, right), bool, len(left)))
-    outcome, low, high = _by_columns(a.columns(left), b.columns(right), sizes, same_bits)
+    mine, theirs = a.columns(left), b.columns(right)
+    same_bits = _same_bits(mine, theirs, np.fromiter(_same_formats(left, right), bool, len(left)))
+    outcome, low, high = _by_columns(mine, theirs, sizes, same_bits)
+    for i in np.flatnonzero((outcome == _IS_MEASURED) & (low < _SUMS_IN_SINGLE) & (same_bits < 0)).tolist():
+        if _is_whole(left[i]) and _is_whole(right[i]) and _are_rounded(mine, theirs, i):
+            outcome[i] = _IS_ALIKE
     if a.adds_up or b.adds_up:
         outcome[(outcome == _IS_MEASURED) & (low < _SUMS) & (same_bits < 0)] = _IS_ALIKE
     outcome[(same_bits > 0) | (sizes == 0)] = _IS_SAME  # of a tensor without elements there is nothing to differ
@@ -94,6 +99,21 @@ def intervals(a: Side, left: Sequence[Value], b: Side, right: Sequence[Value]) -
     if a.has_copies or b.has_copies:
         found = [_with_copies(far, a, x, b, y) for far, x, y in zip(found, left, right, strict=True)]
     return found
+
+
+def _is_whole(value: Value) -> bool:
+    found = FORMATS.get(format_name(value.dtype))
+    return found is None or found.mantissa is None
+
+
+def _are_rounded(a: Columns, b: Columns, i: int) -> bool:
+    """Return whether sums of equal whole numbers were rounded to float32 on one side alone.
+
+    mindstudio-probe up to 8.1 takes them in float32, here they are exact.
+    """
+    extremes = all(a.statistics[name][0][i] == b.statistics[name][0][i] for name in ("max", "min"))
+    norms = (side.statistics["norm"][0][i] for side in (a, b))
+    return extremes and len({float(np.float32(norm)) == norm for norm in norms}) == 2
 
 
 def _sizes(values: Sequence[Value]) -> F64:

@@ -112,9 +112,12 @@ def find_steps(root: Path) -> dict[int, Path]:
 def find_ranks(step_folder: Path) -> dict[int, Path]:
     """Return rank → folder, in order, for the ranks under a step's folder.
 
-    mindstudio-probe names the folder of a process that is not distributed after its process: such folders count from 0.
+    mindstudio-probe names the folder of a process that is not distributed after its process, up to 8.1 `rank` alone: such
+    folders count from 0.
     """
-    return _numbered(step_folder, _RANK) or dict(enumerate(_numbered(step_folder, _PROCESS).values()))
+    numbered = _numbered(step_folder, _RANK) or dict(enumerate(_numbered(step_folder, _PROCESS).values()))
+    alone = step_folder / "rank"
+    return numbered or ({0: alone} if alone.is_dir() else {})
 
 
 def holds_dump(folder: Path) -> bool:
