@@ -16,7 +16,7 @@ from trainprobe.op_check.cases import Case, flat, mapped
 from trainprobe.op_check.check import Checked, check
 
 _ANY_NUMBER = re.compile(r"\d+%")  # in a reason that is else the same
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def op_infos() -> list[Any]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from trainprobe.op_check.cases import Case, NotChecked, Tensor, flat
 from trainprobe.op_check.causes import likely
+from trainprobe.op_check.double_double.tensor import DoubleDouble
 from trainprobe.op_check.evaluate import Expectation, Expected, Reference
 from trainprobe.op_check.functions import api, is_in_place
 from trainprobe.op_check.judge import Judgement, Tolerance, gravest, judge
@@ -242,7 +243,7 @@ def fitted(y: Tensor, want: Expected) -> tuple[Tensor, Expected]:
 
     Some dumps hold a bool as bytes.
     """
-    r = want.value
+    r, low = want.value, want.low
     if r.dtype == torch.bool and y.dtype == torch.uint8:
         return y.to(torch.bool), want
     if y.shape == r.shape or not y.is_floating_point() or y.numel() == r.numel():
@@ -254,7 +255,10 @@ def fitted(y: Tensor, want: Expected) -> tuple[Tensor, Expected]:
     each = UNIT[y.dtype] * r.abs() + (0.0 if want.noise is None else want.noise)
     length = (r.numel() / max(1, y.numel())) ** 0.5
     noise = each.square().sum_to_size(y.shape).sqrt() + min(SINGLE, UNIT[y.dtype]) * length * r.abs().sum_to_size(y.shape)
-    return y, Expected(r.sum_to_size(y.shape), noise)
+    if low is None:
+        return y, Expected(r.sum_to_size(y.shape), noise, no_wider=want.no_wider)
+    whole: Any = DoubleDouble(r, low).sum_to_size(y.shape)
+    return y, Expected(whole.high, noise, low=whole.low)
 
 
 def _broadcasts(small: torch.Size, large: torch.Size) -> bool:

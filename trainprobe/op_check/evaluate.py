@@ -25,13 +25,16 @@ class Expected:
     """One result as it should be. value: float64, or whole numbers. given: its noise, None where nothing is rounded.
 
     gain: the largest ⟨m − r, r⟩ / ⟨r, r⟩ of the evaluations m with noise, where there were enough to tell. one_sided: how
-    unevenly |m| lay above and below |r|, in standard deviations.
+    unevenly |m| lay above and below |r|, in standard deviations. low: of a float64 result, what float64 leaves of the
+    reference, which is value + low; None with the reason `no_wider` where there is no reference of more digits.
     """
 
     value: Tensor
     given: Allowance | Tensor | None
     gain: float = math.inf
     one_sided: float = math.inf
+    low: Tensor | None = None
+    no_wider: str = ""
 
     @property
     def noise(self) -> Tensor | None:
@@ -79,6 +82,10 @@ class Reference:
         recorded = case.results if backward else case.outputs
         self._unit = max((UNIT.get(t.dtype, 0.0) for t in recorded if t is not None), default=0.0)
         self.source, self._values = self._run.first()
+        self._lows: list[Tensor | None] = [None] * len(self._values)
+        self._no_wider = ""
+        if self._run.rounded and any(t is not None and t.dtype == torch.float64 for t in recorded):
+            self._widen_values()
         once = self.source == "formula" and self._run.rounded == 1
         self._left = 0 if not self._run.rounded else 1 if once else EVALUATIONS
         self._evaluated = 0
@@ -87,16 +94,33 @@ class Reference:
         self._gains = [0.0] * len(self._values)
         self._sides = [0.0] * len(self._values)
 
+    def _widen_values(self) -> None:
+        """Take the results from an evaluation with twice the digits of float64, where each of its steps has a rule."""
+        try:
+            found = self._run.in_double_double()
+        except NotImplementedError as missing:
+            self._no_wider = f"{missing} has no rule in double-double"
+            return
+        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, AssertionError) as error:
+            text = (str(error).strip().splitlines() or [type(error).__name__])[0][:100]
+            self._no_wider = f"it cannot be evaluated in double-double ({text})"
+            return
+        for i, (r, pair) in enumerate(zip(self._values, found, strict=False)):
+            if r is not None and pair is not None and r.dtype == torch.float64 and r.shape == pair[0].shape:
+                self._values[i], self._lows[i] = pair
+
     @cached_property
     def _noises(self) -> list[Allowance | None]:
         return [None if r is None or not self._run.rounded else self._last_step(r) for r in self._values]
 
     def is_exactly(self, recorded: Sequence[Tensor | None]) -> bool:
         """Return whether all recorded results are the correctly rounded ones, bit by bit."""
-        if len(recorded) > len(self._values) or self._unit == UNIT[torch.float64]:
+        if len(recorded) > len(self._values):
             return False
-        for y, r in zip(recorded, self._values, strict=False):
+        for y, r, low in zip(recorded, self._values, self._lows, strict=False):
             if y is None or r is None or y.shape != r.shape or y.dtype not in UNIT or not r.is_floating_point():
+                return False
+            if y.dtype == torch.float64 and low is None:
                 return False
             if y.is_complex() or not is_nearest(y, r):
                 return False
@@ -113,8 +137,12 @@ class Reference:
     def results(self) -> list[Expected | None]:
         """Return each result with the noise that is known: at first the rounding of the last step alone."""
         told = self._moved >= _ENOUGH or self._evaluated < self._left
-        found = zip(self._values, self._noises, self._gains, self._sides, strict=True)
-        return [None if r is None else Expected(r, n, *((gain, side) if told else ())) for r, n, gain, side in found]
+        nothing = (math.inf, math.inf)
+        found = zip(self._values, self._noises, self._gains, self._sides, self._lows, strict=True)
+        return [
+            None if r is None else Expected(r, n, *((gain, side) if told else nothing), low, self._no_wider)
+            for r, n, gain, side, low in found
+        ]
 
     def refine(self) -> bool:
         """Evaluate the call once more with its steps moved; return False where that was done often enough before."""

@@ -153,7 +153,7 @@ def _variance(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: An
     root = math.sqrt(max(1, _vanished(args, out)))
     if func.overloadpacket.__name__.startswith("std"):
         size = large / first.clamp_min(1e-300) * root
-        size = torch.minimum(size, torch.full_like(size, math.sqrt(float(large)) / 2**-24))
+        size = torch.minimum(size, torch.full_like(size, math.sqrt(float(large)) / (noise.accumulate or 2**-24)))
     else:
         size = torch.zeros_like(first) + large * root
     return (size, args[0].abs().amax() * root + 0 * first) if isinstance(square, tuple) else size

@@ -1,0 +1,310 @@
+"""Numbers of twice the digits of float64 against mpmath, and the verdicts on float64 operators that rest on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mpmath
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from trainprobe.op_check.cases import Case
+from trainprobe.op_check.check import check
+from trainprobe.op_check.double_double import arithmetic, functions
+from trainprobe.op_check.double_double.products import product
+from trainprobe.op_check.double_double.tensor import DoubleDouble
+
+Tensor = torch.Tensor
+Pair = tuple[Tensor, Tensor]
+mpmath.mp.prec = 300
+_ULP = 2.0**-52
+
+
+def numbers() -> Tensor:
+    torch.manual_seed(0)
+    return torch.cat([torch.randn(24, dtype=torch.float64) * s for s in (1e-8, 1e-3, 1.0, 5.0, 20.0)])
+
+
+def value(pair: Pair) -> list[Any]:
+    highs, lows = pair[0].reshape(-1).tolist(), pair[1].reshape(-1).tolist()
+    return [mpmath.mpf(h) + mpmath.mpf(low) for h, low in zip(highs, lows, strict=True)]
+
+
+def farthest(pair: Pair, want: list[Any]) -> float:
+    """Return the largest relative error; what is below the range of float64 counts for nothing."""
+    errors = [abs((got - w) / w) for got, w in zip(value(pair), want, strict=True) if abs(w) > 1e-280]
+    return float(max(errors))
+
+
+_ANYWHERE: dict[str, tuple[Callable[[Pair], Pair], Callable[[Any], Any]]] = {
+    "exp": (functions.exponential, mpmath.exp),
+    "expm1": (functions.exponential_less_one, mpmath.expm1),
+    "tanh": (functions.tangent, mpmath.tanh),
+    "sigmoid": (functions.sigmoid, lambda x: 1 / (1 + mpmath.exp(-x))),
+    "erf": (functions.error_function, mpmath.erf),
+    "erfc": (functions.complementary_error_function, mpmath.erfc),
+    "sin": (functions.sine, mpmath.sin),
+    "cos": (functions.cosine, mpmath.cos),
+    "sinh": (functions.hyperbolic_sine, mpmath.sinh),
+    "cosh": (functions.hyperbolic_cosine, mpmath.cosh),
+}
+_ABOVE_ZERO: dict[str, tuple[Callable[[Pair], Pair], Callable[[Any], Any]]] = {
+    "log": (functions.logarithm, mpmath.log),
+    "log1p": (functions.logarithm_of_one_and, mpmath.log1p),
+    "log2": (functions.binary_logarithm, lambda x: mpmath.log(x) / mpmath.log(2)),
+    "log10": (functions.decimal_logarithm, lambda x: mpmath.log(x) / mpmath.log(10)),
+    "exp2": (functions.power_of_two, lambda x: mpmath.mpf(2) ** x),
+    "sqrt": (arithmetic.root, mpmath.sqrt),
+    "rsqrt": (functions.reciprocal_root, lambda x: 1 / mpmath.sqrt(x)),
+    "pow 2.3": (lambda x: functions.power(x, arithmetic.constant(2.3)), lambda x: x ** mpmath.mpf(2.3)),
+    "pow -3": (lambda x: functions.power(x, arithmetic.constant(-3.0)), lambda x: x**-3),
+}
+
+
+@pytest.mark.parametrize("name", [*_ANYWHERE, *_ABOVE_ZERO])
+def test_functions_have_28_digits(name: str) -> None:
+    function, exact = {**_ANYWHERE, **_ABOVE_ZERO}[name]
+    x = numbers().abs() if name in _ABOVE_ZERO else numbers()
+    given = arithmetic.exactly(x)
+    assert farthest(function(given), [exact(v) for v in value(given)]) < 2.0**-93
+
+
+def test_the_logarithm_keeps_its_digits_near_one() -> None:
+    x = 1 + numbers() * 1e-9
+    given = arithmetic.exactly(x[x != 1])
+    assert farthest(functions.logarithm(given), [mpmath.log(v) for v in value(given)]) < 2.0**-93
+
+
+def test_quotients_sums_and_products_have_30_digits() -> None:
+    a, b = arithmetic.two_sum(numbers(), numbers() * 1e-17), arithmetic.two_sum(numbers().flip(0), numbers() * 1e-18)
+    pairs = [*zip(value(a), value(b), strict=True)]
+    assert farthest(arithmetic.multiply(a, b), [x * y for x, y in pairs]) < 2.0**-100
+    assert farthest(arithmetic.divide(a, b), [x / y for x, y in pairs]) < 2.0**-100
+    assert farthest(arithmetic.add(a, b), [x + y for x, y in pairs]) < 2.0**-100
+
+
+def test_a_sum_that_cancels_has_30_digits_of_its_terms() -> None:
+    torch.manual_seed(1)
+    x = torch.randn(6, 501, dtype=torch.float64) * torch.logspace(-12, 12, 501, dtype=torch.float64)
+    x = torch.cat([x, -x[:, 1:]], 1)[:, torch.randperm(1001)]
+    want = [mpmath.fsum(map(mpmath.mpf, row)) for row in x.tolist()]
+    high, low = arithmetic.running(arithmetic.exactly(x), 1, arithmetic.add)
+    for found in (arithmetic.added_up(arithmetic.exactly(x), [1]), (high[:, -1], low[:, -1])):
+        errors = [abs(got - w) for got, w in zip(value(found), want, strict=True)]
+        assert float(max(errors)) < 2.0**-100 * float(x.abs().sum(1).min())
+        assert float(max(errors)) < 1e-5 * min(abs(float(w)) for w in want), "where float64 has no digit left"
+
+
+@pytest.mark.parametrize("length", [1, 300])
+def test_products_of_matrices_are_exact_to_30_digits_of_their_terms(length: int) -> None:
+    torch.manual_seed(2)
+    a = torch.randn(5, length, dtype=torch.float64) * torch.logspace(-6, 6, length, dtype=torch.float64)
+    b = torch.randn(length, 4, dtype=torch.float64)
+    low = torch.randn(5, length, dtype=torch.float64) * a.abs() * 2.0**-55
+    left = mpmath.matrix(a.tolist()) + mpmath.matrix(low.tolist())
+    want, size = left * mpmath.matrix(b.tolist()), a.abs() @ b.abs()
+    found = value(product((a, low), arithmetic.exactly(b)))
+    errors = [abs(found[4 * i + j] - want[i, j]) / float(size[i, j]) for i in range(5) for j in range(4)]
+    assert float(max(errors)) < 2.0**-96
+
+
+def test_infinities_and_nan_are_those_of_float64() -> None:
+    x = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0, 1e300, 1.7e308, 5e-324], dtype=torch.float64)
+    for function, plain in (
+        (functions.exponential, torch.exp),
+        (functions.logarithm, torch.log),
+        (functions.tangent, torch.tanh),
+        (functions.sigmoid, torch.sigmoid),
+        (functions.error_function, torch.erf),
+        (arithmetic.root, torch.sqrt),
+        (lambda p: arithmetic.multiply(p, p), torch.square),
+        (lambda p: arithmetic.divide(functions.ONE, p), torch.reciprocal),
+        (lambda p: arithmetic.add(p, p), lambda x: x + x),
+    ):
+        high, low = function(arithmetic.exactly(x))
+        assert torch.allclose(high, plain(x), rtol=4 * _ULP, atol=0, equal_nan=True)
+        assert bool(low.isfinite().all())
+    stacked = torch.stack([x, x + 1])
+    high, _ = product(arithmetic.exactly(stacked), arithmetic.exactly(stacked.mT))
+    assert torch.equal(high.isnan(), (stacked @ stacked.mT).isnan())
+
+
+def test_rows_that_are_named_again_are_added() -> None:
+    torch.manual_seed(3)
+    weight = torch.randn(5, 3, dtype=torch.float64)
+    index, g = torch.randint(0, 5, (40,)), torch.randn(40, 3, dtype=torch.float64)
+    wide = DoubleDouble(*arithmetic.exactly(weight)).requires_grad_()
+    found: Any = torch.autograd.grad(wide[index], wide, DoubleDouble(*arithmetic.exactly(g)))[0]
+    want = [[mpmath.fsum(mpmath.mpf(v) for v in g[index == i, j].tolist()) for j in range(3)] for i in range(5)]
+    assert farthest((found.high, found.low), [w for row in want for w in row]) < 2.0**-100
+
+
+def test_a_step_without_a_rule_is_named() -> None:
+    with pytest.raises(NotImplementedError, match="lgamma"):
+        torch.lgamma(DoubleDouble(*arithmetic.exactly(torch.ones(2, dtype=torch.float64))))
+
+
+# -- verdicts
+
+
+def recorded(call: Callable[..., Tensor], *given: Any, wrong: Callable[..., Tensor] | None = None, **named: Any) -> Any:
+    """Return the worst judgements, forward and backward, of a call of float64, or of what a wrong kernel makes of it."""
+    args = [t.clone().requires_grad_() if isinstance(t, Tensor) and t.is_floating_point() else t for t in given]
+    y = (wrong or call)(*args, **named)
+    torch.manual_seed(7)
+    g = torch.randn_like(y)
+    found = iter(torch.autograd.grad(y, [a for a in args if isinstance(a, Tensor) and a.requires_grad], g))
+    tensors = [a for a in args if isinstance(a, Tensor)]
+    results = [next(found) if t.requires_grad else None for t in tensors]
+    name = f"Functional.{call.__name__}" if hasattr(F, call.__name__) else f"Torch.{call.__name__}"
+    case = Case(name, given, named, [y.detach()], [g], results, [t.requires_grad for t in tensors], of_inputs=True)
+    return check(case).worst, check(case, backward=True).worst
+
+
+def values(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def _in_single(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda *args, **named: call(
+        *[a.float() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args], **named
+    ).double()
+
+
+def _without_a_term(x: Tensor, y: Tensor) -> Tensor:
+    return torch.cat([x[:, :-1], x[:, -1:] * (1 - 1e-12)], 1) @ y
+
+
+WRONG: dict[str, tuple[Callable[..., Tensor], tuple[Any, ...], dict[str, Any], Callable[..., Tensor]]] = {
+    "matmul summed in float32": (torch.matmul, (values(32, 64), values(64, 16)), {}, _in_single(torch.matmul)),
+    "matmul, a term off by 1e-12": (torch.matmul, (values(32, 64), values(64, 16)), {}, _without_a_term),
+    "linear, bias rounded to float32": (
+        F.linear,
+        (values(8, 16), values(4, 16, seed=1), values(4, seed=2)),
+        {},
+        lambda x, w, b: F.linear(x, w, b.float().double()),
+    ),
+    "layer_norm, eps 1.001e-5": (F.layer_norm, (values(8, 64), (64,)), {}, lambda x, s: F.layer_norm(x, s, eps=1.001e-5)),
+    "layer_norm, eps as float32 has it": (
+        F.layer_norm,
+        (values(8, 64) * 1e-2, (64,)),
+        {},
+        lambda x, s: F.layer_norm(x, s, eps=float(torch.tensor(1e-5))),
+    ),
+    "rms_norm in float32": (F.rms_norm, (values(8, 64), (64,)), {"eps": 1e-6}, _in_single(F.rms_norm)),
+    "softmax, exponential in float32": (
+        F.softmax,
+        (values(8, 32), -1),
+        {},
+        lambda x, d: (x - x.amax(d, True)).exp().float().double() / (x - x.amax(d, True)).exp().sum(d, True),
+    ),
+    "log_softmax in float32": (F.log_softmax, (values(8, 32), -1), {}, _in_single(F.log_softmax)),
+    "gelu by 1.702": (F.gelu, (values(400),), {}, lambda x: x * torch.sigmoid(1.702 * x)),
+    "gelu, √½ as float32 has it": (
+        F.gelu,
+        (values(400),),
+        {},
+        lambda x: 0.5 * x * (1 + torch.erf(x * float(torch.tensor(0.5).sqrt()))),
+    ),
+    "silu in float32": (F.silu, (values(400),), {}, _in_single(F.silu)),
+    "conv2d, weights off by 1e-11": (
+        F.conv2d,
+        (values(2, 3, 6, 6), values(4, 3, 3, 3, seed=1)),
+        {},
+        lambda x, w: F.conv2d(x, w * torch.linspace(1 - 1e-11, 1, 108, dtype=torch.float64).view_as(w)),
+    ),
+    "attention, scale as float32 has it": (
+        F.scaled_dot_product_attention,
+        (values(2, 6, 7), values(2, 6, 7, seed=1), values(2, 6, 7, seed=2)),
+        {},
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, scale=float(torch.tensor(7.0).rsqrt())),
+    ),
+    "cross_entropy in float32": (F.cross_entropy, (values(16, 10), torch.arange(16) % 10), {}, _in_single(F.cross_entropy)),
+    "sum in float32": (torch.sum, (values(3, 900), -1), {}, lambda x, d: x.float().sum(d).double()),
+    "cumsum in float32": (torch.cumsum, (values(3, 90), -1), {}, _in_single(torch.cumsum)),
+    "exp, a polynomial of 8 digits": (
+        torch.exp,
+        (values(300) * 0.1,),
+        {},
+        lambda x: sum((x**n / F_[n] for n in range(7)), 0 * x),
+    ),
+    "std with n for n − 1": (torch.std, (values(3, 900), -1), {}, lambda x, d: x.std(d, correction=0)),
+}
+F_ = [1.0, 1.0, 2.0, 6.0, 24.0, 120.0, 720.0]
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_faults_of_float64_operators_are_found(name: str) -> None:
+    call, given, named, wrong = WRONG[name]
+    forward, _ = recorded(call, *given, wrong=wrong, **named)
+    assert forward.outcome == "bug", forward
+    right, right_backward = recorded(call, *given, **named)
+    assert right.outcome in ("exact", "rounding"), right
+    assert right_backward.outcome in ("exact", "rounding"), right_backward
+
+
+def _backwards(x: Tensor, y: Tensor) -> Tensor:
+    return x.flip(-1) @ y.flip(0)
+
+
+def _one_by_one(x: Tensor, y: Tensor) -> Tensor:
+    total = x[:, :1] * y[:1]
+    for k in range(1, x.shape[1]):
+        total = torch.addcmul(total, x[:, k : k + 1], y[k : k + 1])  # fused or not, as the compiler has it
+    return total
+
+
+RIGHT: dict[str, tuple[Callable[..., Tensor], tuple[Any, ...], Callable[..., Tensor]]] = {
+    "matmul from the other end": (torch.matmul, (values(32, 512), values(512, 16)), _backwards),
+    "matmul term by term": (torch.matmul, (values(32, 512), values(512, 16)), _one_by_one),
+    "matmul of halves": (
+        torch.matmul,
+        (values(32, 512), values(512, 16)),
+        lambda x, y: x[:, ::2] @ y[::2] + x[:, 1::2] @ y[1::2],
+    ),
+    "sum, running": (torch.sum, (values(3, 900), -1), lambda x, d: x.cumsum(d)[:, -1]),
+    "softmax without its maximum": (F.softmax, (values(8, 32), -1), lambda x, d: x.exp() / x.exp().sum(d, True)),
+    "softmax by base 2": (
+        F.softmax,
+        (values(8, 32), -1),
+        lambda x, d: torch.exp2((x - x.amax(d, True)) * 1.4426950408889634).div(
+            torch.exp2((x - x.amax(d, True)) * 1.4426950408889634).sum(d, True)
+        ),
+    ),
+    "layer_norm by E x² − (E x)²": (
+        F.layer_norm,
+        (values(8, 64), (64,)),
+        lambda x, s: (x - x.mean(-1, True)) / (x.square().mean(-1, True) - x.mean(-1, True).square() + 1e-5).sqrt(),
+    ),
+    "gelu by erfc": (F.gelu, (values(400),), lambda x: 0.5 * x * torch.erfc(-x * 0.5**0.5)),
+    "silu by tanh": (F.silu, (values(400),), lambda x: 0.5 * x * (1 + torch.tanh(0.5 * x))),
+    "attention written out": (
+        F.scaled_dot_product_attention,
+        (values(2, 6, 7), values(2, 6, 7, seed=1), values(2, 6, 7, seed=2)),
+        lambda q, k, v: ((q * 7**-0.5) @ k.mT).softmax(-1) @ v,
+    ),
+    "conv2d by its windows": (
+        F.conv2d,
+        (values(2, 3, 6, 6), values(4, 3, 3, 3, seed=1)),
+        lambda x, w: (w.flatten(1) @ F.unfold(x, 3)).view(2, 4, 4, 4),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_float64_kernels_that_differ_from_torchs_are_right(name: str) -> None:
+    call, given, other = RIGHT[name]
+    for found in recorded(call, *given, wrong=other):
+        assert found.outcome in ("exact", "rounding"), found
+
+
+def test_a_float64_operator_without_a_wider_reference_is_not_checked() -> None:
+    x = values(50).abs()
+    y = torch.lgamma(x)
+    found = check(Case("Torch.lgamma", (x,), {}, [y])).worst
+    assert found.outcome == "not checked"
+    assert "lgamma has no rule in double-double" in found.reason
+    assert check(Case("Torch.lgamma", (x,), {}, [y * (1 + 1e-9)])).worst.outcome == "bug"
+    assert check(Case("Torch.relu", (x,), {}, [torch.relu(x)])).worst.outcome == "exact"

@@ -1,0 +1,437 @@
+"""Torch's steps, done with pairs of float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from trainprobe.op_check.double_double import arithmetic, functions
+from trainprobe.op_check.double_double.arithmetic import Pair, Tensor, chosen, exactly
+from trainprobe.op_check.double_double.products import product
+
+
+class Numbers(tuple[Tensor, Tensor]):
+    """A pair, told apart from other tuples among arguments."""
+
+    __slots__ = ()
+
+
+Rule = Callable[..., Any]
+RULES: dict[str, Rule] = {}
+# steps that move numbers → the first argument that fills in a number, None where none does
+MOVES: dict[str, int | None] = {
+    **dict.fromkeys(
+        """
+    clone detach alias view _unsafe_view reshape _reshape_alias expand permute transpose t squeeze unsqueeze select slice
+    as_strided narrow split split_with_sizes chunk unbind cat stack index index_select gather where tril triu flip roll repeat
+    diagonal diag_embed unfold select_backward slice_backward diagonal_backward slice_scatter select_scatter lift
+    lift_fresh rot90 movedim pixel_shuffle pixel_unshuffle channel_shuffle embedding _embedding masked_select
+    broadcast_to squeeze_ unsqueeze_ t_ transpose_ as_strided_scatter diagonal_scatter _chunk_cat
+    """.split()  # noqa: SIM905
+    ),
+    "constant_pad_nd": 2,
+    "scatter": 3,
+}
+NOT_BY_PARTS = {"native_dropout", "bernoulli", "uniform", "normal", "rand_like", "randn_like"}
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Register a rule: it takes the step and its arguments, with pairs in the place of tensors, and returns Numbers."""
+
+    def register(found: Rule) -> Rule:
+        RULES.update(dict.fromkeys(names, found))
+        return found
+
+    return register
+
+
+def _pair(x: Any) -> Pair:
+    if isinstance(x, Numbers):
+        return x
+    return exactly(x.to(torch.float64)) if isinstance(x, Tensor) else arithmetic.constant(float(x))
+
+
+def _in_order(pair: Pair) -> Numbers:
+    return Numbers(torch.broadcast_tensors(*pair))
+
+
+def _functions() -> None:
+    for name, of_one in {
+        **{"neg": arithmetic.negative, "abs": arithmetic.absolute, "sqrt": arithmetic.root, "exp": functions.exponential},
+        **{"expm1": functions.exponential_less_one, "log": functions.logarithm, "log1p": functions.logarithm_of_one_and},
+        **{"exp2": functions.power_of_two, "log2": functions.binary_logarithm, "log10": functions.decimal_logarithm},
+        **{"tanh": functions.tangent, "sigmoid": functions.sigmoid, "sinh": functions.hyperbolic_sine},
+        **{"cosh": functions.hyperbolic_cosine, "erf": functions.error_function, "sin": functions.sine},
+        **{"erfc": functions.complementary_error_function, "cos": functions.cosine, "rsqrt": functions.reciprocal_root},
+        **{"reciprocal": functions.reciprocal, "special_erfcx": None, "square": lambda x: arithmetic.multiply(x, x)},
+    }.items():
+        if of_one is not None:
+            RULES[name] = lambda func, x, of_one=of_one: Numbers(of_one(x))
+
+
+_functions()
+
+
+@rule("add")
+def _add(func: Any, a: Any, b: Any, alpha: Any = 1) -> Numbers:
+    second = _pair(b) if alpha == 1 else arithmetic.multiply(_pair(b), _pair(alpha))
+    return Numbers(arithmetic.add(_pair(a), second))
+
+
+@rule("sub")
+def _subtract(func: Any, a: Any, b: Any, alpha: Any = 1) -> Numbers:
+    second = _pair(b) if alpha == 1 else arithmetic.multiply(_pair(b), _pair(alpha))
+    return Numbers(arithmetic.subtract(_pair(a), second))
+
+
+@rule("rsub")
+def _reversed_difference(func: Any, a: Any, b: Any, alpha: Any = 1) -> Numbers:
+    return Numbers(arithmetic.subtract(_pair(b), arithmetic.multiply(_pair(a), _pair(alpha))))
+
+
+@rule("mul")
+def _multiply(func: Any, a: Any, b: Any) -> Numbers:
+    return Numbers(arithmetic.multiply(_pair(a), _pair(b)))
+
+
+@rule("div", "true_divide")
+def _divide(func: Any, a: Any, b: Any, rounding_mode: Any = None) -> Numbers:
+    if rounding_mode is not None:
+        raise NotImplementedError("division to whole numbers")
+    return Numbers(arithmetic.divide(_pair(a), _pair(b)))
+
+
+@rule("pow")
+def _power(func: Any, a: Any, b: Any) -> Numbers:
+    return Numbers(functions.power(_pair(a), _pair(b)))
+
+
+@rule("lerp")
+def _lerp(func: Any, start: Any, end: Any, weight: Any) -> Numbers:
+    change = arithmetic.multiply(_pair(weight), arithmetic.subtract(_pair(end), _pair(start)))
+    return Numbers(arithmetic.add(_pair(start), change))
+
+
+@rule("addcmul")
+def _add_product(func: Any, a: Any, b: Any, c: Any, value: Any = 1) -> Numbers:
+    return Numbers(arithmetic.add(_pair(a), arithmetic.multiply(_pair(value), arithmetic.multiply(_pair(b), _pair(c)))))
+
+
+@rule("addcdiv")
+def _add_quotient(func: Any, a: Any, b: Any, c: Any, value: Any = 1) -> Numbers:
+    return Numbers(arithmetic.add(_pair(a), arithmetic.multiply(_pair(value), arithmetic.divide(_pair(b), _pair(c)))))
+
+
+_COMPARED: dict[str, Callable[[Pair, Pair], Tensor]] = {
+    "lt": arithmetic.less,
+    "gt": lambda a, b: arithmetic.less(b, a),
+    "le": lambda a, b: arithmetic.less(a, b) | arithmetic.equal(a, b),
+    "ge": lambda a, b: arithmetic.less(b, a) | arithmetic.equal(a, b),
+    "eq": arithmetic.equal,
+    "ne": lambda a, b: ~arithmetic.equal(a, b),
+}
+for _name, _compare in _COMPARED.items():
+    RULES[_name] = lambda func, a, b, compare=_compare: compare(_pair(a), _pair(b))
+
+
+@rule("isnan", "isinf", "_local_scalar_dense", "sign", "sgn", "signbit", "item", "is_nonzero", "logical_not", "isfinite")
+def _of_the_high_part(func: Any, a: Any) -> Any:
+    found = func(a[0])
+    return Numbers(exactly(found)) if isinstance(found, Tensor) and found.is_floating_point() else found
+
+
+@rule("sym_size", "sym_stride", "is_same_size", "is_contiguous")
+def _of_the_shape(func: Any, *args: Any) -> Any:
+    return func(*[a[0] if isinstance(a, Numbers) else a for a in args])
+
+
+@rule(
+    *("zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_empty", "new_full"),
+    "new_empty_strided",
+)
+def _made(func: Any, a: Any, *given: Any, **named: Any) -> Any:
+    found = func(a[0], *given, **named)
+    return Numbers(exactly(found)) if found.dtype == torch.float64 else found
+
+
+@rule("_to_copy")
+def _copied(func: Any, a: Any, *, dtype: Any = None, **named: Any) -> Any:
+    if dtype not in (None, torch.float64):
+        return a[0].to(dtype)
+    return Numbers((a[0].clone(), a[1].clone()))
+
+
+@rule("copy")
+def _taken_over(func: Any, a: Any, source: Any, non_blocking: bool = False) -> Numbers:
+    high, low = _pair(source)
+    return Numbers((high.expand(a[0].shape), low.expand(a[0].shape)))
+
+
+@rule("fill")
+def _filled(func: Any, a: Any, value: Any) -> Numbers:
+    high, low = _pair(value)
+    return Numbers((high.expand(a[0].shape), low.expand(a[0].shape)))
+
+
+@rule("zero")
+def _zeroed(func: Any, a: Any) -> Numbers:
+    return Numbers(exactly(torch.zeros_like(a[0])))
+
+
+@rule("masked_fill")
+def _masked(func: Any, a: Any, mask: Tensor, value: Any) -> Numbers:
+    return Numbers(chosen(mask, _pair(value), _pair(a)))
+
+
+@rule("relu")
+def _relu(func: Any, a: Any) -> Numbers:
+    return Numbers(chosen(a[0] <= 0, exactly(torch.zeros_like(a[0])), a))
+
+
+@rule("threshold_backward")
+def _past_threshold(func: Any, gradient: Any, a: Any, threshold: Any) -> Numbers:
+    return Numbers(chosen(_pair(a)[0] <= threshold, arithmetic.constant(0.0), _pair(gradient)))
+
+
+@rule("maximum")
+def _larger(func: Any, a: Any, b: Any) -> Numbers:
+    return Numbers(_largest(_pair(a), _pair(b)))
+
+
+@rule("minimum")
+def _smaller(func: Any, a: Any, b: Any) -> Numbers:
+    return Numbers(_least(_pair(a), _pair(b)))
+
+
+def _largest(a: Pair, b: Pair) -> Pair:
+    return chosen(arithmetic.less(a, b) | b[0].isnan(), b, a)
+
+
+def _least(a: Pair, b: Pair) -> Pair:
+    return chosen(arithmetic.less(b, a) | b[0].isnan(), b, a)
+
+
+@rule("clamp", "clamp_min", "clamp_max", "hardtanh")
+def _clamped(func: Any, a: Any, *given: Any, min: Any = None, max: Any = None) -> Numbers:
+    name = func.overloadpacket.__name__.rstrip("_")
+    if given and name == "clamp_max":
+        max = given[0]
+    elif given:
+        min, max = given[0], given[1] if len(given) > 1 else max
+    found = a if min is None else _largest(a, _pair(min))
+    found = found if max is None else _least(found, _pair(max))
+    return Numbers(chosen(a[0].isnan(), a, found))
+
+
+def _dims(a: Pair, dim: Any) -> list[int]:
+    everything = dim is None or (not isinstance(dim, int) and len(dim) == 0)
+    return [*range(a[0].ndim)] if everything else [dim] if isinstance(dim, int) else [int(d) for d in dim]
+
+
+def _without(pair: Pair, dims: Sequence[int], keepdim: bool) -> Numbers:
+    at = tuple(dims)
+    return Numbers(pair if keepdim or not pair[0].ndim else (pair[0].squeeze(at), pair[1].squeeze(at)))
+
+
+@rule("sum")
+def _sum(func: Any, a: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Numbers:
+    dims = _dims(a, dim)
+    return _without(arithmetic.added_up(a, dims), dims, keepdim)
+
+
+def _mean_of(a: Pair, dims: Sequence[int], keepdim: bool) -> Numbers:
+    count = math.prod(a[0].shape[d] for d in dims)
+    total = arithmetic.divide(arithmetic.added_up(a, list(dims)), arithmetic.constant(float(count)))
+    return _without(total, dims, keepdim)
+
+
+@rule("mean")
+def _mean(func: Any, a: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Numbers:
+    return _mean_of(a, _dims(a, dim), keepdim)
+
+
+@rule("prod")
+def _product_of_all(func: Any, a: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Numbers:
+    dims = _dims(a, dim)
+    return _without(arithmetic.folded(a, dims, arithmetic.multiply, 1.0), dims, keepdim)
+
+
+@rule("amax", "max")
+def _maximum_of(func: Any, a: Any, *given: Any, keepdim: bool = False, **named: Any) -> Any:
+    return _extreme(func, _largest, a, *given, keepdim=keepdim, **named)
+
+
+@rule("amin", "min")
+def _minimum_of(func: Any, a: Any, *given: Any, keepdim: bool = False, **named: Any) -> Any:
+    return _extreme(func, _least, a, *given, keepdim=keepdim, **named)
+
+
+def _extreme(
+    func: Any, step: Callable[[Pair, Pair], Pair], a: Any, dim: Any = None, keep: bool = False, *, keepdim: bool = False
+) -> Any:
+    if func.overloadpacket.__name__ in ("max", "min") and dim is not None:
+        return _by_place(func, a, dim, keep or keepdim)
+    dims = _dims(a, dim)
+    return _without(arithmetic.folded(a, dims, step, math.nan), dims, keep or keepdim)
+
+
+@rule("sort", "topk", "cummax", "cummin", "kthvalue", "mode", "median", "nanmedian")
+def _by_place(func: Any, a: Any, *given: Any, **named: Any) -> Any:
+    """Choose by the high parts, which is right where no low part is set."""
+    if bool((a[1] != 0).any()):
+        raise NotImplementedError(f"{func.overloadpacket.__name__} of rounded numbers")
+    found = func(a[0], *given, **named)
+    return (Numbers(exactly(found[0])), found[1]) if isinstance(found, tuple) else Numbers(exactly(found))
+
+
+@rule("argmax", "argmin", "argsort", "nonzero", "count_nonzero", "searchsorted", "bucketize", "any", "all")
+def _place(func: Any, a: Any, *given: Any, **named: Any) -> Any:
+    if bool((a[1] != 0).any()):
+        raise NotImplementedError(f"{func.overloadpacket.__name__} of rounded numbers")
+    return func(a[0], *given, **named)
+
+
+@rule("floor", "ceil", "round", "trunc", "frac", "fmod", "remainder")
+def _whole(func: Any, a: Any, *given: Any, **named: Any) -> Numbers:
+    if (
+        bool((a[1] != 0).any())
+        or any(isinstance(x, Numbers) for x in given)
+        or func.overloadpacket.__name__ in ("fmod", "remainder")
+    ):
+        raise NotImplementedError(f"{func.overloadpacket.__name__} of rounded numbers")
+    return Numbers(exactly(func(a[0], *given, **named)))
+
+
+@rule("cumsum")
+def _running_sum(func: Any, a: Any, dim: int, dtype: Any = None) -> Numbers:
+    return Numbers(arithmetic.running(a, dim, arithmetic.add))
+
+
+@rule("cumprod")
+def _running_product(func: Any, a: Any, dim: int, dtype: Any = None) -> Numbers:
+    return Numbers(arithmetic.running(a, dim, arithmetic.multiply))
+
+
+@rule("var", "std", "var_mean", "std_mean")
+def _variance(
+    func: Any, a: Any, dim: Any = None, unbiased: Any = True, keepdim: bool = False, *, correction: Any = None
+) -> Any:
+    name = func.overloadpacket.__name__
+    if isinstance(dim, bool):
+        dim, unbiased = None, dim
+    dims = _dims(a, dim)
+    less = (1.0 if unbiased else 0.0) if correction is None else float(correction)
+    center = _mean_of(a, dims, True)
+    apart = arithmetic.subtract(a, center)
+    count = max(0.0, math.prod(a[0].shape[d] for d in dims) - less)
+    total = arithmetic.divide(arithmetic.added_up(arithmetic.multiply(apart, apart), dims), arithmetic.constant(count))
+    total = _without(arithmetic.root(total) if name.startswith("std") else total, dims, keepdim)
+    return (total, _without(center, dims, keepdim)) if name.endswith("_mean") else total
+
+
+@rule("linalg_vector_norm", "norm")
+def _norm(func: Any, a: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None, p: Any = None) -> Numbers:
+    ord = 2 if ord is None else ord
+    dims, size = _dims(a, dim), arithmetic.absolute(a)
+    if ord == 2:
+        found = arithmetic.root(arithmetic.added_up(arithmetic.multiply(a, a), dims))
+    elif ord == 1:
+        found = arithmetic.added_up(size, dims)
+    elif ord in (math.inf, -math.inf):
+        found = arithmetic.folded(size, dims, _largest if ord > 0 else _least, 0.0)
+    elif ord == 0:
+        found = exactly((a[0] != 0).to(torch.float64).sum(dims, True))
+    else:
+        total = arithmetic.added_up(functions.power(size, arithmetic.constant(float(ord))), dims)
+        found = functions.power(total, arithmetic.divide(functions.ONE, arithmetic.constant(float(ord))))
+    return _without(found, dims, keepdim)
+
+
+def _scaled(a: Any, factor: Any) -> Pair:
+    return _pair(a) if factor == 1 else arithmetic.multiply(_pair(a), _pair(factor))
+
+
+@rule("mm", "bmm")
+def _matrices(func: Any, a: Any, b: Any) -> Numbers:
+    return _in_order(product(_pair(a), _pair(b)))
+
+
+@rule("mv")
+def _matrix_and_vector(func: Any, a: Any, b: Any) -> Numbers:
+    (ah, al), (bh, bl) = _pair(a), _pair(b)
+    high, low = product((ah, al), (bh.unsqueeze(1), bl.unsqueeze(1)))
+    return Numbers((high.squeeze(1), low.squeeze(1)))
+
+
+@rule("dot", "vdot")
+def _inner(func: Any, a: Any, b: Any) -> Numbers:
+    return _without(arithmetic.added_up(arithmetic.multiply(_pair(a), _pair(b)), [0]), [0], False)
+
+
+@rule("addmm", "baddbmm", "addmv")
+def _added_to_product(func: Any, a: Any, b: Any, c: Any, beta: Any = 1, alpha: Any = 1) -> Numbers:
+    found = (_matrix_and_vector if func.overloadpacket.__name__.rstrip("_") == "addmv" else _matrices)(func, b, c)
+    whole = _scaled(found, alpha)
+    return Numbers(whole if beta == 0 else arithmetic.add(whole, _scaled(a, beta)))
+
+
+def _at_rows(a: Pair, dim: int, index: Tensor, source: Pair) -> Pair:
+    if not a[0].ndim:
+        return arithmetic.add(a, arithmetic.added_up((source[0].reshape(-1), source[1].reshape(-1)), [0]))
+    high, low = (x.movedim(dim, 0) for x in a)
+    high, low = arithmetic.added_at((high, low), index.reshape(-1), (source[0].movedim(dim, 0), source[1].movedim(dim, 0)))
+    return high.movedim(0, dim).contiguous(), low.movedim(0, dim).contiguous()
+
+
+@rule("index_add")
+def _added_to_rows(func: Any, a: Any, dim: int, index: Tensor, source: Any, alpha: Any = 1) -> Numbers:
+    return Numbers(_at_rows(_pair(a), dim, index, _scaled(source, alpha)))
+
+
+def _at_places(a: Pair, places: Tensor, source: Pair) -> Numbers:
+    flat = (a[0].reshape(-1), a[1].reshape(-1))
+    high, low = arithmetic.added_at(flat, places.reshape(-1), (source[0].reshape(-1), source[1].reshape(-1)))
+    return Numbers((high.view(a[0].shape), low.view(a[0].shape)))
+
+
+def _numbered(a: Pair) -> Tensor:
+    return torch.arange(a[0].numel()).view(a[0].shape)
+
+
+@rule("scatter_add")
+def _scattered(func: Any, a: Any, dim: int, index: Tensor, source: Any) -> Numbers:
+    a, (high, low) = _pair(a), _pair(source)
+    if not index.ndim or not a[0].ndim:
+        raise NotImplementedError("scatter_add of one number")
+    part = tuple(slice(0, size) for size in index.shape)
+    numbers = _numbered(a)
+    reach = tuple(slice(None) if d == dim % index.ndim else slice(0, size) for d, size in enumerate(index.shape))
+    return _at_places(a, torch.gather(numbers[reach], dim, index), (high[part], low[part]))
+
+
+@rule("index_put", "_unsafe_index_put", "_index_put_impl")
+def _put(func: Any, a: Any, indices: Sequence[Any], values: Any, accumulate: bool = False, unsafe: bool = False) -> Numbers:
+    a, (high, low) = _pair(a), _pair(values)
+    places = _numbered(a)[tuple(slice(None) if i is None else i for i in indices)]
+    if any(i is None for i in indices[:-1]) and sum(i is not None for i in indices) > 1:
+        places = torch.ops.aten.index(_numbered(a), list(indices))
+    high, low = high.expand(places.shape), low.expand(places.shape)
+    if accumulate:
+        return _at_places(a, places, (high, low))
+    out = a[0].clone().reshape(-1), a[1].clone().reshape(-1)
+    out[0][places.reshape(-1)], out[1][places.reshape(-1)] = high.reshape(-1), low.reshape(-1)
+    return Numbers((out[0].view(a[0].shape), out[1].view(a[0].shape)))
+
+
+@rule("embedding_dense_backward")
+def _embedding_backward(func: Any, g: Any, index: Tensor, rows: int, padding_idx: int, by_frequency: bool) -> Numbers:
+    if by_frequency:
+        raise NotImplementedError("an embedding's gradient scaled by frequency")
+    high, low = (x.reshape(-1, x.shape[-1]) for x in _pair(g))
+    index = index.reshape(-1)
+    seen = index != padding_idx
+    zeros = exactly(torch.zeros(rows, high.shape[1], dtype=torch.float64))
+    return Numbers(arithmetic.added_at(zeros, index[seen], (high[seen], low[seen])))
