@@ -99,12 +99,13 @@ class Reference:
         try:
             found = self._run.in_double_double()
         except NotImplementedError as missing:
-            self._no_wider = f"{missing} has no rule in double-double"
+            self._no_wider = f"{str(missing) or 'a formula for these arguments'} is missing in double-double"
             return
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, AssertionError) as error:
             text = (str(error).strip().splitlines() or [type(error).__name__])[0][:100]
-            self._no_wider = f"it cannot be evaluated in double-double ({text})"
+            self._no_wider = f"double-double cannot take these arguments ({text})"
             return
+        self._no_wider = "it is made of numbers that are no arguments"
         for i, (r, pair) in enumerate(zip(self._values, found, strict=False)):
             if r is not None and pair is not None and r.dtype == torch.float64 and r.shape == pair[0].shape:
                 self._values[i], self._lows[i] = pair

@@ -71,5 +71,5 @@ def _tensors(case: Case, backward: bool) -> dict[str, Tensor]:
     expectation = check(case, backward).expectation
     for i, expected in enumerate(expectation.results if expectation is not None else ()):
         if expected is not None:
-            found |= {f"expected.{i}": expected.value, f"noise.{i}": expected.noise}
+            found |= {f"expected.{i}": expected.value, f"noise.{i}": expected.noise, f"low.{i}": expected.low}
     return {name: t.detach().contiguous().clone() for name, t in found.items() if t is not None and not t.is_complex()}

@@ -347,9 +347,7 @@ class Run:
 
 
 def _pair(t: Tensor) -> tuple[Tensor, Tensor] | None:
-    if isinstance(t, DoubleDouble):
-        return t.high, t.low
-    return (t, torch.zeros_like(t)) if t.dtype == torch.float64 else None
+    return (t.high, t.low) if isinstance(t, DoubleDouble) else None
 
 
 _signature = cache(inspect.signature)  # of formulas

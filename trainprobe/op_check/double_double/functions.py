@@ -136,7 +136,7 @@ def decimal_logarithm(x: Pair) -> Pair:
     return divide(logarithm(x), constant(*_LN_10))
 
 
-def tangent(x: Pair) -> Pair:
+def hyperbolic_tangent(x: Pair) -> Pair:
     """Return tanh x."""
     y = exponential_less_one(times_power_of_two(absolute(x), -2.0))
     size = divide(negative(y), add(y, constant(2.0)))
@@ -223,6 +223,35 @@ def sine(x: Pair) -> Pair:
 def cosine(x: Pair) -> Pair:
     """Return cos x."""
     return sine_and_cosine(x)[1]
+
+
+def tangent(x: Pair) -> Pair:
+    """Return tan x."""
+    return divide(*sine_and_cosine(x))
+
+
+def arc_tangent(x: Pair) -> Pair:
+    """Return arctan x: of y near it, y + arctan((x cos y − sin y) / (cos y + x sin y)), whose last step is small."""
+    plain = torch.atan(x[0])
+    safe = chosen(torch.isfinite(x[0]), x, ONE)
+    near = torch.atan(safe[0])
+    s, c = sine_and_cosine(exactly(near))
+    rest = divide(subtract(multiply(safe, c), s), add(c, multiply(safe, s)))
+    return finite(*chosen(torch.isfinite(x[0]), add(exactly(near), rest), exactly(plain)), plain)
+
+
+def arc_sine(x: Pair) -> Pair:
+    """Return arcsin x = 2 arctan(x / (1 + √(1 − x²)))."""
+    other = root(multiply(subtract(ONE, x), add(ONE, x)))
+    return finite(*times_power_of_two(arc_tangent(divide(x, add(ONE, other))), 2.0), torch.asin(x[0]))
+
+
+def arc_cosine(x: Pair) -> Pair:
+    """Return arccos x = 2 arctan(√((1 − x) / (1 + x)))."""
+    half = arc_tangent(root(divide(subtract(ONE, x), add(ONE, x))))
+    return finite(
+        *chosen(x[0] == -1, times_power_of_two(constant(*_HALF_PI[:2]), 2.0), times_power_of_two(half, 2.0)), torch.acos(x[0])
+    )
 
 
 def reciprocal_root(x: Pair) -> Pair:

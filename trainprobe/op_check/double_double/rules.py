@@ -63,13 +63,13 @@ def _functions() -> None:
         **{"neg": arithmetic.negative, "abs": arithmetic.absolute, "sqrt": arithmetic.root, "exp": functions.exponential},
         **{"expm1": functions.exponential_less_one, "log": functions.logarithm, "log1p": functions.logarithm_of_one_and},
         **{"exp2": functions.power_of_two, "log2": functions.binary_logarithm, "log10": functions.decimal_logarithm},
-        **{"tanh": functions.tangent, "sigmoid": functions.sigmoid, "sinh": functions.hyperbolic_sine},
+        **{"tanh": functions.hyperbolic_tangent, "sigmoid": functions.sigmoid, "sinh": functions.hyperbolic_sine},
         **{"cosh": functions.hyperbolic_cosine, "erf": functions.error_function, "sin": functions.sine},
         **{"erfc": functions.complementary_error_function, "cos": functions.cosine, "rsqrt": functions.reciprocal_root},
-        **{"reciprocal": functions.reciprocal, "special_erfcx": None, "square": lambda x: arithmetic.multiply(x, x)},
+        **{"reciprocal": functions.reciprocal, "square": lambda x: arithmetic.multiply(x, x), "tan": functions.tangent},
+        **{"atan": functions.arc_tangent, "asin": functions.arc_sine, "acos": functions.arc_cosine},
     }.items():
-        if of_one is not None:
-            RULES[name] = lambda func, x, of_one=of_one: Numbers(of_one(x))
+        RULES[name] = lambda func, x, of_one=of_one: Numbers(of_one(x))
 
 
 _functions()
@@ -196,6 +196,18 @@ def _past_threshold(func: Any, gradient: Any, a: Any, threshold: Any) -> Numbers
     return Numbers(chosen(_pair(a)[0] <= threshold, arithmetic.constant(0.0), _pair(gradient)))
 
 
+@rule("softshrink_backward", "hardshrink_backward")
+def _past_both_limits(func: Any, gradient: Any, a: Any, limit: Any) -> Numbers:
+    inside = _pair(a)[0].abs() <= limit
+    return Numbers(chosen(inside, arithmetic.constant(0.0), _pair(gradient)))
+
+
+@rule("hypot")
+def _hypotenuse(func: Any, a: Any, b: Any) -> Numbers:
+    a, b = _pair(a), _pair(b)
+    return Numbers(arithmetic.root(arithmetic.add(arithmetic.multiply(a, a), arithmetic.multiply(b, b))))
+
+
 @rule("maximum")
 def _larger(func: Any, a: Any, b: Any) -> Numbers:
     return Numbers(_largest(_pair(a), _pair(b)))
@@ -227,7 +239,7 @@ def _clamped(func: Any, a: Any, *given: Any, min: Any = None, max: Any = None) -
 
 
 def _dims(a: Pair, dim: Any) -> list[int]:
-    everything = dim is None or (not isinstance(dim, int) and len(dim) == 0)
+    everything = dim is None or not a[0].ndim or (not isinstance(dim, int) and len(dim) == 0)
     return [*range(a[0].ndim)] if everything else [dim] if isinstance(dim, int) else [int(d) for d in dim]
 
 
@@ -369,6 +381,13 @@ def _matrix_and_vector(func: Any, a: Any, b: Any) -> Numbers:
 @rule("dot", "vdot")
 def _inner(func: Any, a: Any, b: Any) -> Numbers:
     return _without(arithmetic.added_up(arithmetic.multiply(_pair(a), _pair(b)), [0]), [0], False)
+
+
+@rule("addbmm")
+def _added_to_all_products(func: Any, a: Any, b: Any, c: Any, beta: Any = 1, alpha: Any = 1) -> Numbers:
+    found = arithmetic.added_up(product(_pair(b), _pair(c)), [0])
+    whole = _scaled(_without(found, [0], False), alpha)
+    return Numbers(whole if beta == 0 else arithmetic.add(whole, _scaled(a, beta)))
 
 
 @rule("addmm", "baddbmm", "addmv")
