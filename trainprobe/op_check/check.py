@@ -14,6 +14,7 @@ from trainprobe.op_check.double_double.tensor import DoubleDouble
 from trainprobe.op_check.evaluate import Expectation, Expected, Reference
 from trainprobe.op_check.functions import api, is_in_place
 from trainprobe.op_check.judge import Judgement, Tolerance, gravest, judge
+from trainprobe.op_check.large_products import parts, told
 from trainprobe.op_check.measure import far
 from trainprobe.op_check.modes import recognised
 from trainprobe.op_check.noise import UNIT
@@ -56,8 +57,12 @@ class Checked:
         return gravest(list(self.judgements))
 
 
-def check(case: Case, backward: bool = False, tolerance: Tolerance | None = None) -> Checked:
-    """Judge the outputs of a call, or the gradients that it handed on. tolerance: judge floats by it instead of the bound."""
+def check(case: Case, backward: bool = False, tolerance: Tolerance | None = None, *, whole: bool = False) -> Checked:
+    """Judge the outputs of a call, or the gradients that it handed on.
+
+    tolerance: judge floats by it instead of the bound. whole: judge all elements of large products of matrices, where else
+    some rows are judged and sums of the others; only then is an expectation of these returned.
+    """
     recorded = case.results if backward else [*case.outputs, *flat(dict(case.written))]
     if not backward and api(case.name) in UNWRITTEN:
         return Checked("forward", [Judgement("unspecified", "memory that nobody has written yet")], "properties")
@@ -65,7 +70,24 @@ def check(case: Case, backward: bool = False, tolerance: Tolerance | None = None
     case = _in_the_format_of_autocast(case) if backward else case
     if all(o is None for o in recorded):
         return Checked(direction, [Judgement("not checked", "the dump does not hold the values that it wrote or returned")])
-    return _guarded(case, direction, tolerance)
+    found = None if whole or tolerance is not None else _by_rows(case, direction)
+    return found or _guarded(case, direction, tolerance)
+
+
+def _by_rows(case: Case, direction: Direction) -> Checked | None:
+    """Judge a large product of matrices by some of its rows; None for all other calls."""
+    backward = direction == "backward"
+    try:
+        found = parts(case, backward)
+        if found is None:
+            return None
+        judged = [_guarded(part.smaller, direction, None) for part in found]
+    except (NotChecked, RuntimeError, TypeError, ValueError, IndexError):
+        return None  # the whole call says why
+    if any(len(one.judgements) != 1 for one in judged):
+        return None
+    judgements = [part.back(one.judgements[0]) for part, one in zip(found, judged, strict=True)]
+    return Checked(direction, judgements, judged[0].source, "; ".join(x for x in (judged[0].note, told(found)) if x))
 
 
 def _in_the_format_of_autocast(case: Case) -> Case:

@@ -240,7 +240,7 @@ class RankCheck:
             before.row.calls.append(called(unit))
             return before.row, False
         row = seen.row
-        row.checked, case = _judged(recorded, unit, self._tolerance)
+        row.checked, case = _judged(recorded, unit, self._tolerance, whole=self._measure is not None)
         if self._measure is not None and case is not None:
             row.measured = self._measure(case, unit.direction == "backward", row.checked)
         row.checked.expectation = None  # as large as the call's results, in float64
@@ -270,7 +270,7 @@ def _keys(recorded: RecordedRank, seen: _Seen) -> tuple[str, str]:
     return seen.keys
 
 
-def _judged(recorded: RecordedRank, unit: Unit, tolerance: Tolerance | None) -> tuple[Checked, Case | None]:
+def _judged(recorded: RecordedRank, unit: Unit, tolerance: Tolerance | None, *, whole: bool) -> tuple[Checked, Case | None]:
     """Return the judgements of a call, and the call unless the dump lacks some of it."""
     backward = unit.direction == "backward"
     try:
@@ -282,4 +282,4 @@ def _judged(recorded: RecordedRank, unit: Unit, tolerance: Tolerance | None) -> 
             case = run_here(recorded.made_case(unit), backward)
     except NotChecked as why:
         return Checked("backward" if backward else "forward", [Judgement("not checked", str(why))]), None
-    return check(case, backward, tolerance), case
+    return check(case, backward, tolerance, whole=whole), case

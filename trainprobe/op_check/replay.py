@@ -68,7 +68,7 @@ def _tensors(case: Case, backward: bool) -> dict[str, Tensor]:
     found: dict[str, Tensor | None] = {f"input.{i}": t for i, t in enumerate(case.tensors())}
     found |= {f"gradient.{i}": t for i, t in enumerate(case.gradients or ())}
     found |= {f"recorded.{i}": t for i, t in enumerate(case.results if backward else case.outputs)}
-    expectation = check(case, backward).expectation
+    expectation = check(case, backward, whole=True).expectation
     for i, expected in enumerate(expectation.results if expectation is not None else ()):
         if expected is not None:
             found |= {f"expected.{i}": expected.value, f"noise.{i}": expected.noise, f"low.{i}": expected.low}

@@ -350,6 +350,12 @@ def _pair(t: Tensor) -> tuple[Tensor, Tensor] | None:
     return (t.high, t.low) if isinstance(t, DoubleDouble) else None
 
 
+def recorded_edges(case: Case) -> list[int | None] | None:
+    """Return which tensor argument each recorded gradient is of; None where that cannot be told."""
+    run = Run(case, True, [])
+    return run._known_edges() if run._known() is not None else None
+
+
 _signature = cache(inspect.signature)  # of formulas
 
 
