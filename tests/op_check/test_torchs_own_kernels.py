@@ -187,3 +187,26 @@ def test_sums_that_torch_itself_keeps_in_bfloat16_are_called_so() -> None:
     judged = check(case, backward=True)
     assert [j.outcome for j in judged.judgements][2] == "mode"
     assert "calculates in bfloat16 inside" in judged.judgements[2].reason
+
+
+@pytest.mark.parametrize(("rows", "least"), [(64, 0.003), (1024, 0.02), (12544, 0.05)])
+def test_torch_alone_loses_digits_of_the_bias_gradient_of_layer_norm(rows: int, least: float) -> None:
+    """The rows of Swin and SegFormer are as many: against sums in float64 by hand, torch on a CPU is wrong by as much."""
+    torch.manual_seed(0)
+    x, gradient = torch.randn(rows, 32).bfloat16(), torch.randn(rows, 32).bfloat16()
+    weight, bias = torch.ones(32, requires_grad=True), torch.zeros(32, requires_grad=True)
+    out = F.layer_norm(x, (32,), weight, bias)
+    by_torch = torch.autograd.grad(out, bias, gradient)[0]
+    by_hand = gradient.double().sum(0)
+    assert least < float((by_torch.double() - by_hand).norm() / by_hand.norm())
+    in_float32 = gradient.float().sum(0)
+    assert float((in_float32.double() - by_hand).norm() / by_hand.norm()) < 1e-5
+    args = (x, (32,), weight.detach(), bias.detach())
+    case = Case("Functional.layer_norm", args, {}, [out.detach()], [gradient], (), [False, False, True], of_inputs=True)
+    case.results = [None, None, in_float32]
+    assert check(case, backward=True).worst.outcome in ("exact", "rounding")
+    case.results = [None, None, by_torch]
+    found = check(case, backward=True).worst
+    assert found.outcome == ("bug" if rows > 10_000 else "mode")
+    if found.outcome == "bug":
+        assert "it is, to the bit, the sum of all rows kept in bfloat16, row by row" in found.reason

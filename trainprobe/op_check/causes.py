@@ -7,12 +7,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from trainprobe.op_check.cases import Case, NotChecked, Tensor
 from trainprobe.op_check.evaluate import expect
 from trainprobe.op_check.functions import api
 from trainprobe.op_check.judge import Judgement, judge
 
 _INT32 = 2**31
+_MOST_ROWS = 1 << 16  # to be added one after the other
 
 
 def likely(case: Case, index: int, y: Tensor, found: Judgement, backward: bool) -> str:
@@ -24,6 +27,8 @@ def likely(case: Case, index: int, y: Tensor, found: Judgement, backward: bool) 
             continue
         if expected is not None and judge(y, expected).outcome in ("exact", "rounding"):
             return f"it is what comes out {text}"
+    if backward and _is_summed_row_by_row(case, y):
+        return f"it is, to the bit, the sum of all rows kept in {str(_given(case).dtype).removeprefix('torch.')}, row by row"
     if found.got == 0.0 and found.want != 0.0 and "last" in found.reason and y.numel() > _INT32:
         return "offsets of 32 bits do not reach the end of a tensor this large"
     if math.isfinite(found.gain) and abs(found.gain) > 1e-3 and found.share > 0.5:
@@ -31,6 +36,27 @@ def likely(case: Case, index: int, y: Tensor, found: Judgement, backward: bool) 
             if abs(found.gain - factor) < 1e-3:
                 return f"it is {words} what it should be"
     return ""
+
+
+def _given(case: Case) -> Tensor:
+    return next(g for g in case.gradients or () if g is not None)
+
+
+def _is_summed_row_by_row(case: Case, y: Tensor) -> bool:
+    """Return whether the gradient of a norm's bias has the bits of a sum whose every step is rounded to 16 bits."""
+    if (
+        api(case.name) not in ("layer_norm", "native_layer_norm")
+        or y.ndim != 1
+        or not any(g is not None for g in case.gradients or ())
+    ):
+        return False
+    rows = _given(case).reshape(-1, y.shape[0]) if _given(case).numel() % max(1, y.shape[0]) == 0 else None
+    if rows is None or rows.dtype not in (torch.bfloat16, torch.float16) or len(rows) > _MOST_ROWS:
+        return False
+    total = torch.zeros_like(rows[0])
+    for row in rows:
+        total = total + row
+    return torch.equal(total.to(y.dtype), y)
 
 
 def _as_if(case: Case) -> Iterator[tuple[str, Case]]:
