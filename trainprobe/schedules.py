@@ -98,7 +98,7 @@ def _of_dump(plan: Plan, parts: Parts) -> Schedule:
     opened = _there(parts.naming)  # and begun only where another schedule has it
     taps = (*((tap, plan.wants_step) for tap in dump), *((tap, _never) for tap in opened))
     level = "" if not parts.dumps_when_asked else "mix" if parts.ops is not None else "L0"
-    return Schedule(plan.wants_step, taps, asked=dump, level=level)
+    return Schedule(plan.wants_step, taps, asked=dump, level=level, dumps=True, waits=plan.level == "off")
 
 
 def _of_monitor(plan: Plan, parts: Parts, monitor: MonitorPlan) -> Schedule:

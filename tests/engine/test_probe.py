@@ -92,7 +92,7 @@ class Run:
         flags = lambda name, module_class="": STATS  # noqa: E731
         tap = ModuleTap(ModuleRequest(flags, lambda name: True, frozenset({"input", "output"})), guard.of("modules"), None)
         wants = set(steps).__contains__
-        self.dump = Program("dump", Schedule(wants, ((tap, wants),), asked=(tap,)))
+        self.dump = Program("dump", Schedule(wants, ((tap, wants),), asked=(tap,), dumps=True))
         library = TorchLibrary()
         self.probe = Probe(
             self.plan,

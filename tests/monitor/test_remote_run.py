@@ -67,10 +67,14 @@ def test_each_command_says_of_a_url_what_it_says_of_the_folder(url, here, capsys
     assert not list(copy.rglob("*.safetensors"))
 
 
-def test_judge_fleet_reads_a_url(url, here, capsys):
+def test_all_ranks_behind_a_url_are_looked_at_as_in_the_folder(url, here, capsys, tmp_path):
     pytest.importorskip("duckdb", reason="requirements/oldest.txt is without DuckDB")
     folder, remote = (said(capsys, "judge", "--fleet", "--json", str(where)) for where in (here, url))
     assert remote == (folder[0], folder[1].replace(str(here), url))
+    pages = [tmp_path / name for name in ("folder.html", "remote.html")]
+    shown = [said(capsys, "report", "--fleet", str(where), "-o", str(page)) for where, page in zip((here, url), pages)]
+    assert shown[0][0] == shown[1][0]
+    assert pages[1].read_text(encoding="utf-8") == pages[0].read_text(encoding="utf-8").replace(str(here), url)
     assert main(["judge", "--fleet", "--ray", url]) == 3
     assert "all machines see" in capsys.readouterr().err
 

@@ -293,7 +293,7 @@ class Probe:
     def _open(self, model: Any, optimizer: Any, place: Place | None) -> None:
         self._place = place or self._place
         self.scheduler.open(model, optimizer)
-        busy = self.plan.level != "off" or any(program.schedule.taps for program in self.programs[1:])
+        busy = any(program.schedule.taps and not program.schedule.waits for program in self.programs)
         if self.writer is None and busy and self.plan.wants_rank(self.place.rank):
             self._start_recording()  # now, so that a place that cannot be written is known before training
 
@@ -340,6 +340,7 @@ class Probe:
             "stacks": self._stacks.text() if self._stacks is not None else (),
             "notes": tuple(note for source in self._notes for note in source() if self.reporter.is_new(note)),
             "programs": self._running.names,
+            "dumped": self._running.dumped,
         }
 
     def _finish(self, complete: bool) -> StepData | None:

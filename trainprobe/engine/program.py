@@ -47,7 +47,8 @@ class Schedule:
 
     taps: each with the steps on which it is installed. asked: taps that record a step that is to be collected in full,
     whatever the plan says. replaced: taps of this program that rest in such a step, because those look at the same. level: what
-    such a step's dump records, where that is not the plan's level. looks: whether any of it sees calls of the model.
+    such a step's dump records, where that is not the plan's level. looks: whether any of it sees calls of the model. dumps:
+    whether its taps record what the plan's level and task say. waits: whether no step is wanted until somebody asks for one.
     """
 
     wants: Wants = lambda step: False
@@ -56,6 +57,8 @@ class Schedule:
     replaced: tuple[Tap, ...] = ()
     level: str = ""
     looks: bool = True
+    dumps: bool = False
+    waits: bool = False
 
 
 class Program:

@@ -18,16 +18,17 @@ class Scheduled:
     """What runs in a step, worked out once for all steps of which the programs and their taps say the same.
 
     names: of the programs. level: what a dump of such a step records, where that is not the plan's level. looks: whether any
-    program sees calls of the model.
+    program sees calls of the model. dumped: whether any records what the plan's level and task say.
     """
 
-    __slots__ = ("level", "looks", "names", "taps")
+    __slots__ = ("dumped", "level", "looks", "names", "taps")
 
     def __init__(self, programs: Sequence[Program] = (), taps: Iterable[Tap] = ()) -> None:
         self.taps = tuple(taps)
         self.names = tuple(program.name for program in programs)
         self.level = next((program.schedule.level for program in programs if program.schedule.level), "")
         self.looks = any(program.schedule.looks for program in programs)
+        self.dumped = any(program.schedule.dumps for program in programs)
 
 
 class Scheduler:

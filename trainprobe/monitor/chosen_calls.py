@@ -20,7 +20,7 @@ def chosen_calls(plan: MonitorPlan) -> Callable[[StepData], list[Finding]] | Non
     kinds = {"forward": (forward.every, Names(forward.names)), "backward": (backward.every, Names(backward.names))}
 
     def drop(step_data: StepData) -> list[Finding]:
-        if "dump" not in step_data.programs:
+        if not step_data.dumped:
             due = {phase: names if step_data.step % every == 0 else Names(("!**",)) for phase, (every, names) in kinds.items()}
             step_data.calls = [c for c in step_data.calls if c.kind != "module" or c.phase not in due or c.name in due[c.phase]]
         return []

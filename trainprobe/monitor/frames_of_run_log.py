@@ -78,6 +78,7 @@ class _Segment:
         self._table = table
         self._known = known
         self._codes = {name: _codes(table[name]) for name in _WORDS}
+        self._steps = steps_of(table)
         self._words: dict[str, list[str]] = {name: table[name].chunk(0).dictionary.to_pylist() for name in _WORDS}
         self._value = _numbers(table["value"], np.nan)
         self._kind = {name: self._codes["kind"] == _index(self._words["kind"], name) for name in _NO_VALUE}
@@ -92,41 +93,52 @@ class _Segment:
     def frames(self) -> Iterator[Frame]:
         """Yield a frame a step."""
         steps = _numbers(self._table["step"], 0)
-        for rows in steps_of(self._table):
+        for rows in self._steps:
             yield self._frame(int(steps[rows.start]), rows)
 
     def _number_addresses(self) -> I64:
         """Return the number of the address of each row that has one, [rows]; 0 elsewhere."""
-        table = self._table
-        rows = np.flatnonzero(self._has_address)
-        call = _numbers(table["call"], 0).astype(np.int64)[rows]
-        key = call.copy()
+        key = _numbers(self._table["call"], 0).astype(np.int64)
         for name in _WORDS:
-            key = key * len(self._words[name]) + self._codes[name][rows]
-        _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
-        numbers = np.zeros(len(first), np.int64)
-        for i in np.argsort(first).tolist():  # in the order in which they were first seen
-            row = int(rows[first[i]])
-            phase, kind, name, slot = (self._words[word][self._codes[word][row]] for word in _WORDS)
-            address = Address(cast(Phase, phase), kind_of_address(kind), name, int(call[first[i]]), slot)
-            shape, dtype = table["shape"][row].as_py(), table["dtype"][row].as_py()
-            numbers[i] = self._known.address(address, dimensions_of(orjson.loads(shape)) if shape else 0, dtype or "")
-        addresses = np.zeros(table.num_rows, np.int64)
-        addresses[rows] = numbers[inverse.reshape(-1)]
+            key = key * len(self._words[name]) + self._codes[name]
+        addresses = np.zeros(self._table.num_rows, np.int64)
+        known: dict[bytes, I64] = {}  # the keys of a step → its addresses: most steps have those of the one before
+        for whole in self._steps:
+            rows = self._of(whole, self._has_address)
+            keys = key[rows]
+            text = keys.tobytes()
+            if text not in known:
+                known[text] = self._number(rows, keys)
+            addresses[rows] = known[text]
         return addresses
+
+    def _number(self, rows: I64, keys: I64) -> I64:
+        """Return the numbers of the addresses of some rows, [rows]; those that are new are numbered in the order of the rows."""
+        _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
+        order = np.argsort(first)
+        at = rows[first[order]]
+        words = ([self._words[name][code] for code in self._codes[name][at].tolist()] for name in _WORDS)
+        calls, shapes, dtypes = (self._table[name].take(at).to_pylist() for name in ("call", "shape", "dtype"))
+        numbers = np.zeros(len(at), np.int64)
+        for i, (phase, kind, name, slot), call, shape, dtype in zip(order, zip(*words), calls, shapes, dtypes, strict=True):
+            address = Address(cast(Phase, phase), kind_of_address(kind), name, call or 0, slot)
+            numbers[i] = self._known.address(address, dimensions_of(orjson.loads(shape)) if shape else 0, dtype or "")
+        return numbers[inverse.reshape(-1)]
 
     def _frame(self, step: int, rows: slice) -> Frame:
         known, here = self._known, self._of(rows, self._is_value)
         taken = self._taken[here]
         names = (*_STATISTICS, "checksum") if taken.any() else _STATISTICS
         at = known.layout(self._addresses[here], names)
-        values = np.stack([self._statistics[name][here] for name in names], axis=1).reshape(-1)
+        values = self._statistics[here][:, : len(names)].reshape(-1)
         if taken.any() and not taken.all():
             there = np.ones((len(here), len(names)), dtype=bool)
             there[:, -1] = taken
             at, values = at[there.reshape(-1)], values[there.reshape(-1)]
-        more, numbers = self._features(self._of(rows, self._kind["feature"]))
-        at, values = np.concatenate([at, more]), np.concatenate([values, numbers])
+        features = self._of(rows, self._kind["feature"])
+        if features.size:
+            more, numbers = self._features(features)
+            at, values = np.concatenate([at, more]), np.concatenate([values, numbers])
         about = orjson.loads(self._table["detail"][int(self._of(rows, self._kind["step"])[0])].as_py())
         flat = (at, values, self._addresses[here], self._health[here])
         return with_scalars(step, read_place(about["place"]), known, flat, self._scalars(rows), about["complete"])
@@ -168,9 +180,15 @@ def _numbers(column: pa.ChunkedArray, absent: float) -> npt.NDArray[Any]:
     return column.fill_null(absent).to_numpy()
 
 
-def _statistics(table: pa.Table) -> dict[str, F64]:
-    found = {name: _numbers(table[name], np.nan) for name in ("norm", "mean")}
-    found["absmax"] = np.maximum(*(np.abs(_numbers(table[name], np.nan)) for name in ("max", "min")))
-    found["zero_share"] = _numbers(table["zero"], 0) / np.maximum(_numbers(table["count"], 1), 1)
-    found["checksum"] = (_numbers(table["checksum"], 0) & np.uint64(SHORT)).astype(np.float64)
+def _statistics(table: pa.Table) -> F64:
+    """Return the numbers of each row, [rows, statistics], and the fingerprint last."""
+    found = np.empty((table.num_rows, len(_STATISTICS) + 1))
+    for i, name in enumerate(_STATISTICS):
+        if name == "absmax":
+            np.maximum(*(np.abs(_numbers(table[end], np.nan)) for end in ("max", "min")), out=found[:, i])
+        elif name == "zero_share":
+            np.divide(_numbers(table["zero"], 0), np.maximum(_numbers(table["count"], 1), 1), out=found[:, i])
+        else:
+            found[:, i] = _numbers(table[name], np.nan)
+    found[:, -1] = _numbers(table["checksum"], 0) & np.uint64(SHORT)
     return found

@@ -93,9 +93,13 @@ class History:
         if rows <= have[1] and columns <= have[0]:
             return
         shape = (max(columns, have[0]), max(rows, have[1] * 3 // 2 if rows > have[1] else have[1]))
-        values, present = np.zeros(shape, dtype=np.float32), np.zeros(shape, dtype=bool)
-        values[: have[0], : have[1]], present[: have[0], : have[1]] = self._values, self._present
-        self._values, self._present = values, present
+        if shape[1] == have[1]:  # the memory grows where it lies: there are no two copies of a long run
+            self._values.resize(shape, refcheck=False)
+            self._present.resize(shape, refcheck=False)
+        else:
+            values, present = np.zeros(shape, dtype=np.float32), np.zeros(shape, dtype=bool)
+            values[: have[0], : have[1]], present[: have[0], : have[1]] = self._values, self._present
+            self._values, self._present = values, present
         self._steps = np.concatenate([self._steps, np.zeros(shape[0] - have[0], dtype=np.int64)])
 
     def _next_column(self, step: int) -> int:
@@ -105,7 +109,7 @@ class History:
         if self._columns == self.capacity:
             self._halve()
         if self._columns == self._values.shape[0]:
-            self._make_room(self._values.shape[1], min(self.capacity, max(64, 2 * self._columns)))
+            self._make_room(self._values.shape[1], min(self.capacity, max(64, self._columns * 5 // 4)))
         self._columns += 1
         self._in_column = 1
         self._steps[self._columns - 1] = step

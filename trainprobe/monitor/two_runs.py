@@ -12,6 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from operator import getitem
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +21,7 @@ import numpy.typing as npt
 from trainprobe.engine.core.records import Finding, Place
 from trainprobe.monitor.frames import Series
 from trainprobe.monitor.history import History
-from trainprobe.monitor.report.run_view import Curve, Metric, RunView, Table
+from trainprobe.monitor.report.run_view import Curve, MadeWhenAsked, Metric, RunView, Table
 from trainprobe.monitor.watcher import in_order
 
 Histories = Mapping[int, History]
@@ -119,9 +121,10 @@ def add_run(view: RunView, other: RunView, name: str, found: Sequence[Departure]
         scalars[label] = curve
         if label in other.scalars:
             scalars[f"{label}, {name}"] = other.scalars[label]
-    theirs = {(metric.name, metric.statistic): metric for metric in other.metrics}
-    pairs = [(metric, theirs.get((metric.name, metric.statistic))) for metric in view.metrics if metric.statistic == "norm"]
+    theirs = {metric.name: metric for metric in other.metrics if metric.statistic == "norm"}
+    pairs = ((metric, theirs.get(metric.name)) for metric in view.metrics if metric.statistic == "norm")
     maps = [made for mine, match in pairs if match is not None and (made := _map(mine, match, name)) is not None]
+    metrics = MadeWhenAsked([partial(getitem, known, i) for known in (view.metrics, maps) for i in range(len(known))])
     rows = [
         [str(one.series), str(one.rank), str(one.step), f"{one.a:.6g}", f"{one.b:.6g}", f"{one.far:.1e}", f"{one.floor:.1e}"]
         for one in found[:_SHOWN]
@@ -133,7 +136,7 @@ def add_run(view: RunView, other: RunView, name: str, found: Sequence[Departure]
     )
     findings = [*view.findings, finding] if finding is not None else view.findings
     tables = [*table, *view.tables]
-    return replace(view, scalars=scalars, metrics=[*view.metrics, *maps], findings=findings, tables=tables, notes=notes)
+    return replace(view, scalars=scalars, metrics=metrics, findings=findings, tables=tables, notes=notes)
 
 
 def _map(a: Metric, b: Metric, name: str) -> Metric | None:

@@ -218,7 +218,8 @@ class StepData:
     scalars: Mapping[str, float] = field(default_factory=dict[str, float])
     stacks: Sequence[Sequence[str]] = ()
     notes: Sequence[str] = ()
-    programs: Sequence[str] = ("dump",)  # those that asked for this step: the dump, the monitor
+    programs: Sequence[str] = ("dump",)  # those that asked for this step, by name
+    dumped: bool = True  # whether one of them asked for what the plan's level and task record, and not others alone
     complete: bool = True
     features: Sequence[Feature] = ()
     batches: Sequence[int] = ()

@@ -53,7 +53,7 @@ class UnmatchedSelections:
 
     def saw(self, step_data: StepData) -> None:
         """Learn from a step."""
-        if "dump" not in step_data.programs:
+        if not step_data.dumped:
             return
         self._collected = True
         if self._plan.ops != ("**",) or self._plan.tensors or self._plan.details:

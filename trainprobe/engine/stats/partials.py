@@ -86,78 +86,57 @@ def known(partials: F64, statistic: str) -> Bools:
     return ~np.isnan(column(partials, partial))
 
 
-def _poisoned(partials: F64, value: F64) -> F64:
-    """Let NaN and infinities show in a sum-like number as IEEE arithmetic would have it."""
-    pos, neg = column(partials, "posinf") > 0, column(partials, "neginf") > 0
-    value = np.where(pos, np.inf, np.where(neg, -np.inf, value))
-    return np.where((column(partials, "nan") > 0) | (pos & neg), np.nan, value)
-
-
-def _max(p: F64) -> F64:
-    return np.where((column(p, "nan") > 0) | (column(p, "count") == 0), np.nan, column(p, "max"))
-
-
-def _min(p: F64) -> F64:
-    return np.where((column(p, "nan") > 0) | (column(p, "count") == 0), np.nan, column(p, "min"))
-
-
-def _mean(p: F64) -> F64:
-    with np.errstate(all="ignore"):
-        return _poisoned(p, column(p, "sum") / column(p, "count"))
-
-
 def _norm(p: F64) -> F64:
-    with np.errstate(all="ignore"):
-        root = np.sqrt(column(p, "sumsq")) * np.exp2(column(p, "exponent"))
-    infinite = (column(p, "posinf") > 0) | (column(p, "neginf") > 0)
-    return np.where(column(p, "nan") > 0, np.nan, np.where(infinite, np.inf, root))
+    root, exponent = np.sqrt(column(p, "sumsq")), column(p, "exponent")
+    return root * np.exp2(exponent) if exponent.any() else root
 
 
-def _asked(statistic: str) -> Callable[[F64], F64]:
-    """Return what finishes a statistic of `ASKED`: one of elements is NaN where one is not finite, or there are none."""
-    _, _, _, value, whole = ASKED[statistic]
-
-    def finished(p: F64) -> F64:
-        with np.errstate(all="ignore"):
-            numbers = value(dict(zip(PARTIALS, p.T, strict=True)))
-        n = column(p, "count")
-        return numbers if whole else np.where((finite_count(p) == n) & (n > 0), numbers, np.nan)
-
-    return finished
+def _of_asked(statistic: str) -> Callable[[F64], F64]:
+    return lambda p: ASKED[statistic].value(dict(zip(PARTIALS, p.T, strict=True)))
 
 
-def _absmax(p: F64) -> F64:
-    return np.maximum(np.abs(_max(p)), np.abs(_min(p)))
-
-
-STATISTICS: dict[str, Any] = {
-    "max": _max,
-    "min": _min,
-    "mean": _mean,
-    "norm": _norm,
-    "absmax": _absmax,
-    "nan": lambda p: column(p, "nan"),
-    "inf": lambda p: column(p, "posinf") + column(p, "neginf"),
-    "zero": lambda p: column(p, "zero"),
-    "count": lambda p: column(p, "count"),
-    **{name: _asked(name) for name in ASKED},
-}
-
-
-def _plain_norm(p: F64) -> F64:
-    root = np.sqrt(column(p, "sumsq"))
-    with np.errstate(over="ignore"):
-        return root * np.exp2(column(p, "exponent")) if column(p, "exponent").any() else root
-
-
-# the same numbers where every row has elements and all of them are finite
-_PLAIN: dict[str, Any] = {
-    **STATISTICS,
+# what each number is where all elements are finite
+STATISTICS: dict[str, Callable[[F64], F64]] = {
     "max": lambda p: column(p, "max").copy(),
     "min": lambda p: column(p, "min").copy(),
     "mean": lambda p: column(p, "sum") / column(p, "count"),
-    "norm": _plain_norm,
+    "norm": _norm,
     "absmax": lambda p: np.maximum(np.abs(column(p, "max")), np.abs(column(p, "min"))),
+    "nan": lambda p: column(p, "nan").copy(),
+    "inf": lambda p: column(p, "posinf") + column(p, "neginf"),
+    "zero": lambda p: column(p, "zero").copy(),
+    "count": lambda p: column(p, "count").copy(),
+    **{name: _of_asked(name) for name in ASKED},
+}
+
+
+def _extreme_shown(p: F64, value: F64) -> F64:
+    return np.where((column(p, "nan") > 0) | (column(p, "count") == 0), np.nan, value)
+
+
+def _mean_shown(p: F64, value: F64) -> F64:
+    """Let NaN and infinities show as they do in the sum of IEEE arithmetic."""
+    pos, neg = column(p, "posinf") > 0, column(p, "neginf") > 0
+    value = np.where(pos, np.inf, np.where(neg, -np.inf, value))
+    return np.where((column(p, "nan") > 0) | (pos & neg), np.nan, value)
+
+
+def _norm_shown(p: F64, value: F64) -> F64:
+    infinite = (column(p, "posinf") > 0) | (column(p, "neginf") > 0)
+    return np.where(column(p, "nan") > 0, np.nan, np.where(infinite, np.inf, value))
+
+
+def _shown_of_asked(p: F64, value: F64) -> F64:
+    n = column(p, "count")
+    return np.where((finite_count(p) == n) & (n > 0), value, np.nan)
+
+
+# what becomes of that number in rows with elements that are not finite, or with none; counts stay
+_SHOWN: dict[str, Callable[[F64, F64], F64]] = {
+    **dict.fromkeys(("max", "min", "absmax"), _extreme_shown),
+    "mean": _mean_shown,
+    "norm": _norm_shown,
+    **{name: _shown_of_asked for name, asked in ASKED.items() if not asked.whole},
 }
 
 
@@ -171,5 +150,7 @@ def finish(partials: F64, statistics: Iterable[str] = ("max", "min", "mean", "no
 
     NaN too where the statistic is unknown (see `known`).
     """
-    table = _PLAIN if all_finite(partials) and column(partials, "count").all() else STATISTICS
-    return {name: table[name](partials) for name in statistics}
+    plain = all_finite(partials) and column(partials, "count").all()
+    with np.errstate(all="ignore"):
+        numbers = {name: STATISTICS[name](partials) for name in statistics}
+    return numbers if plain else {name: _SHOWN[name](partials, x) if name in _SHOWN else x for name, x in numbers.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from trainprobe.engine.core.addresses import Address
 from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.frames import Frame, Series
 from trainprobe.monitor.history import History
-from trainprobe.monitor.report.run_view import Curve, Metric, RunView, Table
+from trainprobe.monitor.report.run_view import Curve, MadeWhenAsked, Metric, RunView, Table
 from trainprobe.monitor.scalar_names import role_of
 
 COLUMNS = 10_240  # so many collected steps are shown one by one; of more, neighbours are joined
@@ -115,7 +116,7 @@ def _row_name(address: Address) -> str:
     return name + call + (f" {rest}" if rest not in ("", "0") else "")
 
 
-def _metrics(histories: dict[int, History]) -> list[Metric]:
+def _metrics(histories: dict[int, History]) -> Sequence[Metric]:
     groups: dict[tuple[str, str], dict[str, dict[int, int]]] = {}  # (label, statistic) → row → rank → place in its series
     for rank, one in sorted(histories.items()):
         for i, series in enumerate(one.series):
@@ -132,7 +133,7 @@ def _metrics(histories: dict[int, History]) -> list[Metric]:
             rows.update(turned)
     order = {label: i for i, label in enumerate(labels)}
     shown = sorted(groups, key=lambda key: (order.get(key[0], len(labels)), key[0], STATISTICS.index(key[1])))
-    return [_metric(label, statistic, groups[label, statistic], histories) for label, statistic in shown]
+    return MadeWhenAsked([partial(_metric, *key, groups[key], histories) for key in shown])
 
 
 def _metric(label: str, statistic: str, rows: dict[str, dict[int, int]], histories: dict[int, History]) -> Metric:
@@ -148,8 +149,9 @@ def _metric(label: str, statistic: str, rows: dict[str, dict[int, int]], histori
         values[i][np.ix_(where, columns)] = got
         missing[i][np.ix_(where, columns)] = ~present
     keep = ~missing.all(axis=(0, 1))
-    shown = _SHOWN.get(statistic, statistic)
-    return Metric(label, list(rows), steps[keep], values[:, :, keep], shown, missing[:, :, keep], ranks)
+    if not keep.all():
+        steps, values, missing = steps[keep], values[:, :, keep], missing[:, :, keep]
+    return Metric(label, list(rows), steps, values, _SHOWN.get(statistic, statistic), missing, ranks)
 
 
 def worst_offenders(histories: dict[int, History], limit: int = 10) -> list[tuple[str, int, float, float]]:

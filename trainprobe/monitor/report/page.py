@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import numpy.typing as npt
 from trainprobe.engine.core.findings import place_in_words
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.storage.html_page import make_page, packed, shared, write_text
-from trainprobe.monitor.report.planes import Codes, bucket, pack, smallest
+from trainprobe.monitor.report.planes import Codes, Packed, bucket, pack, smallest
 from trainprobe.monitor.report.run_view import Curve, Metric, RunView
 from trainprobe.monitor.watcher import causes
 
@@ -59,37 +60,54 @@ class _Blobs:
 
 
 def _describe(run: RunView, blobs: _Blobs) -> dict[str, Any]:
-    every = _steps_a_column(run.metrics)
+    maps = [_Map.of(metric) for metric in run.metrics]
+    every = _steps_a_column([one.packed.codes for one in maps])
     return {
         "title": run.title,
         "meta": [[str(k), str(v)] for k, v in run.meta.items()],
         "scalars": [_describe_curve(name, curve, blobs) for name, curve in run.scalars.items()],
-        "metrics": [_describe_metric(m, every, blobs) for m in run.metrics],
+        "metrics": [_describe_map(one, every, blobs) for one in maps],
         "findings": [_describe_finding(f) for f in causes(run.findings)],
         "tables": [{"title": t.title, "columns": list(t.columns), "rows": [list(r) for r in t.rows]} for t in run.tables],
         "notes": list(run.notes),
     }
 
 
-def _steps_a_column(metrics: Sequence[Metric]) -> int:
+@dataclass(frozen=True, slots=True, eq=False)
+class _Map:
+    """A metric as the page holds it: a byte a cell, where the metric has four or more."""
+
+    head: dict[str, Any]
+    steps: npt.NDArray[np.int64]
+    ranks: Sequence[int]
+    packed: Packed
+
+    @classmethod
+    def of(cls, metric: Metric) -> _Map:
+        head = {"name": metric.name, "statistic": metric.statistic, "rows": list(metric.rows)}
+        return cls(head, metric.steps, metric.ranks, pack(metric.values, metric.missing))
+
+
+def _steps_a_column(maps: Sequence[Codes]) -> int:
     """Return how many steps a column of a single rank joins, a power of two; the joined ranks keep eight times finer ones."""
-    every, single, joined = 1, sum(m.values.size for m in metrics), sum(3 * m.values[0].size for m in metrics)
+    every, single, joined = 1, sum(codes.size for codes in maps), sum(3 * codes[0].size for codes in maps)
     while 2 * single / every + (2 if every > 8 else 1) * joined / max(1, every // 8) > CELL_BUDGET and every < 1 << 20:
         every *= 2
     return every
 
 
-def _describe_metric(metric: Metric, every: int, blobs: _Blobs) -> dict[str, Any]:
-    packed = pack(metric.values, metric.missing)
-    ranks = list(metric.ranks) or list(range(packed.codes.shape[0]))
-    largest = packed.codes.max(axis=0)
-    joined = max(1, every // 8)
-    views = [
-        _view("largest rank", _planes(largest, joined, blobs), joined),
-        _view("smallest rank", _planes(smallest(packed.codes, 0, largest), joined, blobs), joined),
-    ]
+def _describe_map(one: _Map, every: int, blobs: _Blobs) -> dict[str, Any]:
+    packed, joined = one.packed, max(1, every // 8)
+    ranks = list(one.ranks) or list(range(packed.codes.shape[0]))
+    views = []
     if len(ranks) == 1:
-        views, every = [], joined
+        every = joined
+    else:
+        largest = packed.codes.max(axis=0)
+        views = [
+            _view("largest rank", _planes(largest, joined, blobs), joined),
+            _view("smallest rank", _planes(smallest(packed.codes, 0, largest), joined, blobs), joined),
+        ]
     views += [_view(f"rank {r}", _planes(codes, every, blobs), every) for r, codes in zip(ranks, packed.codes, strict=True)]
     spread = None
     if packed.spread is not None:
@@ -97,10 +115,8 @@ def _describe_metric(metric: Metric, every: int, blobs: _Blobs) -> dict[str, Any
         spread = _view("", _planes(wide.codes[0], joined, blobs), joined)
         spread |= {"knots": _rounded(wide.knots), "domain": [0.0, max(wide.domain[1], 0.05)]}
     return {
-        "name": metric.name,
-        "statistic": metric.statistic,
-        "rows": list(metric.rows),
-        "steps": _describe_steps(metric.steps, blobs),
+        **one.head,
+        "steps": _describe_steps(one.steps, blobs),
         "scale": packed.scale,
         "pivot": packed.pivot,
         "knots": _rounded(packed.knots),

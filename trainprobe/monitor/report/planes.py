@@ -98,7 +98,8 @@ def _choose_scale(values: npt.NDArray[np.floating], present: npt.NDArray[np.bool
     if finite.size == 0 or float(finite.min()) >= 0:
         return "log", 1.0
     magnitude = np.abs(finite[finite != 0])
-    return "symlog", float(np.median(magnitude)) if magnitude.size else 1.0
+    del finite
+    return "symlog", float(np.median(magnitude, overwrite_input=True)) if magnitude.size else 1.0
 
 
 def _transform(x: F64, present: npt.NDArray[np.bool_], scale: Scale, pivot: float) -> tuple[F64, npt.NDArray[np.bool_]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +45,19 @@ class Metric:
             )
         if self.missing is not None and self.missing.shape != self.values.shape:
             raise UsageError(f"metric {self.name!r}: missing has shape {self.missing.shape}, values {self.values.shape}")
+
+
+class MadeWhenAsked(Sequence[Metric]):
+    """Metrics that are made each time they are asked for: those of a long run do not all fit into memory at once."""
+
+    def __init__(self, makers: Sequence[Callable[[], Metric]]) -> None:
+        self._makers = makers
+
+    def __len__(self) -> int:
+        return len(self._makers)
+
+    def __getitem__(self, i: Any) -> Any:
+        return MadeWhenAsked(self._makers[i]) if isinstance(i, slice) else self._makers[i]()
 
 
 @dataclass(frozen=True, slots=True)

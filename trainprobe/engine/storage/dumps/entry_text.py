@@ -168,8 +168,8 @@ class EntryText:
 
 
 def _modules_are_watched_only(step_data: StepData) -> bool:
-    """Tell whether the modules of a step were recorded for the monitor, and not for the dump."""
-    return step_data.level == "L1" and "monitor" in step_data.programs
+    """Tell whether the modules of a step were recorded for other programs: what a dump of level L1 records has none."""
+    return step_data.level == "L1" and len(step_data.programs) > 1
 
 
 def quote(text: str) -> str:

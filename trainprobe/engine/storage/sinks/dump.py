@@ -121,7 +121,7 @@ class DumpSink:
 
         A step that is there already stays as it is in a run that continues, and is reported once; else raises OutputError.
         """
-        if "dump" not in step_data.programs:
+        if not step_data.dumped:
             return
         self._begin(step_data.step)
         folder = self._folder

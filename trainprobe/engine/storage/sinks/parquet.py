@@ -45,7 +45,7 @@ class ParquetSink:
 
     def write(self, step_data: StepData) -> None:
         """Take one step; it is in the file after the next `flush`."""
-        if self._dumped and tuple(step_data.programs) == ("dump",):
+        if self._dumped and step_data.dumped and len(step_data.programs) == 1:
             return
         self._waiting.append((time.time_ns() // 1000, step_data))
 
