@@ -72,7 +72,9 @@ def test_all_ranks_behind_a_url_are_looked_at_as_in_the_folder(url, here, capsys
     folder, remote = (said(capsys, "judge", "--fleet", "--json", str(where)) for where in (here, url))
     assert remote == (folder[0], folder[1].replace(str(here), url))
     pages = [tmp_path / name for name in ("folder.html", "remote.html")]
-    shown = [said(capsys, "report", "--fleet", str(where), "-o", str(page)) for where, page in zip((here, url), pages)]
+    shown = [
+        said(capsys, "report", "--fleet", str(where), "-o", str(page)) for where, page in zip((here, url), pages, strict=True)
+    ]
     assert shown[0][0] == shown[1][0]
     assert pages[1].read_text(encoding="utf-8") == pages[0].read_text(encoding="utf-8").replace(str(here), url)
     assert main(["judge", "--fleet", "--ray", url]) == 3

@@ -294,26 +294,31 @@ def _health_of_record(numbers: Mapping[str, float | int]) -> int:
 
 
 def with_scalars(
-    step: int, place: Place, table: SeriesTable, flat: tuple[I64, F64, I64, U8], scalars: Mapping[str, float], complete: bool
+    step: int,
+    place: Place,
+    table: SeriesTable,
+    flat: tuple[I64, F64, I64, U8],
+    scalars: Mapping[str, float],
+    complete: bool,
+    like: Frame | None = None,
 ) -> Frame:
-    """Return the frame of these values, the scalars last. flat: `at`, `values`, `addresses` and `health` of the frame."""
+    """Return the frame of these values, the scalars last. flat: `at`, `values`, `addresses` and `health` of the frame.
+
+    like: a frame of the same series in the same order, from which `at` and `addresses` are taken.
+    """
     at, values, addresses, health = flat
-    extra = [table.address(Address("step", "scalar", name, 0, "value")) for name in scalars]
+    if like is None:
+        extra = [table.address(Address("step", "scalar", name, 0, "value")) for name in scalars]
+        at = table.same(np.concatenate([at, np.array([table.series_at(s, "value") for s in extra], dtype=np.int64)]))
+        addresses = np.concatenate([addresses, np.array(extra, dtype=np.int64)])
+    else:
+        at, addresses = like.at, like.addresses
     numbers = np.array(list(scalars.values()), dtype=np.float64)
     worse = np.where(np.isnan(numbers), Health.NAN, np.where(np.isinf(numbers), Health.INFINITE, Health.FINITE)).astype(
         np.uint8
     )
-    return Frame(
-        step,
-        place,
-        table,
-        table.same(np.concatenate([at, np.array([table.series_at(s, "value") for s in extra], dtype=np.int64)])),
-        np.concatenate([values, numbers]),
-        np.concatenate([addresses, np.array(extra, dtype=np.int64)]),
-        np.concatenate([health, worse]),
-        dict(scalars),
-        complete,
-    )
+    values, health = np.concatenate([values, numbers]), np.concatenate([health, worse])
+    return Frame(step, place, table, at, values, addresses, health, dict(scalars), complete)
 
 
 @dataclass(frozen=True, slots=True)

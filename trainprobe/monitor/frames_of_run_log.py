@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import compress
 from pathlib import Path
 from typing import Any, cast
 
@@ -71,6 +74,28 @@ class RunLog:
             yield from _Segment(table, self._known).frames()
 
 
+@dataclass(slots=True)
+class _Layout:
+    """What the steps of one structure have in common: rows, counted from the first row of a step, and their series.
+
+    values, features, scalars: the rows of each sort. step: the row of the step itself. names: of the scalars. featured: the
+    addresses of the features. at, addresses: of the values, each with so many statistics. there: which of these numbers there
+    are, where some values have no fingerprint. like: a frame of such a step, where no features come with it.
+    """
+
+    values: I64
+    features: I64
+    scalars: I64
+    step: int
+    names: list[str]
+    featured: list[int]
+    at: I64
+    addresses: I64
+    statistics: int
+    there: Bools | None
+    like: Frame | None = None
+
+
 class _Segment:
     """The columns of one table as arrays; rows are in the order of steps and of execution."""
 
@@ -78,98 +103,116 @@ class _Segment:
         self._table = table
         self._known = known
         self._codes = {name: _codes(table[name]) for name in _WORDS}
-        self._steps = steps_of(table)
         self._words: dict[str, list[str]] = {name: table[name].chunk(0).dictionary.to_pylist() for name in _WORDS}
         self._value = _numbers(table["value"], np.nan)
         self._kind = {name: self._codes["kind"] == _index(self._words["kind"], name) for name in _NO_VALUE}
         self._has_address = ~np.any([rows for kind, rows in self._kind.items() if kind != "feature"], axis=0)
         counted = table["nan"].is_valid().to_numpy() & (_numbers(table["count"], 0) > 0)
         self._is_value = counted & self._has_address & ~self._kind["feature"]
-        self._addresses = self._number_addresses()
+        self._taken = table["checksum"].is_valid().to_numpy()
         self._health = health_of(*(_numbers(table[name], 0) for name in ("neginf", "posinf", "nan")))
         self._statistics = _statistics(table)
-        self._taken = table["checksum"].is_valid().to_numpy()
+        self._keys = self._keys_of_rows()
+        self._numbered: dict[int, int] = {}  # a row's key without what else it tells → the number of its address
 
     def frames(self) -> Iterator[Frame]:
         """Yield a frame a step."""
         steps = _numbers(self._table["step"], 0)
-        for rows in self._steps:
-            yield self._frame(int(steps[rows.start]), rows)
+        known: dict[bytes, _Layout] = {}  # most steps have the structure of the one before
+        for rows in steps_of(self._table):
+            key = self._keys[rows].tobytes()
+            if key not in known:
+                known[key] = self._layout(rows)
+            yield self._frame(int(steps[rows.start]), rows.start, known[key])
 
-    def _number_addresses(self) -> I64:
-        """Return the number of the address of each row that has one, [rows]; 0 elsewhere."""
+    def _keys_of_rows(self) -> I64:
+        """Return a number for each row, [rows], that tells its address, whether it is a value, and whether of known bits."""
         key = _numbers(self._table["call"], 0).astype(np.int64)
         for name in _WORDS:
-            key = key * len(self._words[name]) + self._codes[name]
-        addresses = np.zeros(self._table.num_rows, np.int64)
-        known: dict[bytes, I64] = {}  # the keys of a step → its addresses: most steps have those of the one before
-        for whole in self._steps:
-            rows = self._of(whole, self._has_address)
-            keys = key[rows]
-            text = keys.tobytes()
-            if text not in known:
-                known[text] = self._number(rows, keys)
-            addresses[rows] = known[text]
-        return addresses
+            key = key * (len(self._words[name]) + 1) + self._codes[name] + 1
+        return key * 4 + self._is_value * 2 + self._taken
 
-    def _number(self, rows: I64, keys: I64) -> I64:
-        """Return the numbers of the addresses of some rows, [rows]; those that are new are numbered in the order of the rows."""
-        _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
-        order = np.argsort(first)
-        at = rows[first[order]]
-        words = ([self._words[name][code] for code in self._codes[name][at].tolist()] for name in _WORDS)
-        calls, shapes, dtypes = (self._table[name].take(at).to_pylist() for name in ("call", "shape", "dtype"))
-        numbers = np.zeros(len(at), np.int64)
-        for i, (phase, kind, name, slot), call, shape, dtype in zip(order, zip(*words), calls, shapes, dtypes, strict=True):
-            address = Address(cast(Phase, phase), kind_of_address(kind), name, call or 0, slot)
-            numbers[i] = self._known.address(address, dimensions_of(orjson.loads(shape)) if shape else 0, dtype or "")
-        return numbers[inverse.reshape(-1)]
-
-    def _frame(self, step: int, rows: slice) -> Frame:
-        known, here = self._known, self._of(rows, self._is_value)
-        taken = self._taken[here]
+    def _layout(self, rows: slice) -> _Layout:
+        """Return the layout of a step, and number the addresses of its rows."""
+        with_address = self._of(rows, self._has_address)
+        addresses = np.zeros(rows.stop - rows.start, np.int64)
+        addresses[with_address] = self._addresses(with_address + rows.start)
+        values, features, scalars, step = (
+            self._of(rows, mask) for mask in (self._is_value, *(self._kind[name] for name in ("feature", "scalar", "step")))
+        )
+        taken = self._taken[values + rows.start]
         names = (*_STATISTICS, "checksum") if taken.any() else _STATISTICS
-        at = known.layout(self._addresses[here], names)
-        values = self._statistics[here][:, : len(names)].reshape(-1)
+        at, there = self._known.layout(addresses[values], names), None
         if taken.any() and not taken.all():
-            there = np.ones((len(here), len(names)), dtype=bool)
+            there = np.ones((len(values), len(names)), dtype=bool)
             there[:, -1] = taken
-            at, values = at[there.reshape(-1)], values[there.reshape(-1)]
-        features = self._of(rows, self._kind["feature"])
-        if features.size:
-            more, numbers = self._features(features)
+            there = there.reshape(-1)
+            at = at[there]
+        scalar_names = [self._words["name"][code] for code in self._codes["name"][scalars + rows.start].tolist()]
+        featured = addresses[features].tolist()
+        step_row, count = int(step[0]), len(names)
+        return _Layout(values, features, scalars, step_row, scalar_names, featured, at, addresses[values], count, there)
+
+    def _addresses(self, rows: I64) -> list[int]:
+        """Return the number of the address of each of some rows; what is met first has the lower number."""
+        keys = (self._keys[rows] // 4).tolist()
+        new = [key not in self._numbered for key in keys]
+        self._numbered.update(zip(compress(keys, new), self._number(rows[new]), strict=True))
+        return [self._numbered[key] for key in keys]
+
+    def _number(self, rows: I64) -> list[int]:
+        words = ([self._words[name][code] for code in self._codes[name][rows].tolist()] for name in _WORDS)
+        calls, shapes, dtypes = (self._table[name].take(rows).to_pylist() for name in ("call", "shape", "dtype"))
+        return [
+            self._known.address(
+                Address(cast(Phase, phase), kind_of_address(kind), name, call or 0, slot), _dimensions(shape), dtype or ""
+            )
+            for phase, kind, name, slot, call, shape, dtype in zip(*words, calls, shapes, dtypes, strict=True)
+        ]
+
+    def _frame(self, step: int, start: int, layout: _Layout) -> Frame:
+        here = layout.values + start
+        at, values = layout.at, self._statistics[here][:, : layout.statistics].reshape(-1)
+        if layout.there is not None:
+            values = values[layout.there]
+        if layout.features.size:
+            more, numbers = self._features(layout.features + start, layout.featured)
             at, values = np.concatenate([at, more]), np.concatenate([values, numbers])
-        about = orjson.loads(self._table["detail"][int(self._of(rows, self._kind["step"])[0])].as_py())
-        flat = (at, values, self._addresses[here], self._health[here])
-        return with_scalars(step, read_place(about["place"]), known, flat, self._scalars(rows), about["complete"])
+        about = orjson.loads(self._table["detail"][start + layout.step].as_py())
+        scalars = dict(zip(layout.names, self._value[layout.scalars + start].tolist(), strict=True))
+        flat = (at, values, layout.addresses, self._health[here])
+        frame = with_scalars(step, read_place(about["place"]), self._known, flat, scalars, about["complete"], layout.like)
+        if not layout.features.size:
+            layout.like = frame
+        return frame
 
     def _of(self, rows: slice, mask: Bools) -> I64:
-        return np.flatnonzero(mask[rows]) + rows.start
+        """Return where a mask holds among the rows of a step, from its first row on."""
+        return np.flatnonzero(mask[rows])
 
-    def _scalars(self, rows: slice) -> dict[str, float]:
-        names = self._words["name"]
-        return {
-            names[self._codes["name"][row]]: float(self._value[row]) for row in self._of(rows, self._kind["scalar"]).tolist()
-        }
-
-    def _features(self, rows: I64) -> tuple[I64, F64]:
+    def _features(self, rows: I64, addresses: Sequence[int]) -> tuple[I64, F64]:
         known, at, values = self._known, list[int](), list[float]()
-        for row in rows.tolist():
+        for row, number_of_address in zip(rows.tolist(), addresses, strict=True):
             if self._table["edges"][row].is_valid:
                 continue
-            address = known.addresses[self._addresses[row]]
+            address = known.addresses[number_of_address]
             several = self._table["numbers"][row].as_py()
             for i, number in enumerate(several or ()):
                 at.append(known.series_at(known.address(address._replace(slot=f"{address.slot}.{i}")), "value"))
                 values.append(number)
             if several is None:
-                at.append(known.series_at(int(self._addresses[row]), "value"))
+                at.append(known.series_at(number_of_address, "value"))
                 values.append(float(self._value[row]))
         return np.array(at, np.int64), np.array(values, np.float64)
 
 
 def _codes(column: pa.ChunkedArray) -> Codes:
     return column.chunk(0).indices.fill_null(-1).to_numpy(zero_copy_only=False)
+
+
+@lru_cache(maxsize=4096)
+def _dimensions(shape: str | None) -> int:
+    return dimensions_of(orjson.loads(shape)) if shape else 0
 
 
 def _index(words: list[str], word: str) -> int:

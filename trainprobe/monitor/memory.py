@@ -80,8 +80,9 @@ class Memory:
 
     def array(self, name: str, *, width: int = 0, fill: float | int | bool = 0.0) -> npt.NDArray[Any]:
         """Return the array `name` [rows] or [rows, width], which may be written to; new rows hold `fill`."""
-        have = self.arrays.get(name)
-        need = len(self.keys)
+        have, need = self.arrays.get(name), len(self.keys)
+        if have is not None and have.shape[0] >= need and name in self._fills:
+            return have
         self._fills[name] = fill
         if have is None:
             kind = np.bool_ if isinstance(fill, bool) else np.int64 if isinstance(fill, int) else np.float64
@@ -92,12 +93,19 @@ class Memory:
         return have
 
     def learned(self, name: str, frame: Frame, places: I64, rows: I64, of: Callable[[Series], float]) -> F64:
-        """Return what `of` says of each series, 0 or more, [n]: it is asked when a series is first seen, and never again."""
-        known = self.array(name, fill=-1.0)
-        new = known[rows] < 0
-        for place, row in zip(places[new].tolist(), rows[new].tolist(), strict=True):
-            known[row] = of(frame.table.series[frame.at[place]])
-        return known[rows]
+        """Return what `of` says of each series, 0 or more, [n]: it is asked when a series is first seen, and never again.
+
+        places, rows: as `watch` returned them; the array is not to be written to.
+        """
+
+        def learn() -> F64:
+            known = self.array(name, fill=-1.0)
+            new = known[rows] < 0
+            for place, row in zip(places[new].tolist(), rows[new].tolist(), strict=True):
+                known[row] = of(frame.table.series[frame.at[place]])
+            return known[rows]
+
+        return self.worked_out(f"learned {name}", places, learn)
 
     def newly(self, name: str, rows: I64, now: Bools, rearm: int = 1) -> Bools:
         """Tell where a condition begins: it holds now and has been false for the last `rearm` looks at that row."""

@@ -31,11 +31,16 @@ class Watcher:
         self.rules = dict(rules)
         self.table = SeriesTable()
         self.memories = {name: Memory() for name in rules}
-        self._checks = {name: load_rule(name).check for name in rules}
+        self._load()
         self.count: Count = counted_all  # findings that hold at one more step
         self.part: Part = simply  # runs one rule
         self.knows_loss = False  # whether a judged step had one
         self._last: dict[str, list[Finding]] = {}  # rule → what it reported last, while that lasts
+
+    def _load(self) -> None:
+        loaded = {name: load_rule(name) for name in self.rules}
+        self._checks = {name: rule.check for name, rule in loaded.items()}
+        self._lasts = {name: getattr(rule, "lasts", None) for name, rule in loaded.items()}
 
     def __call__(self, step_data: StepData) -> list[Finding]:
         """Judge one collected step and return what the rules found."""
@@ -54,9 +59,9 @@ class Watcher:
         memory = self.memories[name]
         memory.numbers[_STEPS] = memory.numbers.get(_STEPS, 0.0) + 1
         fresh = self._checks[name](frame, memory, self.rules[name])
-        lasts = getattr(load_rule(name), "lasts", None)
+        lasts = self._lasts[name]
         if lasts is not None:
-            self._follow(name, fresh, lasts(self.memories[name]), frame.step)
+            self._follow(name, fresh, lasts(memory), frame.step)
         return fresh
 
     def _follow(self, rule: str, fresh: list[Finding], lasts: bool, step: int) -> None:
@@ -81,7 +86,7 @@ class Watcher:
         """Judge by these rules from now on; those that go on judging keep what they remember."""
         self.rules = dict(rules)
         self.memories = {name: self.memories.get(name) or Memory() for name in rules}
-        self._checks = {name: load_rule(name).check for name in rules}
+        self._load()
 
     def state(self) -> dict[str, Any]:
         """Return all that the rules remember, as JSON values."""

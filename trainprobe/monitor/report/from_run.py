@@ -54,6 +54,7 @@ _NAMES = {
 }
 _TAKEN_OF = {"output": "outputs", "grad_output": "gradients of outputs", "value": "parameters", "grad": "gradients"}
 _PARTS = {"attention": "head", "router": "expert"}  # what the numbers of a feature are numbered by
+_BLOCK = 64  # rows that are copied at once
 _FIRST = ("loss", "gradient norm", "learning rate", "loss scale")
 
 
@@ -144,10 +145,10 @@ def _metric(label: str, statistic: str, rows: dict[str, dict[int, int]], histori
     for i, rank in enumerate(ranks):
         columns = np.searchsorted(steps, histories[rank].steps)
         here = [(r, places[rank]) for r, places in enumerate(rows.values()) if rank in places]
-        where = np.array([r for r, _ in here])
-        got, present = histories[rank].matrix([place for _, place in here])
-        values[i][np.ix_(where, columns)] = got
-        missing[i][np.ix_(where, columns)] = ~present
+        for block in (here[start : start + _BLOCK] for start in range(0, len(here), _BLOCK)):
+            got, present = histories[rank].matrix([place for _, place in block])
+            cells = np.ix_([r for r, _ in block], columns)
+            values[i][cells], missing[i][cells] = got, ~present
     keep = ~missing.all(axis=(0, 1))
     if not keep.all():
         steps, values, missing = steps[keep], values[:, :, keep], missing[:, :, keep]

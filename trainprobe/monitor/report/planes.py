@@ -54,7 +54,7 @@ def pack(values: npt.NDArray[np.floating], missing: npt.NDArray[np.bool_] | None
     for row in range(values.shape[1]):
         t, numeric = _transform(values[:, row, :].astype(np.float64), present[:, row, :], scale, pivot)
         if numeric.any():
-            knots[row] = np.quantile(t[numeric], QUANTILES)
+            knots[row] = _quantiles(t[numeric])
             codes[:, row, :] = _encode(t, numeric, knots[row])
         if spread is not None:
             spread[row] = _spread(t, numeric)
@@ -94,11 +94,9 @@ def smallest(codes: Codes, axis: int, largest: Codes) -> Codes:
 
 
 def _choose_scale(values: npt.NDArray[np.floating], present: npt.NDArray[np.bool_]) -> tuple[Scale, float]:
-    finite = values[present]
-    if finite.size == 0 or float(finite.min()) >= 0:
+    if float(values.min(where=present, initial=0.0)) >= 0:
         return "log", 1.0
-    magnitude = np.abs(finite[finite != 0])
-    del finite
+    magnitude = np.abs(values[present & (values != 0)])
     return "symlog", float(np.median(magnitude, overwrite_input=True)) if magnitude.size else 1.0
 
 
@@ -112,6 +110,18 @@ def _transform(x: F64, present: npt.NDArray[np.bool_], scale: Scale, pivot: floa
 def _encode(t: F64, numeric: npt.NDArray[np.bool_], knots: F64) -> Codes:
     code = np.interp(t, knots, CODE_KNOTS)
     return np.where(numeric, np.rint(code), 0).astype(np.uint8)
+
+
+def _quantiles(t: F64) -> F64:
+    """Return `numpy.quantile` of QUANTILES, in a third of its time. Changes the order of t."""
+    at = np.array(QUANTILES) * (t.size - 1)
+    low, high = np.floor(at).astype(np.int64), np.ceil(at).astype(np.int64)
+    t.partition(np.unique(np.concatenate([low[1:3], high[1:3]])))
+    below, above = t[low], t[high]
+    below[0] = above[0] = t.min()
+    below[3] = above[3] = t.max()
+    step, part = above - below, at - low
+    return np.where(part < 0.5, below + step * part, above - step * (1 - part))
 
 
 def _spread(t: F64, numeric: npt.NDArray[np.bool_]) -> F64:

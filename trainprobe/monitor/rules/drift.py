@@ -61,8 +61,8 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     signed = memory.array("signed", fill=False)
     signed[rows] |= frame.values[places] < 0
     usable = np.isfinite(size) & (size > 0) & (limit > 0) & ~(signed[rows] & losses(frame, memory, places, rows))
-    rows, places, limit = rows[usable], places[usable], limit[usable]
     loss, restarted = falling(frame, memory, places, rows), _restarted(frame, memory, options)
+    rows, places, limit, loss = rows[usable], places[usable], limit[usable], loss[usable]
     fast, slow, noise = _means(memory, options, rows, np.log(size[usable]), loss, restarted)
     least = np.maximum(np.log(limit) * 2 ** memory.array("told", fill=0.0)[rows], 6 * noise / np.sqrt(2 * options.fast))
     left = (fast - slow > least) & (memory.array("count", fill=0)[rows] > options.warmup)
@@ -99,15 +99,17 @@ def _means(memory: Memory, options: Options, rows: I64, x: F64, loss: Bools, res
     """Update and return the recent and the long-term level, plain means at first, and the noise of a single value."""
     count, fast, slow = memory.array("count", fill=0), memory.array("fast", fill=0.0), memory.array("slow", fill=0.0)
     n = count[rows]
-    moved = np.where(n == 0, x, fast[rows] + np.clip(x - fast[rows], -np.log(3), np.log(3)))
     noise = memory.array("noise", fill=0.0)
-    noise[rows] += (np.where(n == 0, 0.0, moved - fast[rows]) ** 2 - noise[rows]) / np.minimum(n + 1, options.slow)
-    fast[rows] += (moved - fast[rows]) / np.minimum(n + 1, options.fast)
-    lowest = np.where((n + 1 < options.fast) | restarted, fast[rows], np.minimum(slow[rows], fast[rows]))
-    mean = slow[rows] + (moved - slow[rows]) / np.minimum(n + 1, options.slow)
-    slow[rows] = np.where(loss, lowest, mean)
-    count[rows] = n + 1
-    return fast[rows], slow[rows], np.sqrt(noise[rows])
+    recent, usual, squares = fast[rows], slow[rows], noise[rows]
+    moved = np.where(n == 0, x, recent + np.clip(x - recent, -np.log(3), np.log(3)))
+    n += 1
+    share = np.minimum(n, options.slow)
+    squares += (np.where(n == 1, 0.0, moved - recent) ** 2 - squares) / share
+    recent += (moved - recent) / np.minimum(n, options.fast)
+    lowest = np.where((n < options.fast) | restarted, recent, np.minimum(usual, recent))
+    usual = np.where(loss, lowest, usual + (moved - usual) / share)
+    count[rows], fast[rows], slow[rows], noise[rows] = n, recent, usual, squares
+    return recent, usual, np.sqrt(squares)
 
 
 def _finding(frame: Frame, options: Options, place: int, recent: float, usual: float, ripe: I64) -> Finding:

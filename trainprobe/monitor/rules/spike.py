@@ -84,11 +84,16 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
         jumped, risen, clipped = jumped | early, risen | early, np.where(early, so_far, clipped)
         middle = np.where(known, middle, so_far)
         highest[rows[usable]] = np.maximum(so_far, clipped)[usable]
-    _remember(memory, options, rows[usable], clipped[usable], x[usable])
+    if usable.all():
+        _remember(memory, options, rows, clipped, x)
+    else:
+        _remember(memory, options, rows[usable], clipped[usable], x[usable])
+    event, some = memory.row("event"), bool(jumped.any())
+    begins = memory.newly("event", np.array([event]), np.array([some]), rearm=RENEW)[0]
+    if not some:
+        return []
     worst = int(np.argmax(np.where(jumped, x - middle, -np.inf)))
-    event = memory.row("event")
-    begins = memory.newly("event", np.array([event]), np.array([bool(jumped.any())]), rearm=RENEW)[0]
-    if not jumped.any() or (not begins and x[worst] - middle[worst] < memory.numbers["height"] + np.log(ESCALATION)):
+    if not begins and x[worst] - middle[worst] < memory.numbers["height"] + np.log(ESCALATION):
         return []
     memory.numbers["height"] = float(x[worst] - middle[worst])
     robust = float(z[worst]) if known[worst] else None
@@ -130,10 +135,12 @@ def _recent(memory: Memory, rows: I64) -> F64:
 
 def _remember(memory: Memory, options: Options, rows: I64, clipped: F64, x: F64) -> None:
     ring, count = memory.array("ring", width=options.window, fill=np.nan), memory.array("count", fill=0)
-    ring[rows, count[rows] % options.window] = clipped
-    memory.array("recent", width=RECENT, fill=-np.inf)[rows, count[rows] % RECENT] = x
-    count[rows] += 1
-    due = rows[(count[rows] >= options.warmup) & ((count[rows] % RENEW == 0) | (count[rows] == options.warmup))]
+    n = count[rows]
+    ring[rows, n % options.window] = clipped
+    memory.array("recent", width=RECENT, fill=-np.inf)[rows, n % RECENT] = x
+    n += 1
+    count[rows] = n
+    due = rows[(n >= options.warmup) & ((n % RENEW == 0) | (n == options.warmup))]
     if due.size:
         middle = _median(ring[due])
         memory.array("middle", fill=0.0)[due] = middle

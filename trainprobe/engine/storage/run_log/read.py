@@ -46,6 +46,7 @@ def read_tables(folder: Path, columns: Sequence[str] | None = None, bounds: Sequ
         live = live.filter(pq.filters_to_expression([*bounds])) if bounds else live
         if live.num_rows:
             yield _in_order(live)
+    pa.default_memory_pool().release_unused()
 
 
 def _read_ahead(read: Callable[[Path], pa.Table], segments: Iterable[Path]) -> Iterator[pa.Table]:
