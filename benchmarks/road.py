@@ -1,15 +1,23 @@
 """The road of one value from the hook to the disk: Python calls of the package for each further value of a step, and files.
 
-    python -m benchmarks.road
+    python -m benchmarks.road [--compiled]
 
 Two models of one width and unequal depth train under the same plan (statistics, a dump). All Python calls of the package in
 one collected step are counted with `sys.setprofile`, in the training's thread and in the writer's; the difference between the
 two models, divided by how many values more the deeper one has, is what a value costs. Prints one JSON line a level.
+
+`--compiled` (a minute; needs gcc and gcov) builds the compiled part with counters and tells in which of its files a function
+runs once more for each further layer of each step: `compiled_files` of a forward pass without gradients, where a layer is a
+value at L0 and L1 and two at mix, and `compiled_files_with_gradients` of both passes.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
+import shutil
+import subprocess
 import sys
 import tempfile
 import threading
@@ -22,14 +30,16 @@ import torch
 
 import trainprobe
 
+ROOT = Path(__file__).parents[1]
 PACKAGE = f"{Path(trainprobe.__file__).parent}/"
 SHALLOW, DEEP, STEPS = 8, 40, 4
 LEVELS = ("L0", "L1", "mix")
 
 
-def counted(layers: int, level: str) -> tuple[Counter[str], int]:
+def counted(layers: int, level: str, gradients: bool = True) -> tuple[Counter[str], int]:
     """Return the calls of the last of a few steps by file and function, and how many values that step has."""
     torch.manual_seed(0)
+    torch.set_grad_enabled(gradients)
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(layers)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     calls: Counter[str] = Counter()
@@ -54,8 +64,10 @@ def counted(layers: int, level: str) -> tuple[Counter[str], int]:
                         counting.append(True)
                     with probe.step():
                         optimizer.zero_grad()
-                        model(torch.ones(4, 8)).sum().backward()
-                        optimizer.step()
+                        loss = model(torch.ones(4, 8)).sum()
+                        if gradients:
+                            loss.backward()
+                            optimizer.step()
                 probe.flush()
                 counting.clear()
     finally:
@@ -79,10 +91,56 @@ def road(level: str) -> dict[str, Any]:
     }
 
 
+def built_with_counters(folder: Path) -> Path:
+    """Build the package in a folder with gcc's counters and return the folder of the counters."""
+    for name in ("trainprobe", "benchmarks"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    flags = {"CFLAGS": "--coverage -O0", "LDFLAGS": "--coverage"}
+    build = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+    subprocess.run(build, cwd=folder, env={**os.environ, **flags}, check=True, capture_output=True)
+    return next((folder / "build").rglob("native/look.gcno")).parent
+
+
+def runs(counters: Path, folder: Path, layers: int, level: str, gradients: bool) -> Counter[tuple[str, str]]:
+    """Return how often each function of the compiled part runs in such a training, by file and name."""
+    for file in counters.glob("*.gcda"):
+        file.unlink()
+    program = f"from benchmarks.road import counted; counted({layers}, {level!r}, {gradients})"
+    path = {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", program], cwd=folder, env={**os.environ, **path}, check=True)
+    found: Counter[tuple[str, str]] = Counter()
+    for file in counters.glob("*.gcda"):
+        gcov = ["gcov", "--json-format", "--stdout", str(file)]
+        told = subprocess.run(gcov, cwd=folder, check=True, capture_output=True).stdout
+        for each in (each for line in told.splitlines() for each in json.loads(line)["files"]):
+            name = Path(each["file"]).name
+            found.update({(name, function["name"]): function["execution_count"] for function in each["functions"]})
+    return found
+
+
+def compiled_road(level: str, folder: Path, counters: Path) -> dict[str, Any]:
+    """Return the compiled files through which each further layer leads."""
+    answer: dict[str, Any] = {"figure": "compiled road", "level": level}
+    for name, gradients in (("compiled_files", False), ("compiled_files_with_gradients", True)):
+        shallow, deep = (runs(counters, folder, layers, level, gradients) for layers in (SHALLOW, DEEP))
+        answer[name] = sorted({file for (file, of), n in deep.items() if n - shallow[file, of] >= (DEEP - SHALLOW) * STEPS})
+    return answer
+
+
 def main() -> None:
     """Print the calls and the files a value."""
-    for level in LEVELS:
-        sys.stdout.write(json.dumps(road(level)) + "\n")
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--compiled", action="store_true", help="the files of the compiled part; needs gcc and gcov")
+    if not parser.parse_args().compiled:
+        for level in LEVELS:
+            sys.stdout.write(json.dumps(road(level)) + "\n")
+        return
+    with tempfile.TemporaryDirectory() as name:
+        counters = built_with_counters(Path(name))
+        for level in LEVELS:
+            sys.stdout.write(json.dumps(compiled_road(level, Path(name), counters)) + "\n")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,24 +22,48 @@ ELSEWHERE = re.compile(r"docs/(op_check.*|dump_compare|ckpt_.*|mindspore|run_log
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
 
 
+def printed(*options: str) -> dict[str, dict[str, Any]]:
+    """Return what the benchmark measures, by level, in a process in which nothing else was imported."""
+    command = [sys.executable, "-m", "benchmarks.road", *options]
+    lines = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=600).stdout.splitlines()
+    return {road["level"]: road for road in map(json.loads, lines)}
+
+
 @pytest.fixture(scope="module")
 def roads() -> dict[str, dict[str, Any]]:
-    """Return what the benchmark measures, by level, in a process in which nothing else was imported."""
-    printed = subprocess.run(
-        [sys.executable, "-m", "benchmarks.road"], cwd=ROOT, check=True, capture_output=True, text=True, timeout=300
-    )
-    return {road["level"]: road for road in map(json.loads, printed.stdout.splitlines())}
+    return printed()
+
+
+@pytest.fixture(scope="module")
+def compiled_roads() -> dict[str, dict[str, Any]]:
+    if shutil.which("gcc") is None or shutil.which("gcov") is None:
+        pytest.skip("gcc and gcov count what runs in the compiled part")
+    return printed("--compiled")
+
+
+def said(level: str) -> list[int]:
+    """Return what the page says of a level: calls, Python files, compiled files without gradients and with them."""
+    row = re.search(rf"\| `{level}` \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|", PAGE)
+    assert row is not None
+    return [int(number) for number in row.groups()]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_road_of_a_tensor_is_as_long_as_the_page_says(level, roads):
-    said = re.search(rf"\| `{level}` \| (\d+) \| (\d+) \| (\d+) \|", PAGE)
-    assert said is not None
     measured = roads[level]
-    assert round(measured["calls_a_value"]) == int(said[1]) <= 30, measured
-    assert len(measured["files"]) == int(said[2]), measured
+    assert [round(measured["calls_a_value"]), len(measured["files"])] == said(level)[:2], measured
+    assert said(level)[0] <= 30
     assert all(f"`{name}`" in PAGE for name in measured["files"]), measured
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_road_through_the_compiled_part_is_as_long_as_the_page_says(level, compiled_roads):
+    measured = compiled_roads[level]
+    files = measured["compiled_files"]
+    assert [len(files), len(measured["compiled_files_with_gradients"])] == said(level)[2:], measured
+    assert {name for name in files if f"`{name}`" not in PAGE} <= {"edges.c"}, measured  # which lets go of what never was
 
 
 def test_every_place_that_the_page_names_is_there():
