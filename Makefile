@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 SOURCES := pyproject.toml $(wildcard setup.py) $(shell find trainprobe -name '*.c' -o -name '*.cpp' -o -name '*.h')
 
-.PHONY: demo test test-mindspore test-triton test-foreign test-foreign-all test-oldest test-wheels wheels check bench clean
+.PHONY: demo test test-mindspore test-triton test-foreign test-foreign-all test-oldest test-queries test-wheels wheels check bench clean
 .SILENT:
 
 demo: $(VENV)/.core
@@ -29,6 +29,7 @@ test: $(VENV)/.dev
 	$(MAKE) --no-print-directory test-triton || status=1; \
 	$(MAKE) --no-print-directory test-foreign || status=1; \
 	$(MAKE) --no-print-directory test-wheels || status=1; \
+	$(MAKE) --no-print-directory test-queries || status=1; \
 	$(MAKE) --no-print-directory $(VENVS)/megatron-lm/.ready || test "$$CI" != true || status=1; \
 	TRAINPROBE_MSPROBE_PYTHON="$$(ls -d $(abspath $(VENVS)/msprobe)/bin/python)" \
 	TRAINPROBE_MEGATRON_LM="$$(ls -d $(abspath $(VENVS)/megatron-lm)/site)" OMP_NUM_THREADS=1 \
@@ -36,22 +37,24 @@ test: $(VENV)/.dev
 	$(BIN)/python -m tests.support_table --check || status=1; \
 	exit $$status
 
-# Ten more environments. `msprobe` holds mindstudio-probe, with which tests/interop exchange files, and takes PyTorch from $(VENV);
+# Eleven more environments. `msprobe` holds mindstudio-probe, with which tests/interop exchange files, and takes PyTorch from $(VENV);
 # `msprobe-1.3` and `msprobe-8.1` (150 MB each) hold the releases before, which need numpy < 2, and carry their documentation.
 # MindSpore needs numpy < 2 and brings 3.4 GB; it is without PyTorch. `triton` adds Triton (0.7 GB), which PyTorch brings along where it
 # is built for CUDA, to $(VENV), and runs the kernels under Triton's interpreter. `oldest` holds the oldest releases that pyproject.toml
 # accepts, PyTorch 2.4.0 first of all, and runs what a user of them stands on; it fetches 2.5 GB and is for whoever changes what depends
 # on the version, so `make test` leaves it out. `foreign` (250 MB) and `foreign-all` (1.3 GB) add to $(VENV) packages whose training
 # programs are run as they are (docs/foreign_programs.md); `make test` runs the first. `wheels` (350 MB, most of it Zig) builds the
-# wheels for Linux x86-64 and aarch64 and tries the first in an environment without a compiler. `megatron-lm` (16 MB) holds
-# Megatron-LM, which writes checkpoints for tests/ckpt_compare. Where one cannot be made, its tests are left out
-# with the reason, except in CI (CI=true), where they must run.
+# wheels for Linux x86-64 and aarch64 and tries the first in an environment without a compiler. `queries` (0.9 GB, most of it Spark)
+# adds pandas, Polars and Spark to $(VENV) and runs what docs/run_log.md shows of them. `megatron-lm` (16 MB) holds Megatron-LM,
+# which writes checkpoints for tests/ckpt_compare. Where one cannot be made, its tests are left out with the reason, except in CI
+# (CI=true), where they must run.
 MSPROBES := $(VENVS)/msprobe/.ready $(VENVS)/msprobe-1.3/.ready $(VENVS)/msprobe-8.1/.ready
 IN_mindspore := -n $(WORKERS) --dist loadscope tests/mindspore
 IN_triton := -n $(WORKERS) --dist load -k triton tests/triton_kernels tests/engine/arrays
 IN_foreign := -n $(WORKERS) --dist load tests/foreign
 IN_foreign-all := $(IN_foreign)
 IN_wheels := -p no:xdist tests/wheels
+IN_queries := -p no:xdist tests/queries
 IN_oldest := -n $(WORKERS) --dist loadscope tests/engine tests/test_observer_effect.py tests/test_gradients.py \
 	tests/test_debugger.py tests/integrations/torch_loop/test_torch_loop.py \
 	--deselect tests/integrations/torch_loop/test_torch_loop.py::test_a_loop_of_accelerate_steps_where_its_accumulation_ends \
@@ -65,9 +68,9 @@ test-oldest: export TRAINPROBE_PROOFS := .proofs/oldest
 test-triton: export TRITON_INTERPRET := 1
 test-foreign: export TRAINPROBE_FOREIGN := quick
 test-foreign-all: export TRAINPROBE_FOREIGN := all
-test-triton test-foreign test-foreign-all test-wheels: | $(VENV)/.dev
+test-triton test-foreign test-foreign-all test-queries test-wheels: | $(VENV)/.dev
 $(VENVS)/foreign-all/.ready: requirements/foreign.txt
-test-mindspore test-triton test-foreign test-foreign-all test-oldest test-wheels: test-%: | $(VENV)/.core
+test-mindspore test-triton test-foreign test-foreign-all test-oldest test-queries test-wheels: test-%: | $(VENV)/.core
 	if $(MAKE) --no-print-directory $(VENVS)/$*/.ready; then \
 	OMP_NUM_THREADS=1 PATH="$(abspath $(VENVS)/$*)/bin:$$PATH" $(VENVS)/$*/bin/python -m pytest -q $(IN_$*); \
 	else echo "make test-$* NOT RUN: $(VENVS)/$* could not be made (the reason stands above)"; test "$$CI" != true; fi
@@ -104,7 +107,7 @@ $(VENVS)/%/.ready: requirements/%.txt | $(VENV)/.core
 	echo "setting up $(VENVS)/$* (gigabytes, some minutes the first time)"; \
 	test -x $(VENVS)/$*/bin/python || $(PYTHON) -m venv $(VENVS)/$*; \
 	$(VENVS)/$*/bin/python -m pip --disable-pip-version-check install --quiet --no-cache-dir --no-deps -r $<; \
-	{ pwd; case $* in triton | msprobe* | foreign* | wheels) \
+	{ pwd; case $* in triton | msprobe* | foreign* | queries | wheels) \
 		$(BIN)/python -c "import sysconfig; print(sysconfig.get_path(\"purelib\"))" ;; esac; } \
 		> "$$($(VENVS)/$*/bin/python -c "import sysconfig; print(sysconfig.get_path(\"purelib\"))")/trainprobe_tree.pth"; \
 	touch $@'

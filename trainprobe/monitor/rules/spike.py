@@ -142,16 +142,20 @@ def _remember(memory: Memory, options: Options, rows: I64, clipped: F64, x: F64)
     count[rows] = n
     due = rows[(n >= options.warmup) & ((n % RENEW == 0) | (n == options.warmup))]
     if due.size:
-        middle = _median(ring[due])
+        windows = ring[due]
+        middle = _median(windows)
         memory.array("middle", fill=0.0)[due] = middle
-        mad = _median(np.abs(ring[due] - middle[:, None]))
+        mad = _median(np.abs(windows - middle[:, None]))
         memory.array("spread", fill=1.0)[due] = np.maximum(1.4826 * mad, LEAST_SPREAD)
 
 
 def _median(x: F64) -> F64:
     """Return the median of each row that is not NaN alone, [n]: what `numpy.nanmedian` does, in a tenth of its time."""
-    ordered, last = np.sort(x, axis=1), np.count_nonzero(x == x, axis=1) - 1
-    row = np.arange(len(x))
+    ordered = np.sort(x, axis=1)  # NaN last
+    if not np.isnan(ordered[:, -1]).any():
+        last = x.shape[1] - 1
+        return (ordered[:, last // 2] + ordered[:, (last + 1) // 2]) / 2
+    row, last = np.arange(len(x)), np.count_nonzero(x == x, axis=1) - 1
     return (ordered[row, last // 2] + ordered[row, (last + 1) // 2]) / 2
 
 
