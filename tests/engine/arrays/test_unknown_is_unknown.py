@@ -24,6 +24,8 @@ from tensorboard.backend.event_processing.event_file_loader import RawEventFileL
 from tensorboard.compat.proto.event_pb2 import Event
 
 from tests.engine.storage.sinks.collected_steps import plan_for
+from trainprobe.dump_compare.dump_side import Side
+from trainprobe.dump_compare.layouts.joined import Join, JoinedSide, Part
 from trainprobe.engine.arrays.numpy_rows import NumpyStatsRows
 from trainprobe.engine.arrays.torch_library import TorchLibrary
 from trainprobe.engine.arrays.torch_reduce import SMALLEST_NORMAL
@@ -188,10 +190,10 @@ def filled(tape: Tape) -> Tape:
     return tape
 
 
-def step_of(native: bool, rank: int = 0) -> StepData:
+def step_of(native: bool, rank: int = 0, step: int = 3) -> StepData:
     about = {"framework": "pytorch", "level": "L0", "task": "statistics", "statistics": tuple(STATISTICS)}
     about["programs"] = ("dump", "monitor")
-    return filled(Tape(TorchLibrary(native))).drain(3, Place(rank), **about)
+    return filled(Tape(TorchLibrary(native))).drain(step, Place(rank), **about)
 
 
 def of_records(records: Iterator[Record]) -> Seen:
@@ -272,6 +274,30 @@ def by_replica(step_data: StepData, folder: Path) -> Seen:
     return of_records(next(iter(read_log(folder / "rank1"))).records())
 
 
+def by_resumed_run(step_data: StepData, folder: Path) -> Seen:
+    """Of a run that was killed and went on: what its first part holds is as known as what came after."""
+    killed = parquet.open(folder, plan_for(folder), Place())
+    killed.write(step_of(native=True, step=2))
+    killed.flush()
+    write(parquet.open(folder, plan_for(folder, on_existing="continue"), Place()), step_data)
+    before, after = (of_records(step.records()) for step in read_log(folder))
+    assert {place: seen.keys() for place, seen in before.items()} == {place: seen.keys() for place, seen in after.items()}
+    return after
+
+
+def by_joined_shards(step_data: StepData, folder: Path) -> Seen:
+    """Two ranks hold a half each, and both halves have the same numbers: the norm alone is another, by the root of two."""
+    write(dump.open(folder, plan_for(folder), Place()), step_data)
+    write(dump.open(folder, plan_for(folder), Place(1)), step_of(native=True, rank=1))
+    ranks = [Side(folder / f"step3/rank{rank}") for rank in range(2)]
+    whole, found = JoinedSide("both", ranks), dict[str, dict[str, float]]()
+    for calls in zip(*(side.step_data.calls for side in ranks), strict=True):
+        halves = [Part(side, call.out[0], rank) for rank, (side, call) in enumerate(zip(ranks, calls, strict=True))]
+        seen = dict(whole.numbers(whole.add(Join(halves))))
+        found[calls[0].name] = seen | ({"norm": seen["norm"] / math.sqrt(2)} if "norm" in seen else {})
+    return found
+
+
 def by_jsonl(step_data: StepData, folder: Path) -> Seen:
     write(jsonl.open(folder, plan_for(folder), Place()), step_data)
     return of_records(next(iter(read_log(folder))).records())
@@ -347,6 +373,7 @@ READERS: dict[str, Callable[[StepData, Path], Seen]] = {
 }
 NOT_THERE = {  # what a format has no place for
     **{reader: {"checksum", "crc32"} for reader in ("wide_csv", "metric_files", "tensorboard")},
+    "joined_shards": set(NAMES) - {"max", "min", "mean", "norm"},
     **{"parquet": {"absmax"}, "duckdb": {"absmax"}, "journal": {"crc32"}},
 }
 
