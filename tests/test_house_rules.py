@@ -153,6 +153,16 @@ def test_the_packages_above_the_engine_never_import_each_other() -> None:
     assert wrong == []
 
 
+def test_the_engine_knows_no_program_by_its_name_and_none_by_its_place() -> None:
+    """Sinks have names too, one of them that of a program; the plan has a section for each program, and the monitor's files."""
+    others = re.compile(r"""["'](monitor|audit|black_box|config_check|op_check)["']""")
+    chosen = re.compile(r"""["']dump["'][,)]* (not )?(in|==) \S*programs|programs\)? == .*["']dump|programs\[""")
+    engine = [path for path in FILES if path.is_relative_to(PACKAGE / "engine") and "plan" not in path.parts]
+    lines = [(path, line) for path in engine for line in path.read_text(encoding="utf-8").splitlines()]
+    assert len(engine) > 100
+    assert [(path.name, line) for path, line in lines if others.search(line) or chosen.search(line)] == []
+
+
 def test_frameworks_are_imported_only_where_they_belong() -> None:
     wrong: list[str] = []
     for path in FILES:

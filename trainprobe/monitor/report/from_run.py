@@ -147,7 +147,7 @@ def _metric(label: str, statistic: str, rows: dict[str, dict[int, int]], histori
         here = [(r, places[rank]) for r, places in enumerate(rows.values()) if rank in places]
         for block in (here[start : start + _BLOCK] for start in range(0, len(here), _BLOCK)):
             got, present = histories[rank].matrix([place for _, place in block])
-            cells = np.ix_([r for r, _ in block], columns)
+            cells = np.ix_(np.array([r for r, _ in block]), columns)
             values[i][cells], missing[i][cells] = got, ~present
     keep = ~missing.all(axis=(0, 1))
     if not keep.all():
