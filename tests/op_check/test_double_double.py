@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import runpy
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import mpmath
@@ -10,6 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+import trainprobe
+from trainprobe.cli import main
 from trainprobe.op_check.cases import Case
 from trainprobe.op_check.check import check
 from trainprobe.op_check.double_double import arithmetic, functions
@@ -181,6 +186,13 @@ def _without_a_term(x: Tensor, y: Tensor) -> Tensor:
     return torch.cat([x[:, :-1], x[:, -1:] * (1 - 1e-12)], 1) @ y
 
 
+def _by_powers(x: Tensor) -> Tensor:
+    total = torch.ones_like(x)
+    for n in range(6, 0, -1):
+        total = 1 + total * x / n
+    return total
+
+
 WRONG: dict[str, tuple[Callable[..., Tensor], tuple[Any, ...], dict[str, Any], Callable[..., Tensor]]] = {
     "matmul summed in float32": (torch.matmul, (values(32, 64), values(64, 16)), {}, _in_single(torch.matmul)),
     "matmul, a term off by 1e-12": (torch.matmul, (values(32, 64), values(64, 16)), {}, _without_a_term),
@@ -232,11 +244,10 @@ WRONG: dict[str, tuple[Callable[..., Tensor], tuple[Any, ...], dict[str, Any], C
         torch.exp,
         (values(300) * 0.1,),
         {},
-        lambda x: sum((x**n / F_[n] for n in range(7)), 0 * x),
+        _by_powers,
     ),
     "std with n for n − 1": (torch.std, (values(3, 900), -1), {}, lambda x, d: x.std(d, correction=0)),
 }
-F_ = [1.0, 1.0, 2.0, 6.0, 24.0, 120.0, 720.0]
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -312,3 +323,28 @@ def test_a_float64_operator_without_a_wider_reference_is_not_checked() -> None:
     assert "lgamma is missing in double-double" in found.reason
     assert check(Case("Torch.lgamma", (x,), {}, [y * (1 + 1e-9)])).worst.outcome == "bug"
     assert check(Case("Torch.relu", (x,), {}, [torch.relu(x)])).worst.outcome == "exact"
+
+
+def test_the_replay_of_a_float64_call_prints_the_same_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.GELU()).double()
+    settings: dict[str, Any] = {"level": "mix", "task": "tensor", "output": str(tmp_path / "dump"), "console": False}
+    x = values(16, 8)
+    with trainprobe.watch(model, **settings) as probe, probe.step():
+        torch.special.gammaln(F.softplus(model(x))).sum().backward()
+    capsys.readouterr()
+    for entry, said in (
+        ("Functional.gelu.0.forward", "rounding"),
+        ("Functional.linear.0.forward", "rounding"),
+        ("Torch.special_gammaln.0.forward", "not checked"),
+    ):
+        code = main(["op-check", str(tmp_path / "dump"), "--op", entry, "--replay", str(tmp_path / "out"), "-q"])
+        assert code == (3 if said == "not checked" else 0), capsys.readouterr().out
+        script = tmp_path / "out" / f"{entry.replace('.', '_')}.py"
+        monkeypatch.setattr(sys, "argv", [str(script)])
+        runpy.run_path(str(script))
+        ran = capsys.readouterr().out
+        same = ("exact", "rounding") if said == "rounding" else (said,)
+        assert ran.partition("recorded, result 0: ")[2].startswith(same), ran

@@ -35,7 +35,9 @@ def filled(name: str, call: Callable[..., Tensor], args: tuple[Tensor, ...], g: 
 
 def with_result(case: Case, index: int, change: Callable[[Tensor], Tensor], backward: bool) -> Case:
     kept = list(case.results if backward else case.outputs)
-    kept[index] = change(kept[index])
+    before = kept[index]
+    assert before is not None
+    kept[index] = change(before)
     return replace(case, results=kept) if backward else replace(case, outputs=kept)
 
 

@@ -43,6 +43,7 @@ EIGHT_BITS = {  # format → u
 RARE = 1e-5  # share of elements for which the noise may be estimated at half of what it is
 ONE_SIDED = 8.0  # standard deviations
 MANY = 0.25  # share of elements
+_NOT_TRIED = "it is judged without one"
 _CONSTANT = 2.0**-24  # a kernel rounds plain numbers that it is given to float32, and with them all of its result
 SMALL = 1e-3  # of the tensor's largest element
 
@@ -153,7 +154,7 @@ def _as_wide_as_the_reference(found: Judgement, why: str) -> Judgement:
     """Claim no more than a float64 reference shows, which rounds itself: that results agree is no proof."""
     if found.outcome in ("bug", "not checked") or (found.outcome == "suspicious" and found.worst > NEAR):
         return found
-    return replace(found, outcome="not checked", reason=f"a float64 result without a wider reference: {why}")
+    return replace(found, outcome="not checked", reason=f"a float64 result without a wider reference: {why or _NOT_TRIED}")
 
 
 def _name(t: Tensor) -> str:

@@ -239,8 +239,9 @@ def _clamped(func: Any, a: Any, *given: Any, min: Any = None, max: Any = None) -
 
 
 def _dims(a: Pair, dim: Any) -> list[int]:
-    everything = dim is None or not a[0].ndim or (not isinstance(dim, int) and len(dim) == 0)
-    return [*range(a[0].ndim)] if everything else [dim] if isinstance(dim, int) else [int(d) for d in dim]
+    if dim is None or not a[0].ndim or (not isinstance(dim, int) and len(dim) == 0):
+        return [*range(a[0].ndim)]
+    return [dim] if isinstance(dim, int) else [int(d) for d in dim]
 
 
 def _without(pair: Pair, dims: Sequence[int], keepdim: bool) -> Numbers:

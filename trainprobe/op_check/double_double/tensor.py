@@ -24,7 +24,7 @@ class DoubleDouble(Tensor):
     low: Tensor
 
     @staticmethod
-    def __new__(cls, high: Tensor, low: Tensor) -> DoubleDouble:
+    def __new__(cls: type[DoubleDouble], high: Tensor, low: Tensor) -> DoubleDouble:
         """Take the pair; both parts are brought to the same order in memory, as views of one are views of the other."""
         high, low = torch.broadcast_tensors(high, low) if high.shape != low.shape else (high, low)
         if high.stride() != low.stride():
