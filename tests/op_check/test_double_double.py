@@ -260,6 +260,62 @@ def test_faults_of_float64_operators_are_found(name: str) -> None:
     assert right_backward.outcome in ("exact", "rounding"), right_backward
 
 
+def _gradient(call: Callable[..., Tensor], given: tuple[Any, ...], wrong: Callable[..., Tensor], index: int) -> str:
+    """Return the verdict on a gradient. wrong: takes the gradient of the result and all arguments."""
+    args = [t.clone().requires_grad_() if isinstance(t, Tensor) else t for t in given]
+    y = call(*args)
+    g = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(7))
+    leaves = [a for a in args if isinstance(a, Tensor)]
+    results = [*torch.autograd.grad(y, leaves, g)]
+    results[index] = wrong(g, *given)
+    name = f"Functional.{call.__name__}" if hasattr(F, call.__name__) else f"Torch.{call.__name__}"
+    case = Case(name, given, {}, [y.detach()], [g], results, [True] * len(leaves), of_inputs=True)
+    judged = check(case, backward=True).judgements
+    assert all(j.outcome in ("exact", "rounding") for i, j in enumerate(judged) if i != index)
+    return judged[index].outcome
+
+
+def _of_softmax(g: Tensor, x: Tensor, dim: int) -> Tensor:
+    y = x.softmax(dim)
+    return y * (g - (y * g).float().sum(dim, True).double())
+
+
+def _of_layer_norm(g: Tensor, x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    scale = (x.var(-1, correction=0, keepdim=True) + 1e-5).rsqrt()
+    return (g - g.mean(-1, True)) * scale
+
+
+GRADIENTS: dict[str, tuple[Callable[..., Tensor], tuple[Any, ...], Callable[..., Tensor], int]] = {
+    "matmul, left one in float32": (
+        torch.matmul,
+        (values(8, 64), values(64, 16)),
+        lambda g, x, y: (g.float() @ y.float().mT).double(),
+        0,
+    ),
+    "matmul, right one without a row": (torch.matmul, (values(8, 64), values(64, 16)), lambda g, x, y: x[1:].mT @ g[1:], 1),
+    "linear, bias summed in float32": (
+        F.linear,
+        (values(64, 16), values(4, 16, seed=1), values(4, seed=2)),
+        lambda g, *_: g.float().sum(0).double(),
+        2,
+    ),
+    "softmax, inner sum in float32": (F.softmax, (values(8, 32), -1), _of_softmax, 0),
+    "layer_norm without its second term": (F.layer_norm, (values(8, 64), (64,)), _of_layer_norm, 0),
+    "silu without its second term": (F.silu, (values(400),), lambda g, x: g * x.sigmoid(), 0),
+    "gelu by the tanh's slope": (
+        F.gelu,
+        (values(400),),
+        lambda g, x: g * torch.func.vmap(torch.func.grad(lambda v: F.gelu(v, approximate="tanh")))(x),
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_faults_of_float64_gradients_are_found(name: str) -> None:
+    assert _gradient(*GRADIENTS[name]) == "bug"
+
+
 def _backwards(x: Tensor, y: Tensor) -> Tensor:
     return x.flip(-1) @ y.flip(0)
 

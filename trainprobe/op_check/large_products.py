@@ -2,7 +2,8 @@
 
 A row's elements, added up with random signs, are off by the root of the sum of their squared errors. Sums over blocks of
 columns are held against the same sums of the reference, which cost as much as reading the matrices; a row that is off is taken
-in among those that are judged element by element. One element that is 64 of the bounds of its block off (root mean square) shows in its sum.
+in among those that are judged element by element. One element that
+is off by 64 bounds (root mean square over its block) shows in its sum.
 """
 
 from __future__ import annotations
