@@ -139,7 +139,9 @@ class Norms(nn.Module):
 
 
 @pytest.mark.parametrize("low", [False, True])
-def test_a_healthy_training_under_autocast_has_no_bug(low: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_healthy_training_under_autocast_has_no_bug(low: bool, threads: int, tmp_path: Path) -> None:
+    torch.set_num_threads(threads)  # of several, each keeps its sums in bfloat16, and adds them up in float32
     torch.manual_seed(0)
     model = Norms()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -172,6 +174,7 @@ def test_a_gradient_that_autocast_cast_back_is_judged_all_the_same() -> None:
 
 def test_sums_that_torch_itself_keeps_in_bfloat16_are_called_so() -> None:
     """On a CPU it is the sum of the rows in bfloat16, one after the other: of 512 rows hardly a digit is right."""
+    torch.set_num_threads(1)
     torch.manual_seed(0)
     x = torch.randn(512, 16).bfloat16().requires_grad_()
     weight, bias = torch.ones(16, requires_grad=True), torch.zeros(16, requires_grad=True)
@@ -189,9 +192,11 @@ def test_sums_that_torch_itself_keeps_in_bfloat16_are_called_so() -> None:
     assert "calculates in bfloat16 inside" in judged.judgements[2].reason
 
 
-@pytest.mark.parametrize(("rows", "least"), [(64, 0.003), (1024, 0.02), (12544, 0.05)])
-def test_torch_alone_loses_digits_of_the_bias_gradient_of_layer_norm(rows: int, least: float) -> None:
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("rows", "least"), [(64, 0.003), (1024, 0.01), (12544, 0.05)])
+def test_torch_alone_loses_digits_of_the_bias_gradient_of_layer_norm(rows: int, least: float, threads: int) -> None:
     """The rows of Swin and SegFormer are as many: against sums in float64 by hand, torch on a CPU is wrong by as much."""
+    torch.set_num_threads(threads)
     torch.manual_seed(0)
     x, gradient = torch.randn(rows, 32).bfloat16(), torch.randn(rows, 32).bfloat16()
     weight, bias = torch.ones(32, requires_grad=True), torch.zeros(32, requires_grad=True)
@@ -209,4 +214,5 @@ def test_torch_alone_loses_digits_of_the_bias_gradient_of_layer_norm(rows: int, 
     found = check(case, backward=True).worst
     assert found.outcome == ("bug" if rows > 10_000 else "mode")
     if found.outcome == "bug":
-        assert "it is, to the bit, the sum of all rows kept in bfloat16, row by row" in found.reason
+        by = " by each of 2 threads" if threads == 2 else ""
+        assert f"it is, to the bit, the sum of all rows kept in bfloat16, row by row{by}" in found.reason

@@ -15,6 +15,7 @@ from trainprobe.op_check.functions import api
 from trainprobe.op_check.judge import Judgement, judge
 
 _INT32 = 2**31
+_THREADS = (1, 2, 4, 8, 16, 32)
 _MOST_ROWS = 1 << 16  # to be added one after the other
 
 
@@ -27,8 +28,11 @@ def likely(case: Case, index: int, y: Tensor, found: Judgement, backward: bool) 
             continue
         if expected is not None and judge(y, expected).outcome in ("exact", "rounding"):
             return f"it is what comes out {text}"
-    if backward and _is_summed_row_by_row(case, y):
-        return f"it is, to the bit, the sum of all rows kept in {str(_given(case).dtype).removeprefix('torch.')}, row by row"
+    threads = _threads_that_kept_sums_in_16_bits(case, y) if backward else 0
+    if threads:
+        by = "" if threads == 1 else f" by each of {threads} threads"
+        low = str(_given(case).dtype).removeprefix("torch.")
+        return f"it is, to the bit, the sum of all rows kept in {low}, row by row{by}"
     if found.got == 0.0 and found.want != 0.0 and "last" in found.reason and y.numel() > _INT32:
         return "offsets of 32 bits do not reach the end of a tensor this large"
     if math.isfinite(found.gain) and abs(found.gain) > 1e-3 and found.share > 0.5:
@@ -42,21 +46,24 @@ def _given(case: Case) -> Tensor:
     return next(g for g in case.gradients or () if g is not None)
 
 
-def _is_summed_row_by_row(case: Case, y: Tensor) -> bool:
-    """Return whether the gradient of a norm's bias has the bits of a sum whose every step is rounded to 16 bits."""
-    if (
-        api(case.name) not in ("layer_norm", "native_layer_norm")
-        or y.ndim != 1
-        or not any(g is not None for g in case.gradients or ())
-    ):
-        return False
-    rows = _given(case).reshape(-1, y.shape[0]) if _given(case).numel() % max(1, y.shape[0]) == 0 else None
-    if rows is None or rows.dtype not in (torch.bfloat16, torch.float16) or len(rows) > _MOST_ROWS:
-        return False
-    total = torch.zeros_like(rows[0])
-    for row in rows:
-        total = total + row
-    return torch.equal(total.to(y.dtype), y)
+def _threads_that_kept_sums_in_16_bits(case: Case, y: Tensor) -> int:
+    """Return how many threads give a norm's bias gradient bit by bit, each rounding every step of its sum; 0 where none do."""
+    gradients = [g for g in case.gradients or () if g is not None]
+    if api(case.name) not in ("layer_norm", "native_layer_norm") or y.ndim != 1 or not gradients:
+        return 0
+    if gradients[0].dtype not in (torch.bfloat16, torch.float16) or gradients[0].shape[-1:] != y.shape:
+        return 0
+    rows = gradients[0].reshape(-1, len(y))
+    if len(rows) > _MOST_ROWS:
+        return 0
+    for threads in _THREADS:
+        total = torch.zeros(threads, len(y), dtype=rows.dtype)
+        each = len(rows) // threads
+        for i in range(each if each * threads == len(rows) else 0):
+            total = total + rows[i::each]
+        if torch.equal(total.to(torch.float32).sum(0).to(y.dtype), y):
+            return threads
+    return 0
 
 
 def _as_if(case: Case) -> Iterator[tuple[str, Case]]:

@@ -1,0 +1,16 @@
+"""What all tests of op_check share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """Give each test the number of threads that torch began with: `op-check` sets it for its process."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
