@@ -47,7 +47,11 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "mix, list of a part of a name with a number": {"level": "mix", "statistics": {"list": ["layers.0.fc"]}},
     "L1, data_mode forward": {"level": "L1", "statistics": {"data_mode": ["forward"]}},
     "L0, data_mode backward": {"level": "L0", "statistics": {"data_mode": ["backward"]}},
+    "L1, data_mode input": {"level": "L1", "statistics": {"data_mode": ["input"]}},
     "L1, data_mode output": {"level": "L1", "statistics": {"data_mode": ["output"]}},
+    "L1, data_mode backward and output": {"level": "L1", "statistics": {"data_mode": ["backward", "output"]}},
+    "L0, data_mode input": {"level": "L0", "statistics": {"data_mode": ["input"]}},
+    "L0, data_mode output": {"level": "L0", "statistics": {"data_mode": ["output"]}},
     "L1, data_mode backward and input": {"level": "L1", "statistics": {"data_mode": ["backward", "input"]}},
 }
 FULL = "Module.layers.1.fc.Linear"
@@ -81,16 +85,16 @@ OURS_ALONE = {
 }
 # calls that the program does not make: hooks of those releases, and what `backward` begins with
 OWN = re.compile(r"Tensor\.view_as\.\d+\.forward|Torch\.ones_like\.0\.forward")
-Recorded = list[str]  # names of calls
+Recorded = dict[str, Any]  # name of a call → its entry
 Tensors = tuple[int, dict[str, bool]]  # how many files, and of each call whether it has statistics and, beside md5, a checksum
 ENDS = "a scope of 1.3.0 and 8.1.1 leaves out the last module at L0, and goes on to its end at mix"
 OLDER_DIFFER = {"L0, scope of two modules": ENDS, "mix, scope of two modules": ENDS}
 
 
-def entries(python: str, who: str, folder: Path) -> tuple[list[Recorded], list[Recorded], list[Tensors]]:
+def entries(python: str, who: str, folder: Path) -> tuple[list[Recorded], list[list[str]], list[Tensors]]:
     """Return what step 0 holds for each configuration.
 
-    The names of the calls; for those of `SAVED`, of the calls with values; for those of `LISTED` the tensors.
+    The calls; for those of `SAVED`, the names of those with values; for those of `LISTED` the tensors.
     """
     wanted = [
         *({"task": "statistics", **config} for config in CONFIGURATIONS.values()),
@@ -108,7 +112,7 @@ def entries(python: str, who: str, folder: Path) -> tuple[list[Recorded], list[R
     data = [json.loads(path.read_text())["data"] for path in dumps]
     selected, saved = len(CONFIGURATIONS), len(CONFIGURATIONS) + len(SAVED)
     listed = [tensors(*found) for found in zip(dumps[saved:], data[saved:], LISTED.values(), strict=True)]
-    return [list(one) for one in data[:selected]], [valued(one) for one in data[selected:saved]], listed
+    return data[:selected], [valued(one) for one in data[selected:saved]], listed
 
 
 def sectioned(task: str, config: dict[str, Any]) -> dict[str, Any]:
@@ -143,6 +147,12 @@ def parts(value: Any) -> Iterator[dict[str, Any]]:
         yield from parts(inner)
 
 
+def sides(entry: dict[str, Any]) -> tuple[int, int]:
+    """Return how many tensors a call was given, and how many it returned."""
+    held = {key: sum("dtype" in part and "shape" in part for part in parts(value)) for key, value in entry.items()}
+    return sum(held.get(key, 0) for key in ("input_args", "input_kwargs", "input")), held.get("output", 0)
+
+
 def as_here(name: str) -> str:
     """Return the name of a call as trainprobe writes it."""
     return re.sub(r"(?<=\.parameters_grad)$", ".0", name.replace("__mul__", "mul").replace("__add__", "add"))
@@ -161,6 +171,9 @@ def table(theirs: dict[str, list[Recorded]], ours: list[Recorded]) -> str:
                 why.append(OLDER_DIFFER[name])
                 continue
             assert there - set(here) == set(), (name, release)
+            if "data_mode" in name:
+                for call, entry in recorded[i].items():
+                    assert as_here(call) not in there or sides(entry) == sides(here[as_here(call)]), (name, release, call)
             alone = [entry for entry in here if entry not in there]
             assert set(alone) <= OURS_ALONE.keys(), (name, release)
             why += [OURS_ALONE[entry] for entry in alone]
@@ -168,7 +181,7 @@ def table(theirs: dict[str, list[Recorded]], ours: list[Recorded]) -> str:
     return "\n".join(rows)
 
 
-def saved_table(theirs: dict[str, list[Recorded]], ours: list[Recorded]) -> str:
+def saved_table(theirs: dict[str, list[list[str]]], ours: list[list[str]]) -> str:
     """Return the table of tensor_list. theirs: by release. Calls whose values that tool saves must have them here."""
     rows = [f"| tensor_list | {' | '.join(theirs)} | here |", "|---" * (len(theirs) + 2) + "|"]
     for i, (name, here) in enumerate(zip(SAVED, ours, strict=True)):

@@ -128,21 +128,20 @@ def test_counts_that_are_merged_are_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "phases", "data"),
+    ("mode", "phases", "sides", "more"),
     [
-        (["forward"], ("forward",), ("input", "kwargs", "output", "parameters")),
-        (["backward"], ("backward",), ("input", "kwargs", "output", "parameter_gradients")),
-        (
-            ["input"],
-            ("forward", "backward", "optimizer"),
-            ("input", "kwargs", "parameters", "parameter_gradients"),
-        ),
-        (["forward", "output"], ("forward",), ("output", "parameters")),
+        (["forward"], ("forward",), ("input", "output"), ("parameters",)),
+        (["backward"], ("backward",), ("input", "output"), ("parameter_gradients",)),
+        (["input"], ("forward", "backward", "optimizer"), ("input",), ("parameters", "parameter_gradients")),
+        (["forward", "output"], ("forward",), ("output",), ("parameters",)),
     ],
 )
-def test_the_data_mode_chooses_phases_and_data(mode: list[str], phases: tuple[str, ...], data: tuple[str, ...]) -> None:
+def test_the_data_mode_chooses_phases_and_sides_of_entries(
+    mode: list[str], phases: tuple[str, ...], sides: tuple[str, ...], more: tuple[str, ...]
+) -> None:
+    """A side is that of a call's entry: the input of a backward call are the gradients of the outputs."""
     plan = load_plan(section(data_mode=mode))
-    assert (plan.phases, plan.data) == (phases, data)
+    assert (plan.phases, plan.entry_sides, plan.data) == (phases, sides, ("input", "kwargs", "output", *more))
 
 
 def test_list_selects_by_the_full_names_of_calls() -> None:

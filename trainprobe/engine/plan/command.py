@@ -145,6 +145,8 @@ def _narrowed(checked: Plan) -> str:
         parts.append(f"from {checked.scope[0]} to {checked.scope[1]}")
     if checked.entries:
         parts.append(f"calls whose full names contain {' or '.join(checked.entries)}")
+    if len(checked.entry_sides) == 1:
+        parts.append(f"the {checked.entry_sides[0]} of each call")
     return f", only {'; '.join(parts)}" if parts else ""
 
 

@@ -25,6 +25,7 @@ Level: TypeAlias = Literal["off", "L0", "L1", "mix", "debug"]
 Task: TypeAlias = Literal["statistics", "tensor"]
 PlanPhase: TypeAlias = Literal["forward", "backward", "optimizer"]
 Data: TypeAlias = Literal["input", "output", "kwargs", "parameters", "parameter_gradients"]
+Side: TypeAlias = Literal["input", "output"]
 SubPlan: TypeAlias = dict[str, Any] | Annotated[bool, Strict()] | None
 Flag: TypeAlias = Annotated[bool, Strict()]
 Whole: TypeAlias = Annotated[int, Strict()]
@@ -196,6 +197,9 @@ class Plan(_Section):
     data: Annotated[tuple[Data, ...], Field(min_length=1), BeforeValidator(one_or_many)] = get_args(Data)
     """Which values of a call are recorded; in the backward phase, `output` holds the gradients of outputs and `input` the
     gradients of inputs."""
+    entry_sides: Annotated[tuple[Side, ...], Field(min_length=1), BeforeValidator(one_or_many)] = get_args(Side)
+    """Which sides of a call a dump holds, as its entries name them: the `input` of a backward call are the gradients of the
+    outputs, its `output` those of the inputs."""
     tensors: Patterns = ()
     """Patterns of modules, ops and parameters whose values are saved too, whatever `task` says."""
     tensor_entries: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(one_or_many)] = ()

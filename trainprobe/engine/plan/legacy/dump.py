@@ -290,8 +290,9 @@ def _data_mode(out: Translation, modes: object, key: str) -> None:
     sides = given & {"input", "output"} or {"input", "output"}
     if len(phases) == 1:
         out.fields["phases"] = sorted(phases)
-    data = [name for name, side in (("input", "input"), ("kwargs", "input"), ("output", "output")) if side in sides]
-    data += ["parameters"] if "forward" in phases else []
+    if len(sides) == 1:
+        out.fields["entry_sides"] = sorted(sides)
+    data = ["input", "kwargs", "output", *(["parameters"] if "forward" in phases else [])]
     out.fields["data"] = data + (["parameter_gradients"] if "backward" in phases else [])
 
 

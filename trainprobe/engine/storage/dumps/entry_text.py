@@ -32,16 +32,24 @@ class EntryText:
 
     stored: keys of the values that are in the step's tensor files. suffix: "pt" or "npy" where each is a file of its own, which
     is then named for its place (`Functional.linear.0.forward.input.0.pt`): `links` holds file name → key for all places.
+    sides: which of "input" and "output" the entries hold; the other one is empty.
     """
 
     def __init__(
-        self, step_data: StepData, *, nan_tokens: bool = False, stored: Collection[str] = (), suffix: str = ""
+        self,
+        step_data: StepData,
+        *,
+        nan_tokens: bool = False,
+        stored: Collection[str] = (),
+        suffix: str = "",
+        sides: Collection[str] = ("input", "output"),
     ) -> None:
         self.links: dict[str, str] = {}
         self._step_data = step_data
         self._tokens = BARE if nan_tokens else STRICT
         self._stored = stored
         self._suffix = suffix if stored else ""
+        self._inputs, self._outputs = "input" in sides, "output" in sides
         self._leaves: dict[int, str] = {}
         self._heads: dict[Any, str] = {}
         self._whole_numbers: list[str] | None = None
@@ -83,10 +91,11 @@ class EntryText:
         if call.kind == "parameter":
             pairs = [quote(k) + ": " + self._listed(v, at and at + k, "") for k, v in (call.params or {}).items()]
             return f"{{{', '.join(pairs)}}}"
-        args, out = self._listed(call.args, at and at + "input"), self._listed(call.out, at and at + "output")
+        args = self._listed(call.args if self._inputs else None, at and at + "input")
+        out = self._listed(call.out if self._outputs else None, at and at + "output")
         if call.phase == "backward":
             return f'{{"input": {args}, "output": {out}}}'
-        kwargs = self._named(call.kwargs, at and at + "kwargs") if call.kwargs else "{}"
+        kwargs = self._named(call.kwargs, at and at + "kwargs") if call.kwargs and self._inputs else "{}"
         return f'{{"input_args": {args}, "input_kwargs": {kwargs}{self._params(call, at)}, "output": {out}}}'
 
     def _params(self, call: Call, at: str) -> str:

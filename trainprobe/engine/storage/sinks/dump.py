@@ -140,7 +140,8 @@ class DumpSink:
 
     def _texts(self, step_data: StepData, folder: RankFolder) -> Files:
         suffix = "" if self._plan.tensor_format == "safetensors" else self._plan.tensor_format
-        text = EntryText(step_data, nan_tokens=self._plan.nan_tokens, stored=self._stored, suffix=suffix)
+        plan = self._plan
+        text = EntryText(step_data, nan_tokens=plan.nan_tokens, stored=self._stored, suffix=suffix, sides=plan.entry_sides)
         document = text.document()
         fixed = self._fixed(step_data, document)
         about = header(step_data, fixed.about)
