@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -171,9 +171,9 @@ def table(theirs: dict[str, list[Recorded]], ours: list[Recorded]) -> str:
                 why.append(OLDER_DIFFER[name])
                 continue
             assert there - set(here) == set(), (name, release)
-            if "data_mode" in name:
-                for call, entry in recorded[i].items():
-                    assert as_here(call) not in there or sides(entry) == sides(here[as_here(call)]), (name, release, call)
+            # of a module within which a scope begins 26.2.0 leaves out what it was given
+            for call, entry in recorded[i].items() if "scope" not in name else ():
+                assert as_here(call) not in there or sides(entry) == sides(here[as_here(call)]), (name, release, call)
             alone = [entry for entry in here if entry not in there]
             assert set(alone) <= OURS_ALONE.keys(), (name, release)
             why += [OURS_ALONE[entry] for entry in alone]
@@ -215,6 +215,7 @@ def test_a_configuration_selects_the_same_calls_in_both_tools(tmp_path):
     recorded = {name: job.result() for name, job in jobs.items()}
     ours = recorded.pop("ours")
     page = (ROOT / "docs/migration.md").read_text(encoding="utf-8")
-    for which, made in enumerate((table, saved_table, listed_table)):
+    tables: tuple[Callable[[Any, Any], str], ...] = (table, saved_table, listed_table)
+    for which, made in enumerate(tables):
         measured = made({name: calls[which] for name, calls in recorded.items()}, ours[which])
         assert measured in page or pytest.fail(f"docs/migration.md does not show what was measured:\n{measured}")
