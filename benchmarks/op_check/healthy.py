@@ -68,6 +68,16 @@ def cuts_to_tf32(a: Tensor, b: Tensor) -> Tensor:
     return _tf32(a, True) @ _tf32(b, True)
 
 
+@healthy("Functional.linear", lambda: ((randn(64, 512), randn(48, 512, seed=1), 30 * randn(48, seed=2)), {}))
+def cuts_to_tf32_and_adds_the_bias_whole(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
+    return F.linear(_tf32(x, True), _tf32(w, True), bias)
+
+
+@healthy("Torch.addmm", lambda: ((30 * randn(40, seed=2), A.clone(), C.clone()), {}))
+def cuts_to_tf32_and_adds_a_row_whole(row: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return torch.addmm(row, _tf32(a, True), _tf32(b, True))
+
+
 @healthy("Functional.conv2d", both(IMAGE, KERNEL))
 def convolves_in_tf32(x: Tensor, w: Tensor) -> Tensor:
     return F.conv2d(_tf32(x), _tf32(w))

@@ -14,7 +14,7 @@ from trainprobe.op_check.functions import api
 from trainprobe.op_check.measure import Allowance, far, is_nearest
 from trainprobe.op_check.noise import COARSE, UNIT, Noise
 from trainprobe.op_check.references import adds_rows, is_pointwise, known_rounding
-from trainprobe.op_check.run import SINGLE, Change, Run, autocast, to_format
+from trainprobe.op_check.run import SINGLE, Run, autocast
 
 EVALUATIONS = 8  # with noise, at most
 _ENOUGH = 4  # of them, to know how far the sizes of results move as a whole
@@ -56,13 +56,11 @@ class Steps:
     """How a kernel rounds. accumulate: u of what it calculates in; matrices: of the inputs of its products of matrices.
 
     walk: a sum's error is that of a random walk, which is smaller than what can be promised, for telling modes from bugs.
-    change: what it does to its floating inputs first.
     """
 
     accumulate: float = SINGLE
     matrices: float = 0.0
     walk: bool = False
-    change: Change | None = None
 
 
 _HOW = (Run.known_rounding, Run.rounding_by_norms, Run.rounding_of_sums)
@@ -77,8 +75,7 @@ class Reference:
     def __init__(self, case: Case, backward: bool = False, steps: Steps | None = None) -> None:
         self._steps = steps or Steps()
         self.autocast = autocast(case)
-        rounded = to_format(self.autocast) if self.autocast is not None else None
-        self._run = Run(case, backward, [c for c in (rounded, self._steps.change) if c is not None])
+        self._run = Run(case, backward, self.autocast)
         recorded = case.results if backward else case.outputs
         self._unit = max((UNIT.get(t.dtype, 0.0) for t in recorded if t is not None), default=0.0)
         self.source, self._values = self._run.first()

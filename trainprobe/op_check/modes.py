@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import torch
 
-from trainprobe.op_check.cases import Case, NotChecked, Tensor
+from trainprobe.op_check.cases import Case, NotChecked, Tensor, mapped
 from trainprobe.op_check.evaluate import Expected, Steps, expect
 from trainprobe.op_check.functions import api
 from trainprobe.op_check.judge import ONE_SIDED, Judgement, judge
 from trainprobe.op_check.measure import bounds
 from trainprobe.op_check.noise import UNIT
-from trainprobe.op_check.run import takes_mixed_formats
+from trainprobe.op_check.references import sum_of_products
+from trainprobe.op_check.run import named_tensors, takes_mixed_formats
 
 _PRODUCTS = frozenset(
     """
@@ -93,11 +94,26 @@ def _flushed(y: Tensor, expected: Expected) -> bool:
 def _rounded_inputs(case: Case, index: int, y: Tensor, found: Judgement, backward: bool) -> Judgement | None:
     if y.dtype != torch.float32 or api(case.name) not in _PRODUCTS:
         return None
-    for text, change in _INPUTS:
-        expected = expect(case, backward=backward, steps=Steps(change=change)).results[index]
+    for text, rounded in _INPUTS:
+        expected = expect(_with_factors(case, rounded), backward=backward).results[index]
         if expected is not None and judge(y, expected).outcome in ("exact", "rounding"):
             return replace(found, outcome="mode", reason=text)
     return None
+
+
+def _with_factors(case: Case, rounded: Callable[[Tensor], Tensor]) -> Case:
+    """Return the call with what it multiplies rounded; what it adds (a bias) is added as it is."""
+    known = sum_of_products(api(case.name))
+    added = [] if known is None else [t for name, t in named_tensors(case) if name in known.addends]
+
+    def given(t: Tensor) -> Tensor:
+        if not t.is_floating_point() or any(t is one for one in added):
+            return t
+        return rounded(t.detach().to(torch.float64)).to(t.dtype)
+
+    args, kwargs = mapped((tuple(case.args), dict(case.kwargs)), given)
+    gradients = None if case.gradients is None else [None if g is None else given(g) for g in case.gradients]
+    return replace(case, args=args, kwargs=kwargs, gradients=gradients)
 
 
 def _rounded_inside(

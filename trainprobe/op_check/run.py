@@ -20,7 +20,6 @@ from trainprobe.op_check.references import Sum, formulas, is_wide, known_roundin
 from trainprobe.op_check.references.matrices import by_norms
 
 SINGLE = 2.0**-24  # what kernels calculate in, for all formats up to float32
-Change = Callable[[Tensor], Tensor]
 Size = tuple[Tensor, float]  # how far a kernel may be off, in multiples of the second
 _NONE = torch.zeros(())
 
@@ -60,11 +59,6 @@ def _names_a_dtype(case: Case) -> bool:
     return any(found) or is_in_place(case.name) or "out" in case.kwargs
 
 
-def to_format(dtype: torch.dtype) -> Change:
-    """Return what rounds float64 numbers to a format."""
-    return lambda t: t.to(dtype).to(torch.float64)
-
-
 _EDGES: dict[Any, tuple[list[int | None] | None, str]] = {}
 _MOST_EDGES = 4096
 _ALGORITHMS = {"pinverse", "inverse", "cholesky", "cholesky_inverse", "cholesky_solve", "triangular_solve", "logdet", "det"}
@@ -72,12 +66,12 @@ _RESHAPES = {"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"}
 
 
 class Run:
-    """Evaluates one call in float64, again and again."""
+    """Evaluates one call in float64, again and again. low: the format that its inputs are rounded to first."""
 
-    def __init__(self, case: Case, backward: bool, changes: Sequence[Change]) -> None:
+    def __init__(self, case: Case, backward: bool, low: torch.dtype | None = None) -> None:
         self.case = case
         self.backward = backward
-        self.changes = changes
+        self.low = low
         self.edges: list[int | None] | None = None  # recorded gradient → which tensor argument it is of
         self.source = ""
         self.node = ""
@@ -144,7 +138,7 @@ class Run:
         wide = _format_of_sizes(accumulate) == torch.float64
 
         def given(t: Tensor) -> Tensor:
-            return self._widened(t, None) if wide or self.changes or t.dtype != torch.float32 else t.detach()
+            return self._widened(t, None) if wide or self.low is not None or t.dtype != torch.float32 else t.detach()
 
         with without_dispatch():
             args, kwargs = mapped((tuple(self.case.args), dict(self.case.kwargs)), given, _wide_dtype)
@@ -178,12 +172,8 @@ class Run:
     def _lengths(self, known: Sum, length: int) -> list[int]:
         """Return how many terms the gradient of each tensor argument adds up."""
         out = sum(g.numel() for g in self.case.gradients or () if g is not None)
-        names = [*_signature(self._callable()).parameters]
-        given = [*zip(names, self.case.args, strict=False), *self.case.kwargs.items()]
         return [
-            max(1, out * (1 if name in known.addends else length) // max(1, t.numel()))
-            for name, t in given
-            if isinstance(t, Tensor)
+            max(1, out * (1 if name in known.addends else length) // max(1, t.numel())) for name, t in named_tensors(self.case)
         ]
 
     def _evaluated(self, noise: Noise | None, move_inputs: bool, sizes: torch.dtype | None = None) -> list[Tensor | None]:
@@ -215,7 +205,7 @@ class Run:
     def _own(self, t: Tensor, noise: Noise | None, sizes: torch.dtype | None) -> Tensor:
         """Return an argument as the call takes it, in memory of its own."""
         if sizes is not None and t.is_floating_point():
-            return (t.abs() if t.dtype == sizes and not self.changes else self._widened(t, noise).abs()).to(sizes)
+            return (t.abs() if t.dtype == sizes and self.low is None else self._widened(t, noise).abs()).to(sizes)
         wide = self._widened(t, noise)
         return wide.clone() if wide.data_ptr() == t.data_ptr() else wide
 
@@ -226,9 +216,7 @@ class Run:
     def _widened(self, t: Tensor, noise: Noise | None) -> Tensor:
         if not t.is_floating_point():
             return t.to(torch.complex128) if t.is_complex() else t
-        wide = t.detach().to(torch.float64)
-        for change in self.changes:
-            wide = change(wide)
+        wide = (t.detach() if self.low is None else t.detach().to(self.low)).to(torch.float64)
         if noise is not None:
             unit = min(SINGLE, noise.accumulate)
             wide = wide * noise.draws.factors(wide, self._inputs_error(t, unit)) if unit else wide
@@ -352,11 +340,18 @@ def _pair(t: Tensor) -> tuple[Tensor, Tensor] | None:
 
 def recorded_edges(case: Case) -> list[int | None] | None:
     """Return which tensor argument each recorded gradient is of; None where that cannot be told."""
-    run = Run(case, True, [])
+    run = Run(case, True)
     return run._known_edges() if run._known() is not None else None
 
 
 _signature = cache(inspect.signature)  # of formulas
+
+
+def named_tensors(case: Case) -> list[tuple[str, Tensor]]:
+    """Return the tensor arguments of a call, with the names that its formula gives them."""
+    names = [*_signature(formulas()[api(case.name)]).parameters]
+    given = [*zip(names, case.args, strict=False), *case.kwargs.items()]
+    return [(name, t) for name, t in given if isinstance(t, Tensor)]
 
 
 def _format_of_sizes(accumulate: float) -> torch.dtype:
