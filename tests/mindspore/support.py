@@ -21,6 +21,7 @@ import numpy as np
 from mindspore import nn, ops
 
 from trainprobe.engine.capture.mindspore.cells import COMPILED
+from trainprobe.engine.capture.mindspore.graph_cells import CHANGES_BITS
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.storage.dumps.read import read
 from trainprobe.errors import PlanError
@@ -57,6 +58,7 @@ class Run:
     lines: list[str]
     slots: set[str]
     meanwhile: list[str]  # files that were there while a step was on
+    of_a_graph: bool
 
     @property
     def rank(self) -> Path:
@@ -131,7 +133,7 @@ def run(mode: int, output: Path, plan: dict[str, Any], inside: Callable[[Any, An
             meanwhile += [path.relative_to(output).as_posix() for path in output.rglob("*")]
             data = probe.end_step()
             slots |= {record.site.slot or record.site.name for record in data.records()} if data is not None else set()
-    return Run(output, probe.findings, lines, slots, meanwhile)
+    return Run(output, probe.findings, lines, slots, meanwhile, mode == GRAPH)
 
 
 Shows = Callable[[Run], bool]
@@ -208,6 +210,10 @@ CALLS: dict[str, tuple[dict[str, Any], Shows]] = {
     "recompute": ({"recompute": "skip"}, lambda r: size(r) == plain()),  # of cells that run again: tests/mindspore/test_model
     "native": ({"native": False}, lambda r: size(r) == plain()),
     "graph_callbacks": ({"graph_callbacks": True}, lambda r: size(r) == plain()),
+    "graph_callbacks: all": (
+        {"graph_callbacks": "all"},
+        lambda r: r.has("Cell.up.Dense.forward.0") and (CHANGES_BITS in [f.message for f in r.findings]) == r.of_a_graph,
+    ),
     "monitor: activations": ({"level": "off", "monitor": {"activations": True}}, lambda r: has_slot(r, "output")),
     "monitor: activation_gradients": (
         {"level": "off", "monitor": {"activation_gradients": True}},
@@ -305,11 +311,18 @@ TRIED_IN_A_GRAPH = (
     "monitor: activation_gradients",
 )
 OF_OPERATORS = ("level: mix", "ops")
+# the settings that have cells seen in a graph: tried there as they are
+OF_GRAPHS = {
+    "graph_callbacks": "yes, on a CPU",
+    "graph_callbacks: all": "yes, on a CPU; the last bits of the training may then be others, which is said",
+}
 
 
 @cache
 def of_calls_in_a_graph(name: str) -> str:
     """Return what becomes of calls in graph mode with `graph_callbacks`, where cells are seen, and without; "" if silent."""
+    if name in OF_GRAPHS:
+        return OF_GRAPHS[name] if tried(GRAPH, name) == "yes" else ""
     if name not in TRIED_IN_A_GRAPH:
         return of_calls_in_a_graph("level: L1" if name in OF_OPERATORS else "level: L0")
     with_callbacks = tried(GRAPH, name, graph_callbacks=True)
@@ -362,7 +375,8 @@ def rows() -> Iterator[tuple[str, str, str, str]]:
         here = [tried(PYNATIVE, name)]
         here.append(of_calls_in_a_graph(name) if name in CALLS and here[0] == "yes" else tried(GRAPH, name))
         assert all(here), f"{name} does nothing under MindSpore, and nobody says so: {here}"
-        yield f"`{name}`", "yes", *here
+        elsewhere = "no effect: it is about graphs of MindSpore" if name in OF_GRAPHS else "yes"
+        yield f"`{name}`", elsewhere, "no effect: cells are seen without it" if name in OF_GRAPHS else here[0], here[1]
     for name, why in WITHOUT_EFFECT.items():
         yield f"`{name}`", "yes", f"no effect: {why}", f"no effect: {why}"
     yield "**rules** (of the series that are recorded)", "", "", ""

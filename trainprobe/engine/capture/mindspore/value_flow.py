@@ -45,7 +45,7 @@ _MAY_PASS = frozenset(
     (
         *("reshape", "view", "transpose", "permute", "swapaxes", "cast", "astype", "to", "float", "half", "squeeze"),
         *("unsqueeze", "expand_dims", "expanddims", "flatten", "contiguous", "mean", "sum", "reducemean", "reducesum"),
-        *("identity"),
+        *("identity", "t"),
     )
 )
 _ARITHMETIC = {"add": ast.Add, "sub": ast.Sub, "mul": ast.Mult, "div": ast.Div, "realdiv": ast.Div}
@@ -382,6 +382,8 @@ class _Body:
             if holder.const is None:
                 for value in (holder, *given, *named.values()):
                     value.uses += 1
+                if not (holder.known or holder.argument) or not hasattr(Tensor, function.attr):
+                    return _Value()  # it may be a cell of a list
                 return self._reader.operator(function.attr.lower(), [holder, *given], named.values())
         callee = self._value(function)
         return self._reader.called(callee.const, given, named)
