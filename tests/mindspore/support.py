@@ -34,7 +34,7 @@ from trainprobe.watching import probe_class as probe_class_of
 DOC = Path(__file__).parents[2] / "docs/mindspore.md"
 BEGIN, END = "<!-- made by `python -m tests.mindspore.support` -->", "<!-- end of the table -->"
 PYNATIVE, GRAPH = ms.PYNATIVE_MODE, ms.GRAPH_MODE
-IN_A_GRAPH = "no: inside a graph Python sees no call"
+IN_A_GRAPH = "no: inside a graph Python sees no call; MindSpore itself dumps its kernels (`kernel-dump configure`)"
 CALLBACKS = "with `graph_callbacks`, on a CPU"
 
 

@@ -73,6 +73,9 @@ def test_two_equal_runs_agree_and_an_infinity_is_traced_to_the_batch(dumps: Path
     told = capsys.readouterr().out
     assert "Kernel.MatMul.0.forward, input.0, in block.up" in told
     assert "run_graph_dump.py" in told
+    page = dumps / "page.html"
+    assert main(["show", str(dumps / "one"), "-o", str(page)]) == 0
+    assert page.exists()
 
 
 def test_the_settings_of_a_plan_choose_step_kernels_and_outputs(dumps: Path) -> None:
