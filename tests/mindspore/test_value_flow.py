@@ -82,7 +82,7 @@ class Alias(Base):
 class UsedTwice(Base):
     def construct(self, x: Any) -> Any:
         y = self.a(x)
-        z = self.b(y)  # noqa: F841  # a use, although nobody takes the result
+        ops.print_(self.b(y))
         return y
 
 
