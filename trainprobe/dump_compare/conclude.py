@@ -135,10 +135,16 @@ def _is_a_weight(call: Call, value: Distance) -> bool:
 
 
 def _other_losses(calls: Sequence[Judged]) -> list[Judged]:
-    """Return backwards of the model that are given a gradient far from anything before: the loss is another there."""
+    """Return backwards of modules that are given a gradient far from anything before: the loss, or its gradient, is another.
+
+    Those that run within a module whose backward gives something are left out, as that tells whether the gradient is right.
+    """
+    modules = [one for one in calls if one.call.kind == "module" and one.call.phase == "backward"]
+    giving = {one.call.name for one in modules if any(value.result for value in one.values)}
+    backwards = {id(one) for one in modules if giving.isdisjoint(around.name for around in enclosing(one.call))}
     noise, found = 0.0, list[Judged]()
     for judged in calls:
-        if judged.call.kind == "module" and judged.call.name == ROOT and judged.call.phase == "backward":
+        if id(judged) in backwards:
             far = max((value.low for value in judged.values if not value.result), default=0.0)
             found += [judged] if far > SLACK * SLACK * max(noise, judged.own) else []
         noise = max([noise, *(value.low for value in judged.values if value.result and value.low < math.inf)])
