@@ -126,6 +126,7 @@ def _read_rank(path: Path) -> StoredStepData:
             raise FormatError(f"{path}: entry {name!r} cannot be read: {error}") from None
         calls.append(call)
         by_name[name] = call
+    calls = calls if head else _gradients_last(calls)
     try:
         states = list(_states(head, leaves))
         return _assemble(path, top, head, calls, by_name, leaves, notes, states)
@@ -135,6 +136,19 @@ def _read_rank(path: Path) -> StoredStepData:
         raise FormatError(f"{path}: entry {name!r} cannot be read: {error}") from None
     except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
         raise FormatError(f"{path}: its header cannot be read: {error}") from None
+
+
+def _gradients_last(calls: list[Call]) -> list[Call]:
+    """Return calls in the order of execution: up to 8.1 mindstudio-probe lists gradients of weights with their forwards."""
+    backwards = [i for i, call in enumerate(calls) if call.phase == "backward" and call.kind in ("module", "op")]
+    if not backwards:
+        return calls
+    early = [i for i in range(backwards[0]) if calls[i].kind == "parameter"]
+    if not early:
+        return calls
+    of_module = {calls[i].name: i for i in backwards if calls[i].kind == "module"}
+    places: dict[int, float] = {i: of_module.get(calls[i].name, backwards[-1]) + 0.5 for i in early}
+    return [calls[i] for i in sorted(range(len(calls)), key=lambda i: places.get(i, i))]
 
 
 def _assemble(
