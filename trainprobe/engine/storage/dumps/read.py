@@ -143,7 +143,8 @@ def _gradients_last(calls: list[Call]) -> list[Call]:
     backwards = [i for i, call in enumerate(calls) if call.phase == "backward" and call.kind in ("module", "op")]
     if not backwards:
         return calls
-    early = [i for i in range(backwards[0]) if calls[i].kind == "parameter"]
+    forwards = [i for i in range(backwards[0]) if calls[i].kind in ("module", "op")]
+    early = [i for i in range(max(forwards, default=0)) if calls[i].kind == "parameter"]
     if not early:
         return calls
     of_module = {calls[i].name: i for i in backwards if calls[i].kind == "module"}
