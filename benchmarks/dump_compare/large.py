@@ -69,7 +69,8 @@ def used(*arguments: str, program: str = sys.executable, quiet: bool = False) ->
     launch = [sys.executable, "-c", _LAUNCH, "/dev/null" if quiet else "", program, *arguments]
     ran = subprocess.run(launch, capture_output=True, text=True, check=True)
     *said, numbers = ran.stdout.strip().splitlines()
-    return Used(*json.loads(numbers), " ".join(said[-1:]))
+    cpu, wall, memory, code = json.loads(numbers)
+    return Used(cpu, wall, memory, code, " ".join(said[-1:]))
 
 
 def write_large(folder: Path, calls: int, *, differs_from: int = -1, seed: int = 0) -> Path:

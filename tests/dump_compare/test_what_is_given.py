@@ -78,6 +78,27 @@ def compared(tmp_path, capsys):
     return run
 
 
+class Larger(torch.autograd.Function):
+    """Gives what it is given, and a gradient that is half as large again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * 1.5
+
+
+@pytest.mark.parametrize("rounding", [0.0, 1e-6])
+def test_a_gradient_that_no_module_shows_is_named_where_it_is_given_to_one(compared, rounding):
+    """Also where the forwards before are apart by rounding. A module that shows its own gradient speaks for those within it."""
+    middles = lambda x: x.clone(), lambda x: Larger.apply(x * (1 + rounding))
+    code, said = compared({"middle": middles[0]}, {"middle": middles[1]}, level="L0")
+    assert code == 2, said
+    assert "the runs part at Module.a.Linear.backward.0 (step 0, micro-batch 0, rank 0): it is given something else" in said
+
+
 def attention(x: Tensor, **how: Any) -> Tensor:
     return functional.scaled_dot_product_attention(x[None], x[None], x[None], **how)[0]
 
