@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -205,3 +206,30 @@ def test_gradients_of_a_module_that_is_never_called_are_carried_by_the_one_that_
     same, other = {"middle": middle}, {"middle": deepcopy(middle), "batch": lambda *at: batch_of(*at) * 1.001}
     _, said = compared(same, other, level=level)
     assert "carried" in said and " bug" not in said.partition("calls:")[2].splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("noise", "bits", "code"), [(1e-6, "", 1), (0.0, "", 2), (1e-6, "00ff00ff00ff00ff", 2)], ids=["noise", "none", "bits"]
+)
+def test_whole_numbers_of_which_only_statistics_are_known_may_be_another_choice(tmp_path, capsys, noise, bits, code):
+    """Where nothing was apart before, or their bits are the same, they are the same and the result is a bug."""
+
+    def leaf(dtype: str, mean: float, bits: str = "") -> dict[str, Any]:
+        numbers = {"Max": 1.0, "Min": 0.0, "Mean": mean, "Norm": 2.0}
+        about = {"type": "torch.Tensor", "dtype": dtype, "shape": [4, 4], "requires_grad": False}
+        return {**about, **numbers, **({"checksum": bits} if bits else {})}
+
+    for side, more in (("a", 0.0), ("b", 1.0)):
+        chosen = leaf("torch.int64", 0.25, bits)
+        far = leaf("torch.float32", 0.5 * (1 + noise * more))
+        data = {
+            "Functional.linear.0.forward": {"input_args": [leaf("torch.float32", 0.5)], "input_kwargs": {}, "output": [far]},
+            "Tensor.sum.0.forward": {
+                "input_args": [chosen],
+                "input_kwargs": {},
+                "output": [leaf("torch.int64", 0.25 + 0.1 * more)],
+            },
+        }
+        (tmp_path / side).mkdir()
+        (tmp_path / side / "dump.json").write_text(json.dumps({"framework": "pytorch", "level": "L1", "data": data}))
+    assert main(["dump-compare", "-q", str(tmp_path / "a"), str(tmp_path / "b")]) == code, capsys.readouterr().out

@@ -162,7 +162,7 @@ def _explain(judged: Sequence[Judged]) -> None:
             for each in (key, key[:2]):
                 if one.given >= arrived.get(each, 0.0):
                     arrived[each] = one.given
-        if call.kind == "op" and _may_jump(one, noise):
+        if call.kind == "op" and (_may_jump(one, noise) or (noise > 0 and _is_unseen(one))):
             one.given = math.inf
         for value in one.values:
             if value.interval.low > 0 and value.result and noise < value.low < math.inf:
@@ -186,6 +186,15 @@ def _may_jump(one: Judged, noise: float) -> bool:
         return False
     unseen = any(not value.result and value.epsilon == 0 and value.interval.evidence == "statistics" for value in one.values)
     return one.given > 0 or (chooses and unseen and noise > 0)
+
+
+def _is_unseen(one: Judged) -> bool:
+    """Return whether an op is given whole numbers alone of which only statistics are known: those of any choice are the same.
+
+    Which experts tokens go to is one number for each, as many as before, with the same mean and norm.
+    """
+    given = [value for value in one.values if not value.result] if one.given == 0 else []
+    return bool(given) and all([value.epsilon == 0 and value.interval.evidence == "statistics" for value in given])  # noqa: C419
 
 
 @lru_cache(maxsize=4096)
