@@ -18,6 +18,7 @@ ROWS, COLUMNS = 4096, 4096  # of a tensor of float32: 64 MiB
 _RANK = Path("step0/rank0")
 _MEASURE = """
 import json, pathlib, sys, time
+import torch  # which reads .pt files; its import is no part of the reading
 from trainprobe.dump_compare.command import compare_rank
 from trainprobe.dump_compare.pairing import RankPair
 start = time.process_time()
