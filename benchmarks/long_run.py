@@ -3,7 +3,7 @@
     python -m benchmarks.long_run [--steps 10000] [--values 875]
 
 The run is made up: each value has a norm, an absmax, a mean and a share of zeros, which drift and shake, and one spikes.
-CPU seconds and largest memory of each command, which runs in a process of its own.
+CPU seconds, clock and largest memory of each command, which runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -53,16 +53,17 @@ def write(folder: Path, steps: int, values: int) -> float:
     return time.process_time() - before
 
 
-def measured(*command: str) -> tuple[float, float, int]:
-    """Return CPU seconds, largest memory in MB, and the exit code of a command of trainprobe."""
+def measured(*command: str) -> tuple[float, float, float, int]:
+    """Return CPU seconds, seconds on the clock, largest memory in MB, and the exit code of a command of trainprobe."""
     program = (
         "import resource, sys\nfrom trainprobe.cli import main\ncode = main(sys.argv[1:])\n"
         "used = resource.getrusage(resource.RUSAGE_SELF)\n"
         "print(used.ru_utime + used.ru_stime, used.ru_maxrss / 1024, code, file=sys.stderr)"
     )
+    begin = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", program, *command], capture_output=True, text=True, check=True)
     seconds, memory, code = done.stderr.split()[-3:]
-    return float(seconds), float(memory), int(code)
+    return float(seconds), time.perf_counter() - begin, float(memory), int(code)
 
 
 def main() -> None:
@@ -77,8 +78,8 @@ def main() -> None:
         each = f"{1e3 * seconds / chosen.steps:.2f} ms and {size / chosen.steps / 1e3:.1f} kB a step"
         print(f"written in {seconds:.1f} CPU s, {each}")
         for command in (["runs", name], ["judge", name], ["report", name, "--output", f"{name}/page.html"]):
-            seconds, memory, code = measured(*command)
-            print(f"{command[0]}: {seconds:.1f} CPU s, {memory:.0f} MB, exit code {code}")
+            seconds, clock, memory, code = measured(*command)
+            print(f"{command[0]}: {seconds:.1f} CPU s, {clock:.1f} s, {memory:.0f} MB, exit code {code}")
         print(f"page: {(folder / 'page.html').stat().st_size / 1e6:.1f} MB")
 
 
