@@ -25,6 +25,25 @@ model(torch.ones(3, 4)).sum().backward()
 optimizer.step()
 """
 
+OF_RANKS = """
+import os
+import sys
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 1))
+samples = torch.randn(8, 4).chunk(dist.get_world_size())[dist.get_rank()]
+parallel = torch.nn.parallel.DistributedDataParallel(model)
+if "wrong" in sys.argv and dist.get_rank() == 1:
+    model[2].weight.data.mul_(1.01)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+parallel(samples).mean().backward()
+optimizer.step()
+dist.destroy_process_group()
+"""
+
 
 def test_the_matrix_names_the_pairs_that_agree_and_where_the_others_part(tmp_path, capsys):
     script, output = tmp_path / "train.py", tmp_path / "out"
@@ -45,6 +64,21 @@ def test_the_matrix_names_the_pairs_that_agree_and_where_the_others_part(tmp_pat
     assert "broken ended with exit code 1; it printed last:\n  no such layout" in said.err
     assert main(["parity", *asked, "--output", str(output), "--launcher", sys.executable, "--", str(script)]) == 3
     assert "nothing is overwritten" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_layouts_of_several_ranks_are_started_and_joined(tmp_path, capsys):
+    script = tmp_path / "train.py"
+    script.write_text(OF_RANKS)
+    layouts = [word for layout in ("one=1", "two=2", "spoiled=2 wrong") for word in ("-l", layout)]
+    assert main(["parity", *layouts, "--output", str(tmp_path / "out"), "--", str(script)]) == 2
+    said = capsys.readouterr()
+    table = [line.split() for line in said.out.splitlines()[:3]]
+    assert table == [["two", "spoiled"], ["one", "rounding", "differ"], ["two", "differ"]], said
+    for pair in ("A one, B spoiled", "A two, B spoiled"):
+        first = next(line for line in said.out.splitlines() if line.startswith(pair))
+        assert "2.weight" in first or "Module.2.Linear" in first
+        assert "rank 1" in first
 
 
 def test_a_layout_is_a_name_a_number_of_ranks_and_arguments():

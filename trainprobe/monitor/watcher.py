@@ -222,9 +222,13 @@ def _came_from(finding: Finding, origin: Finding) -> bool:
 
 
 def _reaching(finding: Finding, ranks: Set[int]) -> Finding:
-    """Return the finding of the ranks that made a non-finite value, with those that it reached."""
+    """Return the finding of the ranks that made a non-finite value, with those that it reached.
+
+    What a collective handed to all ranks, and none of them made, the collective made: a sum that overflows.
+    """
     if not ranks:
-        return finding
+        every = _is_handed_over(finding) and finding.place is not None and len(ranks_of(finding)) == finding.place.world_size
+        return replace(finding, message=f"{finding.message}; no rank gave it, the collective made it") if every else finding
     made, reached = (f"rank{'s' if len(each) > 1 else ''} {spans(sorted(each))}" for each in (ranks_of(finding), ranks))
     message = f"{finding.message}; {made} made it, and it reached {reached}"
     return replace(finding, ranks=tuple(sorted({*ranks_of(finding), *ranks})), message=message)

@@ -1,4 +1,7 @@
-"""A training on two ranks in which rank 1 takes the logarithm of negative numbers in step 3."""
+"""A training on two ranks in which rank 1 takes the logarithm of negative numbers in step 3.
+
+Or, with `sum` as the third argument, one in which a sum over both ranks overflows there.
+"""
 
 import sys
 
@@ -45,12 +48,17 @@ def main() -> None:
     torch.manual_seed(0)
     model = nn.parallel.DistributedDataParallel(Net())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    sums = sys.argv[3:] == ["sum"]
     plan = {"output": sys.argv[2], "level": sys.argv[1], "step": [0, 1, 2, 3, 4], "task": "statistics", "console": False}
     with trainprobe.watch(model, optimizer, plan=plan) as probe:
         for step in range(5):
             x = torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(10 * step + rank))
             with probe.step():
-                loss = model(x, step == 3 and rank == 1).square().mean()
+                loss = model(x, step == 3 and rank == 1 and not sums).square().mean()
+                if sums:
+                    scale = torch.full((2,), 3e38 if step == 3 else 1.0)
+                    dist.all_reduce(scale)
+                    loss = loss * scale.mean()
                 probe.note("loss", loss.item())
                 optimizer.zero_grad()
                 loss.backward()

@@ -156,7 +156,24 @@ def _judge_and_report_say_the_same(run, told, capsys):
     capsys.readouterr()
     shown = page.read_text()
     assert "rank 1 made it, and it reached rank 0" in shown
-    assert "it came from another rank" not in shown
+    assert "another rank gave it" not in shown
+
+
+def test_a_sum_over_ranks_that_overflows_is_made_by_the_collective(tmp_path, capsys):
+    launch("../monitor/nan_trace/nan_on_one_rank.py", 2, "mix", str(tmp_path / "run"), "sum", folder=tmp_path)
+    code, told, text = traced(tmp_path / "run", capsys)
+    assert (code, told["step"], told["first"]["at"]["kind"], told["first"]["origin"]) == (1, 3, "collective", "made")
+    assert told["first"]["what"] == "infinity"
+    assert "Distributed.all_reduce" in text
+    assert "what all ranks gave was finite, the collective made it; rank 1 made one at the same place" in text
+    assert main(["judge", str(tmp_path / "run"), "--json"]) == 1
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    (finding,) = [each for each in found if each["rule"] == "nonfinite"]
+    assert finding["step"] == 3
+    assert finding["message"].endswith("no rank gave it, the collective made it")
+    code, told, text = traced(tmp_path / "run" / "step3" / "rank0", capsys)
+    assert (code, told["first"]["origin"]) == (1, "handed")
+    assert "record all ranks" in text
 
 
 def test_steps_that_only_the_monitor_saw_are_looked_at_too(tmp_path, capsys):

@@ -96,7 +96,9 @@ def _how(first: RankTrace, found: RunTrace) -> str:
     also = [
         trace.at.rank for trace in found.ranks if trace is not first and trace.kind == "made" and trace.address == first.address
     ]
-    return f"{first.how}{f'; ranks {spans(sorted(also))} made one at the same place' if also else ''}"
+    if not also:
+        return first.how
+    return f"{first.how}; rank{'s' if len(also) > 1 else ''} {spans(sorted(also))} made one at the same place"
 
 
 def _about_call(trace: RankTrace) -> Iterator[str]:

@@ -1,13 +1,14 @@
 """Where the first NaN or infinity of a step arose on each rank, and which rank made what the others were handed.
 
 Each rank is traced by itself, as the rule `nonfinite` does it. A rank whose first bad value is the result of a collective, or
-what its model was given, did not make it where another rank did. What stands in constants and masks alone does not count.
+what its model was given, did not make it where another rank did. Where all ranks were recorded and none made it, the collective
+did: a sum that overflows. What stands in constants and masks alone does not count.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -57,7 +58,7 @@ def trace_run(steps: Iterable[list[RankStep]]) -> tuple[RunTrace | None, int]:
         traces = [trace for here in ranks if (trace := trace_rank(here)) is not None]
         looked += found is None
         if found is None and traces:
-            found = _of_step(traces, before)
+            found = _of_step(_made_by_collectives(traces, ranks), before)
         elif found is not None:
             reached = {trace.at.rank for trace in found.ranks}
             later |= {trace.at.rank: trace for trace in traces if trace.at.rank not in reached | later.keys()}
@@ -66,6 +67,14 @@ def trace_run(steps: Iterable[list[RankStep]]) -> tuple[RunTrace | None, int]:
         if found is not None and (behind == FOLLOWED or len(found.ranks) + len(later) >= len(ranks)):
             break
     return (None if found is None else RunTrace(found.step, found.first, found.ranks, [*later.values()])), looked
+
+
+def _made_by_collectives(traces: Sequence[RankTrace], ranks: Sequence[RankStep]) -> Sequence[RankTrace]:
+    """Return the traces, with what collectives handed over as made by these, where no rank of the whole run had it before."""
+    missing = ranks[0].frame.place.world_size - len({here.rank for here in ranks})
+    if missing > 0 or any(trace.kind != "handed" for trace in traces):
+        return traces
+    return [replace(trace, kind="made", how="what all ranks gave was finite, the collective made it") for trace in traces]
 
 
 def _of_step(traces: Sequence[RankTrace], before: Sequence[RankStep]) -> RunTrace:

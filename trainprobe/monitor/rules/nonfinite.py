@@ -325,7 +325,7 @@ def _is_recorded(forward: Iterable[Address]) -> bool:
 
 def _how(address: Address, entered: bool, addresses: list[Address]) -> str:
     if address.kind == "collective":
-        return "what this rank gave was finite, so it came from another rank"
+        return "what this rank gave was finite: another rank gave it, or a sum overflowed"
     if address.kind == "scalar":
         return "everything else that was collected in this step is finite"
     if address.phase == "optimizer":
