@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
-import orjson
 import torch
 
+import trainprobe
 from benchmarks.dump_compare.large import Used, used
 
 ROWS, COLUMNS = 4096, 4096  # of a tensor of float32: 64 MiB
@@ -28,10 +29,24 @@ print(time.process_time() - start, {one.outcome for one in judged}, {v.interval.
 
 
 def measure(folder: Path, tensors: int = 7, repeats: int = 5) -> Iterator[str]:
-    """Yield a line a comparison, then the medians."""
-    with ProcessPoolExecutor(1, get_context("spawn")) as apart:  # what it takes to write them is no part of this process
-        a, b = (apart.submit(_write, folder / side, tensors, noise).result() for side, noise in (("a", 0.0), ("b", 1e-6)))
-    files = [path for side in (a, b) for path in sorted((side / "dump_tensor_data").iterdir())]
+    """Yield a line a comparison, then the medians: of one file a step, as the probe writes by default, and of `.pt` files."""
+    for form in ("safetensors", "pt"):
+        with ProcessPoolExecutor(1, get_context("spawn")) as apart:  # what it takes to write them is no part of this process
+            made = [
+                apart.submit(_write, folder / form / side, tensors, noise, form) for side, noise in (("a", 0.0), ("b", 1e-6))
+            ]
+            a, b = (side.result() for side in made)
+        yield f"{form}:"
+        yield from _measure(a, b, repeats)
+    peer = os.environ.get("TRAINPROBE_MSPROBE_PYTHON")
+    if peer:
+        paths = ["-tp", str(a / "dump.json"), "-gp", str(b / "dump.json"), "-o", str(folder / "theirs")]
+        theirs = used("-m", "msprobe.msprobe", "compare", *paths, program=peer)
+        yield f"msprobe compare: {_told(theirs)}, exit code {theirs.code}"
+
+
+def _measure(a: Path, b: Path, repeats: int) -> Iterator[str]:
+    files = [path for side in (a, b) for path in sorted(side.rglob("*")) if path.is_file() and path.stat().st_size > 1 << 20]
     size = sum(path.stat().st_size for path in files) / 1e9
     used("-c", _MEASURE, str(a), str(b))  # the files are in the cache from here on
     rates: list[tuple[float, float]] = []
@@ -48,36 +63,25 @@ def measure(folder: Path, tensors: int = 7, repeats: int = 5) -> Iterator[str]:
     yield f"median of {repeats}: {middle:.2f} of what cat reads a second of CPU"
     command = used("-m", "trainprobe", "dump-compare", "-q", str(a), str(b))
     yield f"the command, from its start to its end: {_told(command)}, exit code {command.code}"
-    peer = os.environ.get("TRAINPROBE_MSPROBE_PYTHON")
-    if peer:
-        paths = ["-tp", str(a / "dump.json"), "-gp", str(b / "dump.json"), "-o", str(folder / "theirs")]
-        theirs = used("-m", "msprobe.msprobe", "compare", *paths, program=peer)
-        yield f"msprobe compare: {_told(theirs)}, exit code {theirs.code}"
 
 
 def _told(command: Used) -> str:
     return f"{command.cpu:.1f} s of CPU, {command.wall:.1f} s, {command.memory:.0f} MiB"
 
 
-def _write(side: Path, tensors: int, noise: float) -> Path:
-    """Write a dump of calls that give one tensor each; return its rank's folder."""
-    rank = side / _RANK
-    (rank / "dump_tensor_data").mkdir(parents=True, exist_ok=True)
+def _write(side: Path, tensors: int, noise: float, form: str) -> Path:
+    """Record calls that give one tensor each; return the folder of their rank."""
     generator = torch.Generator().manual_seed(0)
-    data: dict[str, object] = {}
-    for i in range(tensors):
-        name = f"Functional.linear.{i}.forward"
-        tensor = torch.randn(ROWS, COLUMNS, generator=generator)
-        tensor = tensor + noise * tensor.flip(0) if noise else tensor
-        file = f"{name}.output.0.pt"
-        torch.save(tensor, rank / "dump_tensor_data" / file)
-        numbers = {"Max": tensor.max(), "Min": tensor.min(), "Mean": tensor.mean(), "Norm": tensor.norm()}
-        about = {"type": "torch.Tensor", "dtype": "torch.float32", "shape": [ROWS, COLUMNS]}
-        leaf = {**about, **{key: float(x) for key, x in numbers.items()}, "requires_grad": True, "data_name": file}
-        data[name] = {"input_args": [], "input_kwargs": {}, "output": [leaf]}
-    where = str(rank / "dump_tensor_data")
-    head = {"task": "tensor", "level": "L1", "framework": "pytorch", "dump_data_dir": where, "data": data}
-    (rank / "dump.json").write_bytes(orjson.dumps(head))
-    (rank / "construct.json").write_bytes(orjson.dumps({}))
-    (rank / "stack.json").write_bytes(orjson.dumps({"0": [list(data), ["File model.py, line 1, in forward, \n return x"]]}))
-    return rank
+    plan: Any = {
+        "level": "L1",
+        "task": "tensor",
+        "data": ["output"],
+        "ops": ["Torch.add"],
+        "tensor_format": form,
+        "output": side,
+    }
+    with trainprobe.watch(torch.nn.Identity(), **plan, console=False, sinks=["dump"]) as probe, probe.step():
+        for _ in range(tensors):
+            tensor = torch.randn(ROWS, COLUMNS, generator=generator)
+            torch.add(tensor, tensor.flip(0), alpha=noise)
+    return side / _RANK
