@@ -203,6 +203,14 @@ def test_tensor_list_knows_the_classes_of_modules_and_full_names(text: str, save
     assert not plan.detail_for("op", "Functional.linear_x").wants_tensor
 
 
+def test_tensor_list_changes_nothing_where_all_tensors_are_stored() -> None:
+    plan = load_plan({"task": "tensor", "level": "mix", "tensor": {"list": ["relu"], "tensor_list": ["linear"]}})
+    assert plan.tensor_entries == ()
+    assert [note for note in plan.notes if "tensor_list" in note] == [
+        "plan: tensor.tensor_list: not used, as there: the values of all that is selected are stored"
+    ]
+
+
 def test_what_a_task_that_is_replaced_selects_is_taken_over_and_the_rest_is_told() -> None:
     plan = load_plan({"task": "run_ut", "run_ut": {"white_list": ["conv1d"], "black_list": ["relu"], "rank_list": []}})
     assert (plan.task, plan.entries) == ("tensor", ("conv1d",))

@@ -23,7 +23,7 @@ _ONLINE = ("online_run_ut", "online_run_ut_recompute", "nfs_path", "tls_path", "
 _SECTIONS = {
     "statistics": _SELECTING | {"tensor_list", "summary_mode", "slice", "request_id", "device", "precision"},
     "tensor": _SELECTING
-    | {"summary_mode", "slice", "request_id", "bench_path", "diff_nums", "file_format", "device", *_ONLINE},
+    | {"tensor_list", "summary_mode", "slice", "request_id", "bench_path", "diff_nums", "file_format", "device", *_ONLINE},
     "nan_check": _SELECTING | {"tensor_list"},
     "structure": _SELECTING,
 }
@@ -276,6 +276,9 @@ def _selection(out: Translation, section: Mapping[str, Any], task: str) -> None:
         _list(out, out.texts(names, f"{task}.list"), f"{task}.list", whole=bool(section.get("scope")))
     if names := section.get("tensor_list"):
         key = f"{task}.tensor_list"
+        if task == "tensor":
+            out.note(key, "not used, as there: the values of all that is selected are stored")
+            return
         out.fields["tensor_entries"] = [_saved(out, name, key) for name in out.texts(names, key)]
 
 
