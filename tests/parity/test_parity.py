@@ -35,10 +35,12 @@ dist.init_process_group("gloo")
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 1))
 samples = torch.randn(8, 4).chunk(dist.get_world_size())[dist.get_rank()]
+if "frozen" in sys.argv:
+    model[2].bias.requires_grad_(False)
 parallel = torch.nn.parallel.DistributedDataParallel(model)
 if "wrong" in sys.argv and dist.get_rank() == 1:
     model[2].weight.data.mul_(1.01)
-optimizer = torch.optim.SGD(model.parameters(), 0.1)
+optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
 parallel(samples).mean().backward()
 optimizer.step()
 dist.destroy_process_group()
@@ -70,15 +72,24 @@ def test_the_matrix_names_the_pairs_that_agree_and_where_the_others_part(tmp_pat
 def test_layouts_of_several_ranks_are_started_and_joined(tmp_path, capsys):
     script = tmp_path / "train.py"
     script.write_text(OF_RANKS)
-    layouts = [word for layout in ("one=1", "two=2", "spoiled=2 wrong") for word in ("-l", layout)]
-    assert main(["parity", *layouts, "--output", str(tmp_path / "out"), "--", str(script)]) == 2
+    layouts = [word for layout in ("one=1", "two=2", "spoiled=2 wrong", "less=2 frozen") for word in ("-l", layout)]
+    assert main(["parity", *layouts, "--output", str(tmp_path / "out"), "--", str(script)]) == 3
     said = capsys.readouterr()
-    table = [line.split() for line in said.out.splitlines()[:3]]
-    assert table == [["two", "spoiled"], ["one", "rounding", "differ"], ["two", "differ"]], said
+    table = [line.split() for line in said.out.splitlines()[:4]]
+    assert table == [
+        ["two", "spoiled", "less"],
+        ["one", "rounding", "differ", "incomplete"],
+        ["two", "differ", "incomplete"],
+        ["spoiled", "differ"],
+    ], said
     for pair in ("A one, B spoiled", "A two, B spoiled"):
         first = next(line for line in said.out.splitlines() if line.startswith(pair))
         assert "2.weight" in first or "Module.2.Linear" in first
         assert "rank 1" in first
+    for layout, side in (("one", "A"), ("less", "B")):  # one process without the gradient that the other layout has
+        others = str(tmp_path / "out" / ("less" if layout == "one" else "one"))
+        assert main(["dump-compare", str(tmp_path / "out" / layout), others]) == 3
+        assert f"gradients of 1 parameters are in {side} alone; the first is that of 2.bias" in capsys.readouterr().out
 
 
 def test_a_layout_is_a_name_a_number_of_ranks_and_arguments():

@@ -67,7 +67,7 @@ def compare_layouts(
     maker = _Maker(tables, sides, known, rename, structure)
     tables[0].rename(rename)
     pairs = maker.pairs()
-    add_states(pairs, sides, lambda name: renamed_parameter(name, rename), structure.fused)
+    alone = add_states(pairs, sides, lambda name: renamed_parameter(name, rename), structure.fused)
     places = [CallPair(i, pair.a, pair.b) for i, pair in enumerate(pairs)]
     for i, side in enumerate(sides):
         side.calls += [call for pair in places if (call := (pair.a, pair.b)[i]) is not None]
@@ -78,9 +78,10 @@ def compare_layouts(
     made = {name: each(at, judged, sides) for name, each in make.items()}
     notes = [said, *([summed] if summed else []), *structure.note(), *maker.notes()]
     frameworks = a[0].step_data.framework, b[0].step_data.framework
-    return Compared(
-        at, judged, *frameworks, unread, notes, made, joined=True, by_structure=structure.evidence()
-    ), maker.missing()
+    return Compared(at, judged, *frameworks, unread, notes, made, joined=True, by_structure=structure.evidence()), [
+        *maker.missing(),
+        *alone,
+    ]
 
 
 class _Maker:
@@ -100,6 +101,7 @@ class _Maker:
         self._unjoined: dict[str, None] = {}
         self._blind: dict[str, None] = {}  # values of which a dump holds nothing, and why
         self._alone: list[dict[str, Key]] = [{}, {}]
+        self._values_alone: list[dict[str, None]] = [{}, {}]  # of calls that both sides have
         self._parents: list[dict[tuple[str, str, int, int], Call]] = [{}, {}]
         self._operators = OperatorPairs(tables, sides)
         self._cuts = cuts_of_weights(sides, lambda name: renamed_parameter(name, rename))
@@ -193,6 +195,12 @@ class _Maker:
         found = [parts_of(of, pieces, key, table) for (of, pieces), table in zip((a, b), self._tables, strict=True)]
         values: list[dict[str, Value]] = [{}, {}]
         classes = [first_of(of, pieces).cls for of, pieces in (a, b)]
+        for i, mine in enumerate(found):
+            self._values_alone[i].update(
+                dict.fromkeys(
+                    f"{slot} of {_text(key)}" for slot, parts in mine.items() if slot not in found[1 - i] and _held(parts)
+                )
+            )
         for slot, parts in found[0].items():
             others = found[1].get(slot)
             if others is not None and _role(key, slot) == "weight" and not (_held(parts) and _held(others)):
@@ -230,8 +238,12 @@ class _Maker:
         return call
 
     def missing(self) -> list[str]:
-        """Return a sentence for each side that has calls which the other has not."""
-        return self._alone_sentences("parameter", False)
+        """Return sentences on each side that has calls, or values of calls, which the other has not."""
+        values = [(side, alone) for side, alone in zip("AB", self._values_alone, strict=True) if alone]
+        return [
+            *self._alone_sentences("parameter", False),
+            *(f"{len(alone)} values are in {side} alone; the first is {next(iter(alone))}" for side, alone in values),
+        ]
 
     def _alone_sentences(self, kind: str, of_kind: bool) -> list[str]:
         """Return a sentence for each side with keys in it alone: those of one kind, or all others.

@@ -221,8 +221,8 @@ def _fingerprints(table: Table) -> dict[Piece, Hashable]:
 def values_of(heres: Sequence[Here]) -> dict[str, list[tuple[Here, Value]]]:
     """Return slot → the values that the ranks of one stage have there.
 
-    A module that spans stages is given its inputs in the first and gives its outputs in the last. Gradients of a weight that
-    stages share are those of all stages.
+    A module that spans stages is given its inputs in the first and gives its outputs in the last; what others have is handed
+    from stage to stage. Gradients of a weight that stages share are those of all stages.
     """
     if heres and heres[0].call.kind == "parameter":
         shared: dict[str, list[tuple[Here, Value]]] = defaultdict(list)
@@ -234,7 +234,14 @@ def values_of(heres: Sequence[Here]) -> dict[str, list[tuple[Here, Value]]]:
     for here in heres:
         for slot, value in slots(here.call):
             found[slot][here.stage].append((here, value))
-    return {slot: of[max(of) if slot.startswith(("output", "grad_output")) else min(of)] for slot, of in found.items()}
+    stages = [here.stage for here in heres]
+
+    def shown(slot: str) -> int:
+        if slot.startswith("parameters"):
+            return min(found[slot])
+        return max(stages) if slot.startswith(("output", "grad_output")) else min(stages)
+
+    return {slot: of[shown(slot)] for slot, of in found.items() if shown(slot) in of}
 
 
 def order_of(heres: Sequence[Here], micro: int, table: Table) -> tuple[int, ...]:

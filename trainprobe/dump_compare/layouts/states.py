@@ -9,6 +9,7 @@ from dataclasses import replace
 from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.layouts.cuts import Cut, cut_of_boxes
 from trainprobe.dump_compare.layouts.fused import fused_states
+from trainprobe.dump_compare.layouts.grouping import owner_of
 from trainprobe.dump_compare.layouts.joined import Join, JoinedSide, Part
 from trainprobe.dump_compare.layouts.rectangles import box_of
 from trainprobe.dump_compare.layouts.splits import by_boxes
@@ -24,10 +25,11 @@ def add_states(
     sides: tuple[JoinedSide, JoinedSide],
     rename: Callable[[str], str] = str,
     fused: Sequence[Fused] = (),
-) -> None:
+) -> list[str]:
     """Put the weights before all calls, and the gradients that the optimizer steps with behind them.
 
-    rename: is given each name of A's parameters. fused: modules of one side that are several of the other.
+    Returns a sentence for what one side alone holds. rename: is given each name of A's parameters. fused: modules of one side
+    that are several of the other.
     """
     held = [held_values(side.ranks) for side in sides]
     made_of: dict[str, list[CallPair]] = {slot: [] for slot in _SLOTS}
@@ -44,6 +46,23 @@ def add_states(
         made_of[slot] += [_pair(sides, names, slot, joins) for names, joins in fused_states(fused, held, slot)]
     weights, unclipped, stepped = (made_of[slot] for slot in _SLOTS)
     pairs[:] = [*weights, *pairs, *unclipped, *stepped]
+    return _alone(({rename(name): slots for name, slots in held[0].items()}, held[1]))
+
+
+def _alone(held: tuple[Mapping[str, Mapping[str, object]], Mapping[str, Mapping[str, object]]]) -> list[str]:
+    """Return a sentence for each side with weights or gradients of its own, of modules of which both sides hold some.
+
+    A stage of a pipeline may hold a copy of a weight that one process has once, in a module without weights there.
+    """
+    said: list[str] = []
+    for what, slots in (("weights", _SLOTS[:1]), ("gradients", _SLOTS[1:])):
+        names = [{name for name, of in side.items() if any(slot in of for slot in slots)} for side in held]
+        modules = {owner_of(name) for name in names[0]} & {owner_of(name) for name in names[1]}
+        for side, mine, others in (("A", *names), ("B", *names[::-1])):
+            lone = [name for name in held["AB".index(side)] if name in mine - others and owner_of(name) in modules]
+            if lone:
+                said.append(f"{what} of {len(lone)} parameters are in {side} alone; the first is that of {lone[0]}")
+    return said
 
 
 def _pair(sides: tuple[JoinedSide, JoinedSide], names: tuple[str, str], slot: str, joins: Sequence[Join]) -> CallPair:
