@@ -19,7 +19,7 @@ from trainprobe.monitor.report import write_page
 from trainprobe.monitor.report.from_run import collect_histories, view_of
 from trainprobe.monitor.report.run_view import RunView
 from trainprobe.monitor.run_folder import read_findings, read_frames
-from trainprobe.monitor.two_runs import add_run, departures, first_departure
+from trainprobe.monitor.two_runs import add_run, departures, first_departure, notes_on
 from trainprobe.monitor.watcher import judge_run
 
 
@@ -82,9 +82,10 @@ def _with_another_run(
     there, third = _histories(other), _histories(floor) if floor is not None else None
     found = departures(histories, there, third)
     first = first_departure(found, name, third is not None)
-    sentence = first.message if first is not None else f"no series differs from {name} by more than rounding explains"
-    console.print(sentence, markup=False)
-    return add_run(view, view_of(name, there, [], {}), name, found, first)
+    notes = notes_on(histories, there, name, found)
+    for sentence in (*([first.message] if first is not None else []), *notes):
+        console.print(sentence, markup=False)
+    return add_run(view, view_of(name, there, [], {}), name, found, first, notes)
 
 
 def _histories(folder: Path) -> dict[int, History]:

@@ -10,7 +10,7 @@ same time.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import getitem
@@ -18,6 +18,7 @@ from operator import getitem
 import numpy as np
 import numpy.typing as npt
 
+from trainprobe.engine.core.findings import spans
 from trainprobe.engine.core.records import Finding, Place
 from trainprobe.monitor.frames import Series
 from trainprobe.monitor.history import History
@@ -96,6 +97,31 @@ def _floor(steps: npt.NDArray[np.int64], curve: Curve, third: Curve | None) -> F
     return np.maximum(_MODEL, largest[at])
 
 
+def notes_on(a: Histories, b: Histories, name: str, found: Sequence[Departure]) -> list[str]:
+    """Return sentences beside the first departure: that there is none, and what one run alone holds. name: of b."""
+    ranks = sorted(a.keys() & b.keys())
+    series = [{(rank, one) for rank in ranks for one in _by_series(side[rank])} for side in (a, b)]
+    steps = [{int(step) for rank in ranks for step in side[rank].steps} for side in (a, b)]
+    for what, mine, theirs in (("rank", a.keys(), b.keys()), ("series", *series), ("step", *steps)):
+        if not mine & theirs:
+            return [f"nothing was compared: no {what} of this run is in {name}"]
+    notes = [] if found else [f"no series differs from {name} by more than rounding explains"]
+    for side, (mine, theirs) in (("this run", (0, 1)), (name, (1, 0))):
+        lone = _told((a, b)[mine].keys() - (a, b)[theirs].keys(), series[mine] - series[theirs], steps[mine] - steps[theirs])
+        notes += [f"not compared, as {side} alone has them: {lone}"] if lone else []
+    return notes
+
+
+def _told(ranks: Set[int], series: Set[tuple[int, Series]], steps: Set[int]) -> str:
+    names = sorted({str(one) for _, one in series})
+    found = [
+        f"rank{'s' if len(ranks) > 1 else ''} {spans(sorted(ranks))}" if ranks else "",
+        f"{len(names)} series (such as {names[0]})" if names else "",
+        f"step{'s' if len(steps) > 1 else ''} {spans(sorted(steps))}" if steps else "",
+    ]
+    return ", ".join(part for part in found if part)
+
+
 def first_departure(found: Sequence[Departure], other: str, measured: bool) -> Finding | None:
     """Return the first place where two runs part, of one step the earliest in the step."""
     if not found:
@@ -114,7 +140,9 @@ def _finding(one: Departure, other: str, measured: bool) -> Finding:
     return Finding("two_runs", "warning", message, one.step, Place(one.rank), address.site(), one.a, one.b, one.floor)
 
 
-def add_run(view: RunView, other: RunView, name: str, found: Sequence[Departure], finding: Finding | None) -> RunView:
+def add_run(
+    view: RunView, other: RunView, name: str, found: Sequence[Departure], finding: Finding | None, notes: Sequence[str]
+) -> RunView:
     """Return the page of a run with another run on it: its curves, maps of the distances, and what leaves the floor."""
     scalars: dict[str, Curve] = {}
     for label, curve in view.scalars.items():
@@ -131,12 +159,9 @@ def add_run(view: RunView, other: RunView, name: str, found: Sequence[Departure]
     ]
     heads = ["series", "rank", "from step", "here", name, "apart", "rounding explains"]
     table = [Table(f"What leaves the floor first: {len(found)} series differ from {name}", heads, rows)] if rows else []
-    notes = (
-        view.notes if finding is not None else [*view.notes, f"no series differs from {name} by more than rounding explains"]
-    )
     findings = [*view.findings, finding] if finding is not None else view.findings
     tables = [*table, *view.tables]
-    return replace(view, scalars=scalars, metrics=metrics, findings=findings, tables=tables, notes=notes)
+    return replace(view, scalars=scalars, metrics=metrics, findings=findings, tables=tables, notes=[*view.notes, *notes])
 
 
 def _map(a: Metric, b: Metric, name: str) -> Metric | None:

@@ -13,16 +13,16 @@ from trainprobe.cli import main
 CHANGED = 6  # the step whose update is another
 
 
-def trained(folder, *, change=False, threads=1) -> str:
+def trained(folder, *, change=False, threads=1, steps=10, **monitor) -> str:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 4))
         optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-        plan = {"output": str(folder), "monitor": {"gradients": True, "parameters": True}, "console": False}
+        plan = {"output": str(folder), "monitor": {"gradients": True, "parameters": True, **monitor}, "console": False}
         with trainprobe.watch(model, optimizer, plan=plan) as probe:
-            for step in range(10):
+            for step in range(steps):
                 x = torch.randn(32, 64, generator=torch.Generator().manual_seed(step))
                 with probe.step():
                     loss = model(x).square().mean()
@@ -72,6 +72,25 @@ def test_runs_that_differ_by_rounding_have_no_such_step(runs, tmp_path, capsys):
     for other, floor in (("threads", []), ("threads", ["--floor", runs["repeat"]]), ("healthy", [])):
         assert main(["report", runs["healthy"], "--beside", runs[other], *floor, "-o", str(tmp_path / "page.html")]) == 0
         assert "by more than rounding explains" in capsys.readouterr().out
+
+
+def test_what_one_run_alone_holds_is_told_and_nothing_in_common_is_no_agreement(runs, tmp_path, capsys):
+    less = trained(tmp_path / "less", steps=8, parameters=False)
+    for a, b, alone in ((runs["healthy"], less, "this run"), (less, runs["healthy"], "healthy")):
+        assert main(["report", a, "--beside", b, "-o", str(tmp_path / "page.html")]) == 0
+        said = capsys.readouterr().out
+        assert "by more than rounding explains" in said
+        assert f"not compared, as {alone} alone has them: 6 series (such as 0.bias value_after norm), steps 8, 9" in said
+        assert f"as {alone} alone has them" in (tmp_path / "page.html").read_text()
+    other = tmp_path / "other"
+    with trainprobe.watch(nn.Identity(), plan={"output": str(other), "monitor": True, "console": False}) as probe:
+        for step in range(4):
+            with probe.step():
+                probe.note("reward", float(step))
+    assert main(["report", less, "--beside", str(other), "-o", str(tmp_path / "page.html")]) == 0
+    said = capsys.readouterr().out
+    assert "nothing was compared: no series of this run is in other" in said
+    assert "by more than rounding explains" not in said
 
 
 def test_a_floor_needs_another_run(runs, tmp_path, capsys):
