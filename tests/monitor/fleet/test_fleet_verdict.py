@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -156,6 +157,22 @@ def test_a_damaged_file_costs_its_rank_alone(tmp_path, capsys):
     assert code == 1
     assert finding["rule"] == "fleet_files"
     assert "rank2/metrics-000000.parquet" in finding["message"]
+
+
+def test_a_rank_that_left_nothing_or_less_is_told(tmp_path, capsys):
+    write_fleet(replace(SHAPE, data=4, tensor=1, pipeline=1, steps=6, planted=Planted(stopped=(1, 3))), tmp_path, whole=True)
+    shutil.rmtree(tmp_path / "rank2")
+    code, found = judged(tmp_path, capsys)
+    assert code == 1
+    assert [(finding["rule"], finding["ranks"]) for finding in found] == [("fleet_steps", [1]), ("fleet_files", [2])]
+    assert "rank 2 left no run log, of 4: nothing is known of them" in found[1]["message"]
+    main(["judge", str(tmp_path)])
+    assert "6 steps of 3 ranks" in (said := capsys.readouterr().out)
+    assert "Of rank 2 nothing is there. Rank 1 had fewer steps: 3" in said
+    for rank in (1, 3):
+        shutil.rmtree(tmp_path / f"rank{rank}")
+    main(["judge", "--fleet", str(tmp_path)])
+    assert "3 of the job's ranks left no run log" in capsys.readouterr().out
 
 
 def test_a_folder_without_columns_is_one_sentence(tmp_path, capsys):

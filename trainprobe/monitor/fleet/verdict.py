@@ -56,6 +56,7 @@ def judge_fleet(survey: Survey) -> Verdict:
         *late_ranks(table),
         *deviating_scalars(survey.table("scalars"), survey.groups, catalog.places),
         *_unreadable(survey),
+        *_absent(survey),
     ]
     found.sort(key=lambda f: (_GRAVITY[f.severity], f.step if f.step is not None else -1))
     findings = tuple(in_folder(finding, origin(catalog.folder)) for finding in found)
@@ -158,6 +159,28 @@ def _unreadable(survey: Survey) -> list[Finding]:
     ]
 
 
+def _absent(survey: Survey) -> list[Finding]:
+    """Return a finding where some ranks of the job left nothing; where most did, the plan has chosen the others."""
+    places, absent = survey.catalog.places, _without_log(survey)
+    if not absent or len(absent) >= len(places):
+        return []
+    return [
+        Finding(
+            "fleet_files",
+            "warning",
+            f"{ranks_in_words(absent, places)} left no run log, of {len(places) + len(absent)}: nothing is known of them",
+            next=f"look at the log of rank {absent[0]}'s process, which may have ended before its first step, or fetch "
+            f"rank{absent[0]} from the machine that wrote it",
+            ranks=tuple(absent),
+        )
+    ]
+
+
+def _without_log(survey: Survey) -> list[int]:
+    places = survey.catalog.places
+    return sorted({*range(max(place.world_size for place in places.values()))} - places.keys() - survey.catalog.files.keys())
+
+
 def _notes(survey: Survey, values: Mapping[int, int]) -> list[str]:
     """Say what the grouping rests on, and what was not seen."""
     groups, notes = survey.groups, list[str]()
@@ -178,6 +201,9 @@ def _notes(survey: Survey, values: Mapping[int, int]) -> list[str]:
             "the run took no fingerprints: values were compared by their statistics, which a swap of elements does not change "
             "(`summary: both` takes fingerprints)"
         )
+    absent = _without_log(survey)
+    if absent and len(absent) >= len(survey.catalog.places):
+        notes.append(f"{len(absent)} of the job's ranks left no run log: nothing is known of them")
     repeated = sum(len(steps) for steps in survey.catalog.repeated.values())
     if repeated:
         notes.append(f"{repeated} steps of ranks were logged more than once, after a restart: they were not compared")
