@@ -195,12 +195,8 @@ class _Maker:
         found = [parts_of(of, pieces, key, table) for (of, pieces), table in zip((a, b), self._tables, strict=True)]
         values: list[dict[str, Value]] = [{}, {}]
         classes = [first_of(of, pieces).cls for of, pieces in (a, b)]
-        for i, mine in enumerate(found):
-            self._values_alone[i].update(
-                dict.fromkeys(
-                    f"{slot} of {_text(key)}" for slot, parts in mine.items() if slot not in found[1 - i] and _held(parts)
-                )
-            )
+        for alone, mine, theirs in zip(self._values_alone, found, found[::-1], strict=True):
+            alone.update(dict.fromkeys(f"{slot} of {_text(key)}" for slot in _lacking(mine, theirs)))
         for slot, parts in found[0].items():
             others = found[1].get(slot)
             if others is not None and _role(key, slot) == "weight" and not (_held(parts) and _held(others)):
@@ -282,6 +278,16 @@ class _Maker:
         if self._blind:
             said.append(f"of {len(self._blind)} values a rank's dump holds nothing; the first is {next(iter(self._blind))}")
         return said
+
+
+def _lacking(mine: Mapping[str, list[Part]], theirs: Mapping[str, list[Part]]) -> list[str]:
+    """Return the slots of a call that one side alone has.
+
+    A pipeline's last stage may hold a copy of a weight in a module that has no weight in one process.
+    """
+    copied = not any(slot.startswith("parameters") for slot in theirs)
+    lone = [slot for slot, parts in mine.items() if slot not in theirs and _held(parts)]
+    return [slot for slot in lone if not (copied and slot.startswith("parameters"))]
 
 
 def _parameter(key: Key, slot: str) -> str:
