@@ -171,6 +171,10 @@ CALLS: dict[str, tuple[dict[str, Any], Shows]] = {
     "quantiles": ({"quantiles": [0.5]}, lambda r: False),
     "summary: checksum": ({"summary": "checksum"}, lambda r: every(r, lambda leaf: "checksum" in leaf)),
     "summary: md5": ({"summary": "md5"}, lambda r: every(r, lambda leaf: "md5" in leaf)),
+    "summary: statistics_and_md5": (
+        {"summary": "statistics_and_md5"},
+        lambda r: every(r, lambda leaf: "md5" in leaf and leaf["Norm"] is not None),
+    ),
     "micro": ({"micro": [0]}, lambda r: size(r) == plain() > 0 and plain(micro=(1,)) == 0),
     "modules": ({"modules": ["down"]}, lambda r: r.has("Cell.down") and not r.has("Cell.up")),
     "ops": ({"level": "L1", "ops": ["Primitive.ReLU"]}, lambda r: r.has("ReLU") and not r.has("MatMul")),
@@ -178,6 +182,10 @@ CALLS: dict[str, tuple[dict[str, Any], Shows]] = {
     "phases": ({"phases": ["forward"]}, lambda r: size(r) > 0 and not r.has("backward") and not r.has("parameters_grad")),
     "data: parameters": ({"data": ["parameters"]}, lambda r: "weight" in str(r.entries["Cell.up.Dense.forward.0"])),
     "data: parameter_gradients": ({"data": ["parameter_gradients"]}, lambda r: r.has("Cell.up.Dense.parameters_grad.0")),
+    "entry_sides": (
+        {"entry_sides": ["output"]},
+        lambda r: size(r) > 0 and not any(e.get("input_args") or e.get("input") for e in r.entries.values()),
+    ),
     "tensors": ({"tensors": ["up"]}, lambda r: len(r.stored()) > 0 and all("up" in name for name in r.stored())),
     "tensor_entries": (
         {"tensor_entries": ["Cell.up."]},
