@@ -89,7 +89,7 @@ def test_layouts_of_several_ranks_are_started_and_joined(tmp_path, capsys):
     for layout, side in (("one", "A"), ("less", "B")):  # one process without the gradient that the other layout has
         others = str(tmp_path / "out" / ("less" if layout == "one" else "one"))
         assert main(["dump-compare", str(tmp_path / "out" / layout), others]) == 3
-        assert f"gradients of 1 parameters are in {side} alone; the first is that of 2.bias" in capsys.readouterr().out
+        assert f"parameters whose gradients are in {side} alone: 1; the first is 2.bias" in capsys.readouterr().out
 
 
 def test_a_layout_is_a_name_a_number_of_ranks_and_arguments():

@@ -238,7 +238,7 @@ class _Maker:
         values = [(side, alone) for side, alone in zip("AB", self._values_alone, strict=True) if alone]
         return [
             *self._alone_sentences("parameter", False),
-            *(f"{len(alone)} values are in {side} alone; the first is {next(iter(alone))}" for side, alone in values),
+            *(f"values in {side} alone: {len(alone)}; the first is {next(iter(alone))}" for side, alone in values),
         ]
 
     def _alone_sentences(self, kind: str, of_kind: bool) -> list[str]:
@@ -255,7 +255,7 @@ class _Maker:
                 if (key[0] == kind and self._both_reduce(key)) == of_kind and key[1] not in through
             ]
             if found:
-                said.append(f"{len(found)} calls are in {side} alone; the first is {found[0]}")
+                said.append(f"calls in {side} alone: {len(found)}; the first is {found[0]}")
         return said
 
     def _both_reduce(self, key: Key) -> bool:

@@ -61,7 +61,7 @@ def _alone(held: tuple[Mapping[str, Mapping[str, object]], Mapping[str, Mapping[
         for side, mine, others in (("A", *names), ("B", *names[::-1])):
             lone = [name for name in held["AB".index(side)] if name in mine - others and owner_of(name) in modules]
             if lone:
-                said.append(f"{what} of {len(lone)} parameters are in {side} alone; the first is that of {lone[0]}")
+                said.append(f"parameters whose {what} are in {side} alone: {len(lone)}; the first is {lone[0]}")
     return said
 
 
