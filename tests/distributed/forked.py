@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.distributed.launch import ROOT, free_port
+from tests.distributed.launch import ON_A_CPU, ROOT, free_port, rank_environment
 from tests.distributed.one_rank import settle
 
 
@@ -40,7 +40,7 @@ class ForkedScript:
         port = str(free_port())
         with tempfile.TemporaryDirectory() as folder:
             logs = [Path(folder, f"rank{rank}.log") for rank in range(ranks)]
-            told = [{"environment": _environment(r, ranks, port), "log": str(log)} for r, log in enumerate(logs)]
+            told = [{"environment": rank_environment(r, ranks, port), "log": str(log)} for r, log in enumerate(logs)]
             print(json.dumps({"arguments": arguments, "timeout": timeout, "ranks": told}), file=parent.stdin, flush=True)
             answer = parent.stdout.readline()
             if not answer:
@@ -58,19 +58,9 @@ class ForkedScript:
 
 
 def _start(script: Path) -> subprocess.Popen[str]:
-    environment = {
-        **os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu",
-        "TRANSFORMERS_VERBOSITY": "error", "PYTHONPATH": str(ROOT),
-    }  # fmt: skip
+    environment = {**os.environ, **ON_A_CPU, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", __name__, str(script)]
     return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-
-
-def _environment(rank: int, ranks: int, port: str) -> dict[str, str]:
-    return {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
-        "LOCAL_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-    }  # fmt: skip
 
 
 def _serve(script: str) -> None:

@@ -46,6 +46,19 @@ def launch(script: str, ranks: int, *arguments: str, folder: Path, timeout: floa
     assert codes == [0] * ranks, "\n".join(f"--- rank {r}: {codes[r]}\n{log.read_text()[-3000:]}" for r, log in enumerate(logs))
 
 
+ON_A_CPU = {
+    "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu", "TRANSFORMERS_VERBOSITY": "error",
+}  # fmt: skip
+
+
+def rank_environment(rank: int, ranks: int, port: str) -> dict[str, str]:
+    """Return the variables by which a rank finds the others of its job, and frameworks need no device."""
+    return {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
+        "LOCAL_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **ON_A_CPU,
+    }  # fmt: skip
+
+
 def wait_for(running: list[subprocess.Popen[bytes]], timeout: float) -> list[int | None]:
     """Wait until all have ended, one has failed, or time is up; return their exit codes, None for one that still ran."""
     end = time.monotonic() + timeout

@@ -11,8 +11,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.integrations.megatron import train as megatron_training
 
-PLAN = {**megatron_training.PLAN, "level": "mix", "summary": "both", "step": [0], "sinks": ["dump"]}
-
 
 def main() -> None:
     dist = megatron_training.dist
@@ -24,11 +22,7 @@ def main() -> None:
         if fault and dist.get_rank() == 1:
             model = megatron_training.bare(training.chunks[0])
             model.get_submodule("decoder.layers.1.self_attention.core_attention").softmax_scale *= 1.03
-        plan = {**PLAN, "output": str(Path(sys.argv[1]) / layout)}
-        with megatron_training.megatron.attach(training.chunks, training.optimizer, plan):
-            training.a.steps = 1
-            training.run()
-        megatron_training.fresh()
+        megatron_training.dump_step(training, Path(sys.argv[1]) / layout, level="mix", summary="both")
     dist.destroy_process_group()
 
 

@@ -48,11 +48,7 @@ def main() -> None:
         training = megatron_training.Training(name)
         if fault and dist.get_rank() == dist.get_world_size() - 1:
             put_in(fault, megatron_training.bare(training.chunks[-1]))
-        plan = {**megatron_training.PLAN, "step": [0], "sinks": ["dump"], "output": str(Path(sys.argv[1]) / layout)}
-        with megatron_training.megatron.attach(training.chunks, training.optimizer, plan):
-            training.a.steps = 1
-            training.run()
-        megatron_training.fresh()
+        megatron_training.dump_step(training, Path(sys.argv[1]) / layout)
     dist.destroy_process_group()
 
 

@@ -74,8 +74,11 @@ def departures(a: Histories, b: Histories, floor: Histories | None = None) -> li
 
 
 def _by_series(history: History | None) -> dict[Series, Curve]:
-    compared = [series for series in history.series if series.statistic in STATISTICS] if history is not None else []
-    return {series: history.get(series) for series in compared if history is not None}
+    return {} if history is None else {series: history.get(series) for series in _compared(history)}
+
+
+def _compared(history: History) -> list[Series]:
+    return [series for series in history.series if series.statistic in STATISTICS]
 
 
 def _together(a: Curve, b: Curve) -> tuple[npt.NDArray[np.int64], F64, F64]:
@@ -100,7 +103,7 @@ def _floor(steps: npt.NDArray[np.int64], curve: Curve, third: Curve | None) -> F
 def notes_on(a: Histories, b: Histories, name: str, found: Sequence[Departure]) -> list[str]:
     """Return sentences beside the first departure: that there is none, and what one run alone holds. name: of b."""
     ranks = sorted(a.keys() & b.keys())
-    series = [{(rank, one) for rank in ranks for one in _by_series(side[rank])} for side in (a, b)]
+    series = [{(rank, one) for rank in ranks for one in _compared(side[rank])} for side in (a, b)]
     steps = [{int(step) for rank in ranks for step in side[rank].steps} for side in (a, b)]
     for what, mine, theirs in (("rank", a.keys(), b.keys()), ("series", *series), ("step", *steps)):
         if not mine & theirs:

@@ -9,7 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.distributed.launch import ONE_RANK, free_port
+from tests.distributed.launch import ONE_RANK, free_port, rank_environment
 
 
 def launch(n: int, script: Path, *arguments: str, timeout: float = 240) -> str:
@@ -18,11 +18,7 @@ def launch(n: int, script: Path, *arguments: str, timeout: float = 240) -> str:
     command = [sys.executable, str(ONE_RANK), str(script), *arguments]
     ranks = []
     for rank in range(n):
-        env = {
-            **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n),
-            "LOCAL_SIZE": str(n), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu", "TRANSFORMERS_VERBOSITY": "error",
-        }  # fmt: skip
+        env = {**os.environ, **rank_environment(rank, n, port)}
         log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed below, after the process has ended)
         ranks.append((subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT), log))
     deadline = time.monotonic() + timeout

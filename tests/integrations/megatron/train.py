@@ -249,7 +249,12 @@ def dump_faulty(folder: Path, layout: str, fault: str) -> None:
             bucket.gradient_scaling_factor *= 2
     if fault == "reduce":
         bare(training.chunks[0]).get_submodule("decoder.layers.1.mlp.linear_fc2").explicit_expert_comm = True
-    plan = {**PLAN, "step": [0], "sinks": ["dump"], "output": str(folder / f"{layout} {fault} probe")}
+    dump_step(training, folder / f"{layout} {fault} probe")
+
+
+def dump_step(training: Training, folder: Path, **plan) -> None:
+    """Dump the first step of a training, and end it. plan: fields beside those of PLAN."""
+    plan = {**PLAN, "step": [0], "sinks": ["dump"], "output": str(folder), **plan}
     with megatron.attach(training.chunks, training.optimizer, plan):
         training.a.steps = 1
         training.run()

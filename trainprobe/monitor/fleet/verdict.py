@@ -178,7 +178,8 @@ def _absent(survey: Survey) -> list[Finding]:
 
 def _without_log(survey: Survey) -> list[int]:
     places = survey.catalog.places
-    return sorted({*range(max(place.world_size for place in places.values()))} - places.keys() - survey.catalog.files.keys())
+    world_size = max((place.world_size for place in places.values()), default=0)
+    return sorted({*range(world_size)} - places.keys() - survey.catalog.files.keys())
 
 
 def _notes(survey: Survey, values: Mapping[int, int]) -> list[str]:
