@@ -36,7 +36,7 @@ def pairs(only: str, folder: Path) -> Iterator[Pair]:
         return
     folder.mkdir(parents=True, exist_ok=True)
     train_layouts.train(folder / "alone")
-    launch(str(Path(train_layouts.__file__)), 2, str(folder), *wanted, folder=folder, timeout=300)
+    launch(str(Path(train_layouts.__file__)), 2, str(folder), *wanted, timeout=300)
     for name in wanted:
         start = time.process_time()
         _, found = compare_dumps(folder / "alone", folder / name)

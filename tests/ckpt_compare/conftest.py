@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ckpt_compare.writers.launch import launch
-from tests.distributed.forked import ForkedScript
+from tests.distributed.launch import ForkedScript, launch
 
 WRITERS = Path(__file__).parent / "writers"
 VOCAB = 119
@@ -111,7 +110,7 @@ def megatron_fsdp(written, require) -> Path:
     root = written("megatron_fsdp")
     if not (root / "gathered.pt").exists():
         words = f"--vocab {VOCAB} --steps 2 --dist-opt 1 --save-dist {root}".split()
-        launch(2, WRITERS / "write_megatron_fsdp.py", *words)
+        launch(WRITERS / "write_megatron_fsdp.py", 2, *words)
     return root
 
 
@@ -124,10 +123,10 @@ def deepspeed(written, require) -> Path:
         return root
     script = WRITERS / "write_deepspeed.py"
     two = ["zero0", "zero1", "zero2", "zero3", "zero1-bf16", "zero3-bf16", "moe0", "moe1", "tied0", "tied1", "tied2", "tied3"]
-    launch(2, script, str(root / "two"), *two)
-    launch(2, script, str(root / "two"), "pipe2")
-    launch(1, script, str(root / "one"), "zero0", "zero1", "zero3", "tied0", "tied3")
-    launch(1, script, str(root / "two"), "pipe1")
+    launch(script, 2, str(root / "two"), *two)
+    launch(script, 2, str(root / "two"), "pipe2")
+    launch(script, 1, str(root / "one"), "zero0", "zero1", "zero3", "tied0", "tied3")
+    launch(script, 1, str(root / "two"), "pipe1")
     for kind in ("zero2", "zero3", "tied2", "tied3"):
         convert = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
         convert += ["--num_extract_workers", "1", "--num_merge_workers", "1"]
@@ -144,6 +143,6 @@ def sharded(written, require) -> Path:
     root = written("sharded")
     if (root / "lightning.ckpt").exists():
         return root
-    launch(2, WRITERS / "write_sharded.py", str(root), "fsdp1", "fsdp2", "tensor")
-    launch(2, WRITERS / "write_sharded.py", str(root), "lightning")
+    launch(WRITERS / "write_sharded.py", 2, str(root), "fsdp1", "fsdp2", "tensor")
+    launch(WRITERS / "write_sharded.py", 2, str(root), "lightning")
     return root

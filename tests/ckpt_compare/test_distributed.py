@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from tests.ckpt_compare.writers.launch import free_port
+from tests.distributed.launch import free_port
 from trainprobe.ckpt_compare.compare import compare
 from trainprobe.ckpt_compare.distributed import run_on_ray
 from trainprobe.ckpt_compare.formats import open_checkpoint

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from tests.ckpt_compare.verdicts import compared, judged, kinds
-from tests.ckpt_compare.writers.launch import launch
+from tests.distributed.launch import launch
 from trainprobe.ckpt_compare.check import check
 from trainprobe.ckpt_compare.formats import open_checkpoint, recognise
 from trainprobe.ckpt_compare.verdict import verdict_of
@@ -63,7 +63,7 @@ def written_now(tmp_path_factory) -> Path:
     with mock.patch.dict(os.environ, {"PYTHONPATH": path, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}):
         for name, (ranks, words, start) in LAYOUTS.items():
             load = ["--load", str(folder / start)] if start else []
-            launch(ranks, script, *WORDS, *words.split(), *load, "--save", str(folder / name), timeout=600)
+            launch(script, ranks, *WORDS, *words.split(), *load, "--save", str(folder / name), timeout=600)
     return folder
 
 

@@ -1,54 +1,77 @@
-"""Start real processes that talk over gloo, wait for all of them, and show what they said when one fails."""
+"""Run scripts in ranks that talk over gloo.
+
+    python -m tests.distributed.launch RANKS SCRIPT ARGUMENTS...
+
+The ranks of a job are forks of one process that has imported what the script imports (ranks.py), which for most scripts is
+more work than what they do.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import socket
 import subprocess
 import sys
-import time
+import tempfile
+import threading
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 ONE_RANK = Path(__file__).with_name("one_rank.py")
-
-
-def launch(script: str, ranks: int, *arguments: str, folder: Path, timeout: float = 120) -> None:
-    """Run `script` (a path, or a name beside this file) in `ranks` processes; AssertionError with their output if one fails."""
-    environment = {
-        **os.environ,
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
-        "TRAINPROBE_ON_ERROR": "raise",
-    }
-    command = [sys.executable, str(ONE_RANK), str(ONE_RANK.parent / script), *arguments]
-    logs = [folder / f"rank{rank}.log" for rank in range(ranks)]
-    running = [
-        subprocess.Popen(
-            command,
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=log.open("w"),
-            stderr=subprocess.STDOUT,
-        )
-        for rank, log in enumerate(logs)
-    ]
-    try:
-        codes = wait_for(running, timeout)
-    finally:
-        for process in running:
-            process.kill()
-    assert codes == [0] * ranks, "\n".join(f"--- rank {r}: {codes[r]}\n{log.read_text()[-3000:]}" for r, log in enumerate(logs))
-
-
 ON_A_CPU = {
     "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu", "TRANSFORMERS_VERBOSITY": "error",
 }  # fmt: skip
+
+
+def launch(script: str | Path, ranks: int, *arguments: str, timeout: float = 240) -> list[str]:
+    """Run a script once and return what each rank printed; raise RuntimeError with all of it when a rank fails."""
+    with contextlib.closing(ForkedScript(script)) as forked:
+        return forked.run(ranks, *arguments, timeout=timeout)
+
+
+class ForkedScript:
+    """Runs one script any number of times; the process that imports for it starts with the first and ends with `close`."""
+
+    def __init__(self, script: str | Path) -> None:
+        self._script = script
+        self._parent: subprocess.Popen[str] | None = None
+
+    def run(self, ranks: int, *arguments: str, timeout: float = 240) -> list[str]:
+        """Run the script and return what each rank printed; raise RuntimeError with all of it when a rank fails."""
+        parent = self._parent = self._parent or self._start()
+        assert parent.stdin is not None
+        assert parent.stdout is not None
+        port = str(free_port())
+        too_late = threading.Timer(timeout + 120, parent.kill)  # its own clock begins when it has imported
+        too_late.start()
+        with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as at_end:
+            at_end.callback(too_late.cancel)
+            logs = [Path(folder, f"rank{rank}.log") for rank in range(ranks)]
+            told = [{"environment": rank_environment(r, ranks, port), "log": str(log)} for r, log in enumerate(logs)]
+            print(json.dumps({"arguments": arguments, "timeout": timeout, "ranks": told}), file=parent.stdin, flush=True)
+            answer = parent.stdout.readline()
+            if not answer:
+                raise RuntimeError(f"the process that imports for {self._script} ended with {parent.wait()}")
+            codes = json.loads(answer)
+            printed = [log.read_text(errors="replace") if log.exists() else "" for log in logs]
+        if any(code != 0 for code in codes):
+            raise RuntimeError("\n".join(f"--- rank {r}, exit {codes[r]}\n{text[-8000:]}" for r, text in enumerate(printed)))
+        return printed
+
+    def close(self) -> None:
+        """End the process that imports for the script."""
+        if self._parent is not None:
+            self._parent.communicate()
+            self._parent = None
+
+    def _start(self) -> subprocess.Popen[str]:
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        environment = {**os.environ, **ON_A_CPU, "PYTHONPATH": path, "TRAINPROBE_ON_ERROR": "raise"}
+        command = [sys.executable, "-m", "tests.distributed.ranks", str(self._script)]
+        return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def rank_environment(rank: int, ranks: int, port: str) -> dict[str, str]:
@@ -57,20 +80,6 @@ def rank_environment(rank: int, ranks: int, port: str) -> dict[str, str]:
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
         "LOCAL_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **ON_A_CPU,
     }  # fmt: skip
-
-
-def wait_for(running: list[subprocess.Popen[bytes]], timeout: float) -> list[int | None]:
-    """Wait until all have ended, one has failed, or time is up; return their exit codes, None for one that still ran."""
-    end = time.monotonic() + timeout
-    while time.monotonic() < end:
-        codes = [process.poll() for process in running]
-        if None not in codes:
-            break
-        if any(codes):
-            time.sleep(2)  # let the others say why
-            break
-        time.sleep(0.05)
-    return [process.poll() for process in running]
 
 
 def free_port() -> int:
@@ -83,3 +92,7 @@ def free_port() -> int:
         with socket.socket() as s, contextlib.suppress(OSError):
             s.bind(("", port))
             return port
+
+
+if __name__ == "__main__":
+    print(launch(sys.argv[2], int(sys.argv[1]), *sys.argv[3:])[0])

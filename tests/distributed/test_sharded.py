@@ -20,7 +20,7 @@ def run(kind: str, ranks: int, level: str | None) -> tuple[Path, list[dict]]:
         pytest.skip("torch before 2.6 has no torch.distributed.fsdp.fully_shard")
     folder = Path(tempfile.mkdtemp(prefix=f"trainprobe_{kind}_{ranks}_"))
     plan = level and {"output": str(folder / "out"), "level": level, "step": [1, 2]}
-    launch("train_sharded.py", ranks, kind, str(folder), json.dumps(plan), folder=folder)
+    launch(Path(__file__).with_name("train_sharded.py"), ranks, kind, str(folder), json.dumps(plan))
     return folder / "out", [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from tests.ckpt_compare.writers.launch import launch
+from tests.distributed.launch import launch
 from trainprobe.cli import main
 
 pytestmark = [pytest.mark.slow, pytest.mark.frameworks]
@@ -32,8 +32,8 @@ OF_A_LAYER = {
 def folder(require, tmp_path_factory) -> Path:
     require("megatron.core")
     folder = tmp_path_factory.mktemp("megatron ops")
-    launch(1, SCRIPT, str(folder), "alone")
-    launch(2, SCRIPT, str(folder), "tp2 selective", "tp2 selective!scale")
+    launch(SCRIPT, 1, str(folder), "alone")
+    launch(SCRIPT, 2, str(folder), "tp2 selective", "tp2 selective!scale")
     return folder
 
 

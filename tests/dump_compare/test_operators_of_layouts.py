@@ -27,8 +27,8 @@ PLANTED = ["ddp+mix:gelu", "pipeline+mix:attention", "tensor+mix:attention"]
 def dumps(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("operators")
     train_layouts.train(folder / "alone", level="mix")
-    script = str(Path(train_layouts.__file__))
-    launch(script, 2, str(folder), *[f"{kind}+mix" for kind in HEALTHY], *PLANTED, folder=folder, timeout=300)
+    script = train_layouts.__file__
+    launch(script, 2, str(folder), *[f"{kind}+mix" for kind in HEALTHY], *PLANTED, timeout=300)
     return folder
 
 

@@ -58,16 +58,16 @@ def dumps(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("layouts")
     train_layouts.train(folder / "alone")
     train_layouts.train(folder / "fused", "fused")
-    script = str(Path(train_layouts.__file__))
-    launch(script, 2, str(folder), *HEALTHY, *PLANTED, *IN_FUSED, folder=folder, timeout=300)
-    launch(script, 4, str(folder), *FOUR_RANKS, *FOUR_PLANTED, folder=folder, timeout=300)
+    script = train_layouts.__file__
+    launch(script, 2, str(folder), *HEALTHY, *PLANTED, *IN_FUSED, timeout=300)
+    launch(script, 4, str(folder), *FOUR_RANKS, *FOUR_PLANTED, timeout=300)
     return folder
 
 
 @pytest.fixture(scope="module")
 def deepspeed_dumps(dumps, require) -> Path:
     require("deepspeed")
-    launch(str(Path(train_layouts.__file__)), 2, str(dumps), *DEEPSPEED, *DEEPSPEED_PLANTED, folder=dumps, timeout=300)
+    launch(train_layouts.__file__, 2, str(dumps), *DEEPSPEED, *DEEPSPEED_PLANTED, timeout=300)
     return dumps
 
 

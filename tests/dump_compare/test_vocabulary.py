@@ -7,7 +7,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from tests.ckpt_compare.writers.launch import launch
+from tests.distributed.launch import launch
 from trainprobe.cli import main
 
 pytestmark = [pytest.mark.slow, pytest.mark.frameworks]
@@ -35,11 +35,11 @@ PLANTED = {
 def folder(require, tmp_path_factory) -> Path:
     require("megatron.core")
     folder = tmp_path_factory.mktemp("vocabulary")
-    launch(1, SCRIPT, str(folder), "alone")
+    launch(SCRIPT, 1, str(folder), "alone")
     for layout in LAYOUTS:
-        launch(2, SCRIPT, str(folder), layout)
+        launch(SCRIPT, 2, str(folder), layout)
     for fault in PLANTED:  # in processes of their own, which the fault is left in
-        launch(2, SCRIPT, str(folder), *(f"{layout}!{fault}" for layout in LAYOUTS[1:]))
+        launch(SCRIPT, 2, str(folder), *(f"{layout}!{fault}" for layout in LAYOUTS[1:]))
     return folder
 
 

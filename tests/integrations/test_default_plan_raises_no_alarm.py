@@ -196,7 +196,7 @@ def test_two_ranks(require, tmp_path, kind):
     if kind == "accelerate":
         require("accelerate")
     script = Path(__file__).parent / "train_two_ranks.py"
-    launch(str(script), 2, str(tmp_path), kind, folder=tmp_path, timeout=400)
+    launch(script, 2, str(tmp_path), kind, timeout=400)
     for rank in range(2):
         assert (tmp_path / f"alarms{rank}.txt").read_text() == ""
         assert list(recorded(tmp_path / "out", rank)) == [*range(64)]
@@ -216,5 +216,5 @@ def test_engines(require, tmp_path, package, kinds):
     script = Path(__file__).parent / package.partition(".")[0] / "train_with_no_plan.py"
     for kind in kinds.split():
         (tmp_path / kind).mkdir()
-        launch(str(script), 1, str(tmp_path / kind), kind, folder=tmp_path / kind, timeout=400)
+        launch(script, 1, str(tmp_path / kind), kind, timeout=400)
         assert (tmp_path / kind / "alarms.txt").read_text() == "", kind

@@ -19,7 +19,7 @@ EVERYTHING = ["0.bias", "0.weight", "1.bias", "1.weight"]
 
 def test_a_file_changes_interval_and_patterns_on_both_ranks_at_the_same_step(tmp_path):
     """It is written within step 5 and looked at before each second one, so step 6 is the first."""
-    launch(str(Path(__file__).with_name("change_on_ranks.py")), 2, str(tmp_path), folder=tmp_path, timeout=300)
+    launch(Path(__file__).with_name("change_on_ranks.py"), 2, str(tmp_path), timeout=300)
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert first["seen"] == second["seen"]
     seen = {int(step): told for step, told in first["seen"].items()}
@@ -30,7 +30,7 @@ def test_a_file_changes_interval_and_patterns_on_both_ranks_at_the_same_step(tmp
 
 
 def test_what_cannot_change_is_refused_on_both_ranks_and_the_run_goes_on(tmp_path):
-    launch(str(Path(__file__).with_name("change_on_ranks.py")), 2, str(tmp_path), folder=tmp_path, timeout=300)
+    launch(Path(__file__).with_name("change_on_ranks.py"), 2, str(tmp_path), timeout=300)
     for rank in range(2):
         told = json.loads((tmp_path / f"{rank}.json").read_text())["findings"]
         assert [f[:3] for f in told] == [["plan", "info", 6], ["plan", "warning", 12]]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.ckpt_compare.writers.launch import launch
+from tests.distributed.launch import launch
 
 SCRIPT = Path(__file__).with_name("train_collectives.py")
 
@@ -15,7 +15,7 @@ SCRIPT = Path(__file__).with_name("train_collectives.py")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("collectives")
     for names in ("all", "broadcast", "off"):
-        launch(2, SCRIPT, str(folder), names)
+        launch(SCRIPT, 2, str(folder), names)
     return folder
 
 

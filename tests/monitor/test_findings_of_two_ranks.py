@@ -15,15 +15,21 @@ SCRIPT = Path(__file__).with_name("train_two_ranks.py")
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("two")
-    launch(str(SCRIPT), 2, str(folder / "run"), folder=folder)
-    return folder / "run"
+def ran(tmp_path_factory) -> tuple[Path, list[list[str]]]:
+    """Return the folder of a run and, for each rank, the lines that trainprobe printed."""
+    folder = tmp_path_factory.mktemp("two") / "run"
+    printed = launch(SCRIPT, 2, str(folder))
+    return folder, [[line for line in text.splitlines() if line.startswith("trainprobe: ")] for text in printed]
 
 
-def said(run, rank):
-    lines = (run.parent / f"rank{rank}.log").read_text().splitlines()
-    return [line for line in lines if line.startswith("trainprobe: ")]
+@pytest.fixture(scope="module")
+def run(ran) -> Path:
+    return ran[0]
+
+
+@pytest.fixture(scope="module")
+def said(ran) -> list[list[str]]:
+    return ran[1]
 
 
 def test_each_rank_records_what_it_finds(run):
@@ -32,15 +38,15 @@ def test_each_rank_records_what_it_finds(run):
         assert {json.loads(line)["rule"] for line in lines} == {"replicas", "nonfinite"}
 
 
-def test_what_both_find_is_printed_by_one(run):
-    both = [line for rank in range(2) for line in said(run, rank)]
+def test_what_both_find_is_printed_by_one(said):
+    both = [line for lines in said for line in lines]
     assert sum("error replicas (step 0, rank " in line for line in both) == 1
-    assert sum("error nonfinite (step 7, rank 1): the first NaN of step 7 is in module" in line for line in said(run, 1)) == 1
+    assert sum("error nonfinite (step 7, rank 1): the first NaN of step 7 is in module" in line for line in said[1]) == 1
 
 
-def test_rank_0_alone_ends_the_run_with_the_findings_of_all(run):
-    (end,) = [line for rank in range(2) for line in said(run, rank) if " watched, " in line]
-    assert end in said(run, 0)
+def test_rank_0_alone_ends_the_run_with_the_findings_of_all(said):
+    (end,) = [line for lines in said for line in lines if " watched, " in line]
+    assert end in said[0]
     assert end.startswith("trainprobe: 9 steps watched, ") and "(replicas" in end and "nonfinite" in end
     assert "the first is error replicas (step 0, ranks 0, 1, also at 3 later steps until step 6)" in end
 

@@ -14,7 +14,7 @@ one process with
     --no-async-tensor-model-parallel-allreduce --distributed-backend gloo --attention-dropout 0 --hidden-dropout 0
     --eval-iters 0 --eval-interval 100 --save-interval 3 --log-interval 1 --exit-signal-handler --ckpt-format torch --save DIR
 
-and data/megatron_lm_dist.tar.xz, through `python -m tests.ckpt_compare.writers.launch N` and with
+and data/megatron_lm_dist.tar.xz, through `python -m tests.distributed.launch N` and with
 CUDA_DEVICE_MAX_CONNECTIONS=1, by the same words but --num-layers 2 --hidden-size 20 --ffn-hidden-size 36
 --num-attention-heads 2 --vocab-size 61 --make-vocab-size-divisible-by 2 --lr-decay-iters 10 --ckpt-format torch_dist, and
 

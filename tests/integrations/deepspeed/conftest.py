@@ -14,8 +14,8 @@ from tests.integrations.deepspeed.parallel import Trained, names
 def trained(require, tmp_path_factory) -> Trained:
     require("deepspeed")
     folder = tmp_path_factory.mktemp("parallel")
-    script = str(Path(__file__).with_name("train_parallel.py"))
+    script = Path(__file__).with_name("train_parallel.py")
     for ranks in (2, 4):
         (folder / str(ranks)).mkdir()
-        launch(script, ranks, str(folder / str(ranks)), *names(ranks), folder=folder / str(ranks), timeout=500)
+        launch(script, ranks, str(folder / str(ranks)), *names(ranks), timeout=500)
     return Trained(folder)

@@ -26,7 +26,7 @@ NAMES = [f"{layer}.{part}" for layer in ("fc1", "norm", "fc2", "head") for part 
 def pair(require, tmp_path_factory) -> tuple[Path, list[dict]]:
     require("deepspeed")
     folder = tmp_path_factory.mktemp("pair")
-    launch(str(Path(__file__).with_name("train_pair.py")), 2, str(folder), folder=folder, timeout=240)
+    launch(Path(__file__).with_name("train_pair.py"), 2, str(folder), timeout=240)
     return folder, [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 

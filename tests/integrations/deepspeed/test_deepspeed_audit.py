@@ -22,8 +22,8 @@ def folder(require, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("audited")
     for ranks, names in ((2, [*CONFIGURATIONS, *(f"zero{stage}-fp32@{fault}" for stage, fault in FAULTS)]), (4, FOUR)):
         (folder / str(ranks)).mkdir()
-        script = str(Path(__file__).with_name("train_audited.py"))
-        launch(script, ranks, str(folder / str(ranks)), *names, folder=folder / str(ranks), timeout=600)
+        script = Path(__file__).with_name("train_audited.py")
+        launch(script, ranks, str(folder / str(ranks)), *names, timeout=600)
     return folder
 
 

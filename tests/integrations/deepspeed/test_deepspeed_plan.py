@@ -17,12 +17,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.frameworks]
 def test_attach_does_all_that_the_plan_says(require, tmp_path):
     require("deepspeed")
     plan_file(tmp_path, dumped=2)
-    launch(str(Path(__file__).with_name("train_planned.py")), 1, str(tmp_path), folder=tmp_path, timeout=300)
+    launch(Path(__file__).with_name("train_planned.py"), 1, str(tmp_path), timeout=300)
     assert_all_outputs(tmp_path, dumped=2, steps=[1, 2, 3, 4, 5], layer="fc2", written=(4, "fc2.weight"))
 
 
 def test_trainer_mon_writes_its_files(require, tmp_path):
     require("deepspeed")
     write_config(tmp_path)
-    launch(str(Path(__file__).with_name("train_trainer_mon.py")), 1, str(tmp_path), folder=tmp_path, timeout=300)
+    launch(Path(__file__).with_name("train_trainer_mon.py"), 1, str(tmp_path), timeout=300)
     assert_written(tmp_path, steps=[1, 2], parameter="fc2.weight")

@@ -15,7 +15,7 @@ from tests.integrations.records import recorded, steps_of
 def four(require, tmp_path_factory) -> tuple[Path, list[dict]]:
     require("lightning.pytorch")
     folder = tmp_path_factory.mktemp("four")
-    launch(str(Path(__file__).with_name("train_four.py")), 4, str(folder), folder=folder, timeout=400)
+    launch(Path(__file__).with_name("train_four.py"), 4, str(folder), timeout=400)
     return folder, [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(4)]
 
 

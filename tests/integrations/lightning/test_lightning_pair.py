@@ -14,7 +14,7 @@ from tests.distributed.launch import launch
 def pair(require, tmp_path_factory) -> tuple[Path, list[dict]]:
     require("lightning.pytorch")
     folder = tmp_path_factory.mktemp("pair")
-    launch(str(Path(__file__).with_name("train_pair.py")), 2, str(folder), folder=folder, timeout=240)
+    launch(Path(__file__).with_name("train_pair.py"), 2, str(folder), timeout=240)
     return folder, [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 

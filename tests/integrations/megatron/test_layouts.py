@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ckpt_compare.writers.launch import launch
+from tests.distributed.launch import launch
 from trainprobe.cli import main
 
 SCRIPT = Path(__file__).with_name("train.py")
@@ -68,12 +68,12 @@ def folder(require, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("megatron")
     two = [layout for layout in EVERY if RANKS.get(layout, 2) == 2]
     wholes = ["alone!whole", "alone moe!whole"]
-    launch(1, SCRIPT, str(folder), "alone", "alone moe", *wholes, "alone oracle", "alone moe oracle")
+    launch(SCRIPT, 1, str(folder), "alone", "alone moe", *wholes, "alone oracle", "alone moe oracle")
     faults = [planted for planted in PLANTED if not planted.startswith("etp2!")]
     healthy = [f"{layout}!whole" for layout in HEALTHY if layout != "etp2"]
     nans = [f"{layout}@nan@{name}" for layout, (name, _) in NANS.items()]
-    launch(2, SCRIPT, str(folder), *two, *nans[:-1], f"dp2@drift@{DRIFT}", "dp2 behaviour", *faults, *healthy, timeout=600)
-    launch(4, SCRIPT, str(folder), "tp2 dp2", "tp2 pp2", nans[-1], "etp2!whole", "etp2!expert", timeout=400)
+    launch(SCRIPT, 2, str(folder), *two, *nans[:-1], f"dp2@drift@{DRIFT}", "dp2 behaviour", *faults, *healthy, timeout=600)
+    launch(SCRIPT, 4, str(folder), "tp2 dp2", "tp2 pp2", nans[-1], "etp2!whole", "etp2!expert", timeout=400)
     return folder
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ckpt_compare.writers.launch import launch
+from tests.distributed.launch import launch
 
 SCRIPT = Path(__file__).with_name("train_audited.py")
 TWO = (
@@ -33,8 +33,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.frameworks]
 def folder(require, tmp_path_factory) -> Path:
     require("megatron.core")
     folder = tmp_path_factory.mktemp("megatron")
-    launch(2, SCRIPT, str(folder), *TWO, *(fault for fault in FAULTS if not fault.startswith("tp2 dp2")), timeout=600)
-    launch(4, SCRIPT, str(folder), *FOUR, *(fault for fault in FAULTS if fault.startswith("tp2 dp2")), timeout=600)
+    launch(SCRIPT, 2, str(folder), *TWO, *(fault for fault in FAULTS if not fault.startswith("tp2 dp2")), timeout=600)
+    launch(SCRIPT, 4, str(folder), *FOUR, *(fault for fault in FAULTS if fault.startswith("tp2 dp2")), timeout=600)
     return folder
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ckpt_compare.writers.launch import launch
+from tests.distributed.launch import launch
 from tests.integrations.monitor_files import assert_written, write_config
 from tests.integrations.one_plan import assert_all_outputs, plan_file
 
@@ -19,13 +19,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.frameworks]
 def test_attach_does_all_that_the_plan_says(require, tmp_path):
     require("megatron.core")
     plan_file(tmp_path, dumped=2)
-    launch(1, Path(__file__).with_name("train_planned.py"), str(tmp_path))
+    launch(Path(__file__).with_name("train_planned.py"), 1, str(tmp_path))
     assert_all_outputs(tmp_path, dumped=2, steps=[0, 1, 2, 3, 4], layer=FC2, written=(3, f"{FC2}.weight"))
 
 
 def test_a_plan_may_name_what_one_stage_of_a_pipeline_holds(require, tmp_path):
     require("megatron.core")
-    launch(2, Path(__file__).with_name("train_one_stage.py"), str(tmp_path))
+    launch(Path(__file__).with_name("train_one_stage.py"), 2, str(tmp_path))
     first, second = (json.loads((tmp_path / f"told.{rank}.json").read_text()) for rank in range(2))
     layer = "decoder.layers.3.mlp"
     for told, stage, fields in ((first, 0, ("modules", "activations", "gradients")), (second, 1, ("activations",))):
@@ -42,5 +42,5 @@ def test_a_plan_may_name_what_one_stage_of_a_pipeline_holds(require, tmp_path):
 def test_trainer_mon_writes_its_files(require, tmp_path):
     require("megatron.core")
     write_config(tmp_path)
-    launch(1, Path(__file__).with_name("train_trainer_mon.py"), str(tmp_path))
+    launch(Path(__file__).with_name("train_trainer_mon.py"), 1, str(tmp_path))
     assert_written(tmp_path, steps=[0, 1], parameter=f"{FC2}.weight")

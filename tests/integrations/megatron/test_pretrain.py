@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ckpt_compare.writers.launch import free_port, launch
+from tests.distributed.launch import free_port, launch
 from trainprobe.engine.storage.dumps.record_log import decode
 
 WAYS = ["off", "flag", "passive", "install", "script", "patched", "before", "after", "feature", "flag resumed"]
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.frameworks]
 def told(require, tmp_path_factory) -> dict[str, dict]:
     require("megatron.core")
     folder = tmp_path_factory.mktemp("pretrain")
-    launch(1, Path(__file__).with_name("pretrain.py"), str(folder), *WAYS)
+    launch(Path(__file__).with_name("pretrain.py"), 1, str(folder), *WAYS)
     return {way: json.loads((folder / f"{way}.json").read_text()) for way in WAYS}
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ckpt_compare.writers.launch import launch
+from tests.distributed.launch import launch
 
 SCRIPT = Path(__file__).with_name("train_features.py")
 pytestmark = [pytest.mark.slow, pytest.mark.frameworks]
@@ -17,8 +17,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.frameworks]
 def folder(require, tmp_path_factory) -> Path:
     require("megatron.core")
     folder = tmp_path_factory.mktemp("features")
-    launch(1, SCRIPT, str(folder))
-    launch(1, SCRIPT, str(folder), "bare")
+    launch(SCRIPT, 1, str(folder))
+    launch(SCRIPT, 1, str(folder), "bare")
     return folder
 
 

@@ -23,7 +23,7 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 def pair(require, tmp_path_factory) -> tuple[Path, list[dict]]:
     require("accelerate")
     folder = tmp_path_factory.mktemp("flat")
-    launch(str(Path(__file__).with_name("train_flat_shards.py")), 2, str(folder), folder=folder, timeout=280)
+    launch(Path(__file__).with_name("train_flat_shards.py"), 2, str(folder), timeout=280)
     return folder, [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -23,7 +23,7 @@ def trained(require, tmp_path_factory):
     @functools.cache
     def train(ranks: int) -> tuple[Path, list[dict]]:
         folder = tmp_path_factory.mktemp("trained")
-        launch(str(Path(__file__).with_name("train_pair.py")), ranks, str(folder), *RUNS[ranks], folder=folder, timeout=400)
+        launch(Path(__file__).with_name("train_pair.py"), ranks, str(folder), *RUNS[ranks], timeout=400)
         return folder, [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
 
     return train

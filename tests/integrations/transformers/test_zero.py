@@ -18,7 +18,7 @@ def pair(require, tmp_path_factory, monkeypatch_module) -> tuple[Path, list[dict
     folder = tmp_path_factory.mktemp("zero")
     monkeypatch_module.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch_module.setenv("LOCAL_SIZE", "2")
-    launch(str(Path(__file__).with_name("train_zero.py")), 2, str(folder), folder=folder, timeout=280)
+    launch(Path(__file__).with_name("train_zero.py"), 2, str(folder), timeout=280)
     return folder, [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 

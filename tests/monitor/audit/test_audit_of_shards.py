@@ -12,7 +12,7 @@ import pytest
 from tests.distributed.launch import launch
 from tests.monitor.audit.train_shards import FAULTY, FLIPPED
 
-SCRIPT = str(Path(__file__).with_name("train_shards.py"))
+SCRIPT = Path(__file__).with_name("train_shards.py")
 FAULTS = ("healthy", "hybrid", "drift", "data", "norm", "moments", "copy", "moment_copy", "decay_copy", "same_pieces")
 pytestmark = pytest.mark.slow
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 def found(ranks: int) -> dict[str, list[list]]:
     """Train with each fault in turn; return fault → what each rank found: [rule, step, name, message]."""
     folder = Path(tempfile.mkdtemp(prefix="trainprobe_fsdp2_"))
-    launch(SCRIPT, ranks, str(folder), *FAULTS, folder=folder, timeout=300)
+    launch(SCRIPT, ranks, str(folder), *FAULTS, timeout=300)
     return {fault: [json.loads((folder / f"{fault}.{rank}.json").read_text()) for rank in range(ranks)] for fault in FAULTS}
 
 

@@ -20,7 +20,7 @@ from trainprobe.engine.core.sources import Part
 from trainprobe.engine.stats.checksum import fingerprint, shard_fingerprint
 from trainprobe.monitor.audit.resharded import logical
 
-SCRIPT = str(Path(__file__).with_name("train_resharded.py"))
+SCRIPT = Path(__file__).with_name("train_resharded.py")
 SAVES = ("fsdp", "ddp")
 FAULTS = {
     1: {"fsdp-plain": "healthy swapped moment unshared schedule data", "ddp-plain": "healthy data"},
@@ -44,10 +44,10 @@ COMPARED = 10  # the first step at which the ranks compare anything
 def found() -> dict[tuple[int, str], list[list]]:
     """Save with two ranks, load with others; return (ranks, case) → what rank 0 found, after a look at the others."""
     folder = Path(tempfile.mkdtemp(prefix="trainprobe_relaid_"))
-    launch(SCRIPT, 2, str(folder), "save", *SAVES, folder=folder, timeout=300)
+    launch(SCRIPT, 2, str(folder), "save", *SAVES, timeout=300)
     out: dict[tuple[int, str], list[list]] = {}
     for ranks, cases in CASES.items():
-        launch(SCRIPT, ranks, str(folder), "load", *cases, folder=folder, timeout=300)
+        launch(SCRIPT, ranks, str(folder), "load", *cases, timeout=300)
         for case in cases:
             told = [json.loads((folder / f"{case}.{ranks}.{rank}.json").read_text()) for rank in range(ranks)]
             out[ranks, case] = told[0]

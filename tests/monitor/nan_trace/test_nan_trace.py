@@ -1,6 +1,7 @@
 """`trainprobe nan-trace`: the first NaN or infinity is named, on the rank and in the call that made it."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from torch.nn import functional
 import trainprobe
 from tests.distributed.launch import launch
 from trainprobe.cli import main
+
+NAN_ON_ONE_RANK = Path(__file__).with_name("nan_on_one_rank.py")
 
 
 def traced(folder, capsys):
@@ -130,7 +133,7 @@ def test_a_weight_that_an_earlier_step_spoilt_is_named_and_not_the_module_that_u
 
 def test_the_rank_that_made_it_is_named_and_what_handed_it_to_the_other(tmp_path, capsys):
     for level in ("mix", "L0"):
-        launch("../monitor/nan_trace/nan_on_one_rank.py", 2, level, str(tmp_path / level), folder=tmp_path)
+        launch(NAN_ON_ONE_RANK, 2, level, str(tmp_path / level))
     code, told, text = traced(tmp_path / "mix", capsys)
     assert (code, told["step"], told["first"]["rank"], told["first"]["at"]["name"]) == (1, 3, 1, "Torch.log")
     assert "rank 0: handed over in step 3 by Distributed.all_reduce.0.forward" in text
@@ -160,7 +163,7 @@ def _judge_and_report_say_the_same(run, told, capsys):
 
 
 def test_a_sum_over_ranks_that_overflows_is_made_by_the_collective(tmp_path, capsys):
-    launch("../monitor/nan_trace/nan_on_one_rank.py", 2, "mix", str(tmp_path / "run"), "sum", folder=tmp_path)
+    launch(NAN_ON_ONE_RANK, 2, "mix", str(tmp_path / "run"), "sum")
     code, told, text = traced(tmp_path / "run", capsys)
     assert (code, told["step"], told["first"]["at"]["kind"], told["first"]["origin"]) == (1, 3, "collective", "made")
     assert told["first"]["what"] == "infinity"

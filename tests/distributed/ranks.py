@@ -1,0 +1,84 @@
+"""The process whose forks are the ranks of a script: `python -m tests.distributed.ranks SCRIPT`, started by launch.py.
+
+It imports what SCRIPT imports and then reads jobs from standard input, one JSON object a line: `arguments` of the script and,
+for each rank, its `environment` and the file of its output. The answer is a line with the exit codes; null stands for a rank
+that was killed because another one failed or time was up.
+"""
+
+from __future__ import annotations
+
+import ast
+import atexit
+import gc
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+from pathlib import Path
+
+from tests.distributed.one_rank import settle
+
+
+def import_for(script: Path) -> None:
+    """Import what the script imports, as far as importing is all that it needs, and what torch imports at the first step."""
+    for node in ast.parse(script.read_text()).body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            try:
+                exec(compile(ast.Module([node], []), str(script), "exec"), {})
+            except ImportError:
+                break
+    if torch := sys.modules.get("torch"):
+        torch.optim.SGD([torch.zeros(1)], 0.1).step()
+
+
+def _serve(script: Path) -> None:
+    sys.path[0] = str(script.parent)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what is printed by what is imported is no answer
+    import_for(script)
+    gc.freeze()
+    for line in sys.stdin:
+        job = json.loads(line)
+        children = []
+        for rank in job["ranks"]:
+            child = os.fork()
+            if not child:
+                answers.close()
+                _run(script, job["arguments"], rank)
+                return
+            children.append(child)
+        print(json.dumps(_wait_for(children, job["timeout"])), file=answers, flush=True)
+
+
+def _run(script: Path, arguments: list[str], rank: dict) -> None:
+    log = os.open(rank["log"], os.O_WRONLY | os.O_CREAT, 0o600)
+    for stream, to in ((0, os.open(os.devnull, os.O_RDONLY)), (1, log), (2, log)):
+        os.dup2(to, stream)
+    os.environ.update(rank["environment"])
+    sys.argv = [str(script), *arguments]
+    atexit.register(settle)
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def _wait_for(children: list[int], timeout: float) -> list[int | None]:
+    codes: dict[int, int | None] = {}
+    end = time.monotonic() + timeout
+    while len(codes) < len(children) and time.monotonic() < end:
+        for child in set(children) - set(codes):
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                codes[child] = os.waitstatus_to_exitcode(status)
+                if codes[child]:
+                    end = min(end, time.monotonic() + 2)  # let the others say why
+        time.sleep(0.02)
+    for child in set(children) - set(codes):
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        codes[child] = None
+    return [codes[child] for child in children]
+
+
+if __name__ == "__main__":
+    _serve(Path(sys.argv[1]).resolve())
