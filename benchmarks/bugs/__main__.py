@@ -53,7 +53,7 @@ def judge(bug: Bug, ranks: list[dict[str, Any]], whole_run: bool = False) -> dic
     begins = ranks[0][bug.name]["bug"]["begins"]
     first = firsts[0] if firsts else None
     steps = None if first is None or first.step is None else first.step - begins + 1
-    bare, twin = (sum(rank[bug.name][kind]["seconds"] for rank in ranks) for kind in ("bare", "twin"))
+    twin, bare = (sum(rank[bug.name].get(kind, {}).get("seconds", 0.0) for rank in ranks) for kind in ("twin", "bare"))
     early = steps is not None and steps < 1
     detected = first is not None and not early and (whole_run or (steps or 0) <= bug.within)
     return {
@@ -63,7 +63,7 @@ def judge(bug: Bug, ranks: list[dict[str, Any]], whole_run: bool = False) -> dic
         "located": first is not None and bug.located(first),
         "named": "" if first is None else f"{first.rule}: {first.site.name if first.site else ''}",
         "alarms": len(alarms),
-        "overhead": twin / bare,
+        "overhead": twin / bare if bare else None,
         "why": [f["message"] for f in ranks[0][bug.name]["bug"]["findings"]] + [f"ALARM {f['message']}" for f in alarms],
     }
 
@@ -85,7 +85,7 @@ def lines_of(name: str, plan: str, only: list[str] | None) -> list[dict[str, Any
     if name == "open":
         return list(open_bench.run([bug for bug in OPEN if not only or bug.name in only], plan))
     bugs = [bug for bug in SETS[name] if not only or bug.name in only]
-    ranks = launch(bugs, plan=plan)
+    ranks = launch(bugs, plan, timed=True)
     return [judge(bug, ranks, whole_run=plan.startswith("default")) for bug in bugs]
 
 

@@ -1,6 +1,6 @@
 """Runs bugs and their twins, in two gloo processes or in one, and brings back what was found on each rank.
 
-python -m benchmarks.bugs.two_ranks NAMES RESULT_FOLDER PLAN        (one rank; started by `launch`)
+two_ranks.py NAMES RESULT_FOLDER PLAN TIMED        (started by `launch` on each rank)
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,8 +24,7 @@ from benchmarks.bugs.unseen import UNSEEN
 from benchmarks.bugs.unseen_again import UNSEEN_AGAIN
 from benchmarks.bugs.unseen_fourth import UNSEEN_FOURTH
 from benchmarks.bugs.unseen_third import UNSEEN_THIRD
-from tests.distributed.launch import free_port
-from tests.distributed.one_rank import settle
+from tests.distributed.launch import launch as in_ranks
 from trainprobe.integrations import default_plan
 from trainprobe.watching import Probe
 
@@ -74,42 +72,28 @@ def train(kind: type[Any], watched: bool, plan: str = "every-step") -> dict[str,
     return {"findings": found, "seconds": spent, "begins": kind.begins}
 
 
-def launch(bugs: list[Bug], timeout: float = 1500, plan: str = "every-step") -> list[dict[str, Any]]:
-    """Run bugs on as many processes as they need; return for each rank {bug: {"bug": …, "twin": …, "bare": …}}.
+def launch(bugs: list[Bug], plan: str = "every-step", timed: bool = False) -> list[dict[str, Any]]:
+    """Run bugs on as many processes as they need; return for each rank {bug: {"bug": …, "twin": …}}.
 
-    plan: see `train`. Raises RuntimeError when a rank fails.
+    plan: see `train`. timed: also train each twin without the probe ("bare"), for the time that the probe takes. Raises
+    RuntimeError when a rank fails.
     """
     alone = [bug for bug in bugs if getattr(bug.run, "ranks", RANKS) == 1]
     together = [bug for bug in bugs if bug not in alone]
-    launched = [_launch(group, ranks, timeout, plan) for group, ranks in ((alone, 1), (together, RANKS)) if group]
+    launched = [_launch(group, ranks, plan, timed) for group, ranks in ((alone, 1), (together, RANKS)) if group]
     return [rank for ranks in launched for rank in ranks]
 
 
-def _launch(bugs: list[Bug], ranks: int, timeout: float, plan: str) -> list[dict[str, Any]]:
+def _launch(bugs: list[Bug], ranks: int, plan: str, timed: bool) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="trainprobe_bugs_") as folder:
-        environment = {
-            **os.environ,
-            "WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
-            "OMP_NUM_THREADS": "1",
-        }
-        command = [sys.executable, "-m", "benchmarks.bugs.two_ranks", json.dumps([bug.name for bug in bugs]), folder, plan]
-        running = [subprocess.Popen(command, env={**environment, "RANK": str(rank)}) for rank in range(ranks)]
-        try:
-            codes = [process.wait(timeout) for process in running]
-        finally:
-            for process in running:
-                process.kill()
-        if any(codes):
-            raise RuntimeError(f"ranks ended with {codes}")
+        names = json.dumps([bug.name for bug in bugs])
+        in_ranks(Path(__file__), ranks, names, folder, plan, "timed" if timed else "", timeout=1500)
         return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
 def main() -> None:
     """Run the named bugs on this rank."""
     torch.set_num_threads(1)
-    os.environ.setdefault("TRAINPROBE_ON_ERROR", "raise")
     alone = os.environ["WORLD_SIZE"] == "1"
     if not alone:
         dist.init_process_group("gloo")
@@ -119,13 +103,15 @@ def main() -> None:
     for name in json.loads(sys.argv[1]):
         bug = ALL[name]
         if bug.twin not in twins:
-            train(bug.twin, False)  # the first run pays for what is loaded late
-            twins[bug.twin] = {"bare": train(bug.twin, False, plan), "twin": train(bug.twin, True, plan)}
+            bare: dict[str, Any] = {}
+            if sys.argv[4] == "timed":
+                train(bug.twin, False)  # the first run pays for what is loaded late
+                bare = {"bare": train(bug.twin, False, plan)}
+            twins[bug.twin] = {**bare, "twin": train(bug.twin, True, plan)}
         results[name] = {**twins[bug.twin], "bug": train(bug.run, True, plan)}
     (Path(sys.argv[2]) / f"{os.environ['RANK']}.json").write_text(json.dumps(results))
     if not alone:
         dist.destroy_process_group()
-        settle()
 
 
 if __name__ == "__main__":
