@@ -11,7 +11,9 @@ VENV ?= .venv
 VENVS ?= .venvs
 WORKERS ?= 2
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+# what is never imported need not be compiled to bytecode, which is a third of an installation's time
+INSTALL := -m pip --disable-pip-version-check install --quiet --no-compile
+PIP := $(BIN)/python $(INSTALL)
 SOURCES := pyproject.toml $(wildcard setup.py) $(shell find trainprobe -name '*.c' -o -name '*.cpp' -o -name '*.h')
 
 .PHONY: demo test test-mindspore test-triton test-foreign test-foreign-all test-oldest test-queries test-wheels wheels check bench clean
@@ -110,7 +112,7 @@ $(VENVS)/%/.ready: requirements/%.txt | $(VENV)/.core
 	test ! $@ -nt $< || exit 0; \
 	echo "setting up $(VENVS)/$* (gigabytes, some minutes the first time)"; \
 	test -x $(VENVS)/$*/bin/python || $(PYTHON) -m venv $(VENVS)/$*; \
-	$(VENVS)/$*/bin/python -m pip --disable-pip-version-check install --quiet --no-cache-dir --no-deps -r $<; \
+	$(VENVS)/$*/bin/python $(INSTALL) --no-cache-dir --no-deps -r $<; \
 	{ pwd; case $* in triton | msprobe* | foreign* | queries | wheels) \
 		$(BIN)/python -c "import sysconfig; print(sysconfig.get_path(\"purelib\"))" ;; esac; } \
 		> "$$($(VENVS)/$*/bin/python -c "import sysconfig; print(sysconfig.get_path(\"purelib\"))")/trainprobe_tree.pth"; \
