@@ -8,12 +8,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.launch import ForkedScript, launch
+from tests.distributed.launch import launch
 
 WRITERS = Path(__file__).parent / "writers"
 VOCAB = 119
@@ -72,12 +72,10 @@ def written(tmp_path_factory) -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="session")
-def megatron(written, require) -> Iterator[Written]:
-    """Give a function from `dist_tp2`, `legacy_pp2`, … to a checkpoint that megatron-core wrote."""
+def megatron(written, require) -> Written:
+    """Return a function from `dist_tp2`, `legacy_pp2`, … to a checkpoint that megatron-core wrote."""
     require("megatron.core")
     root = written("megatron")
-
-    script = ForkedScript(WRITERS / "write_megatron.py")
 
     def write(layout: str) -> None:
         if (root / f"dist_{layout}").exists():
@@ -90,7 +88,7 @@ def megatron(written, require) -> Iterator[Written]:
             words += ["--load", str(root / f"dist_{source}" / "iter_0000002")]
         if layout == "tp1":
             words += ["--save-logits", str(root / "logits.pt")]
-        script.run(ranks, *words)
+        launch(WRITERS / "write_megatron.py", ranks, *words)
 
     def get(name: str) -> Path:
         if name == "logits.pt":
@@ -99,8 +97,7 @@ def megatron(written, require) -> Iterator[Written]:
             write(name.partition("_")[2])
         return root / name
 
-    yield get
-    script.close()
+    return get
 
 
 @pytest.fixture(scope="session")

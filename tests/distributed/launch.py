@@ -27,58 +27,56 @@ ON_A_CPU = {
 
 
 def launch(script: str | Path, ranks: int, *arguments: str, timeout: float = 240) -> list[str]:
-    """Run a script once and return what each rank printed; raise RuntimeError with all of it when a rank fails."""
-    with contextlib.closing(ForkedScript(script)) as forked:
-        return forked.run(ranks, *arguments, timeout=timeout)
+    """Run a script and return what each rank printed; raise RuntimeError with all of it when a rank fails.
+
+    The process that has imported for it is kept until another script is run: it may hold half a gigabyte.
+    """
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    if (str(script), path) not in _kept:
+        while _kept:
+            _kept.popitem()[1].communicate()
+        command = [sys.executable, "-m", "tests.distributed.ranks", str(script)]
+        environment = {**os.environ, **ON_A_CPU, "PYTHONPATH": path}
+        _kept[str(script), path] = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+    port = str(free_port())
+    environments = [{**os.environ, "PYTHONPATH": path, **rank_environment(rank, ranks, port)} for rank in range(ranks)]
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [Path(folder, f"rank{rank}.log") for rank in range(ranks)]
+        told = [{"environment": env, "log": str(log)} for env, log in zip(environments, logs, strict=True)]
+        job = {"arguments": arguments, "folder": str(Path.cwd()), "timeout": timeout, "ranks": told}
+        codes = _answer(_kept[str(script), path], job)
+        printed = [log.read_text(errors="replace") if log.exists() else "" for log in logs]
+    if any(code != 0 for code in codes):
+        raise RuntimeError("\n".join(f"--- rank {r}, exit {codes[r]}\n{text[-8000:]}" for r, text in enumerate(printed)))
+    return printed
 
 
-class ForkedScript:
-    """Runs one script any number of times; the process that imports for it starts with the first and ends with `close`."""
+_kept: dict[tuple[str, str], subprocess.Popen[str]] = {}  # by script and PYTHONPATH; one at most
 
-    def __init__(self, script: str | Path) -> None:
-        self._script = script
-        self._parent: subprocess.Popen[str] | None = None
 
-    def run(self, ranks: int, *arguments: str, timeout: float = 240) -> list[str]:
-        """Run the script and return what each rank printed; raise RuntimeError with all of it when a rank fails."""
-        parent = self._parent = self._parent or self._start()
-        assert parent.stdin is not None
-        assert parent.stdout is not None
-        port = str(free_port())
-        too_late = threading.Timer(timeout + 120, parent.kill)  # its own clock begins when it has imported
-        too_late.start()
-        with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as at_end:
-            at_end.callback(too_late.cancel)
-            logs = [Path(folder, f"rank{rank}.log") for rank in range(ranks)]
-            told = [{"environment": rank_environment(r, ranks, port), "log": str(log)} for r, log in enumerate(logs)]
-            print(json.dumps({"arguments": arguments, "timeout": timeout, "ranks": told}), file=parent.stdin, flush=True)
-            answer = parent.stdout.readline()
-            if not answer:
-                raise RuntimeError(f"the process that imports for {self._script} ended with {parent.wait()}")
-            codes = json.loads(answer)
-            printed = [log.read_text(errors="replace") if log.exists() else "" for log in logs]
-        if any(code != 0 for code in codes):
-            raise RuntimeError("\n".join(f"--- rank {r}, exit {codes[r]}\n{text[-8000:]}" for r, text in enumerate(printed)))
-        return printed
-
-    def close(self) -> None:
-        """End the process that imports for the script."""
-        if self._parent is not None:
-            self._parent.communicate()
-            self._parent = None
-
-    def _start(self) -> subprocess.Popen[str]:
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        environment = {**os.environ, **ON_A_CPU, "PYTHONPATH": path, "TRAINPROBE_ON_ERROR": "raise"}
-        command = [sys.executable, "-m", "tests.distributed.ranks", str(self._script)]
-        return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+def _answer(parent: subprocess.Popen[str], job: dict) -> list[int | None]:
+    assert parent.stdin is not None
+    assert parent.stdout is not None
+    too_late = threading.Timer(job["timeout"] + 120, parent.kill)  # its own clock begins when it has imported
+    too_late.start()
+    try:
+        print(json.dumps(job), file=parent.stdin, flush=True)
+        answer = parent.stdout.readline()
+    finally:
+        too_late.cancel()
+    if not answer:
+        _kept.clear()
+        raise RuntimeError(f"the process that imports for a script ended with {parent.wait()}: {parent.args}")
+    return json.loads(answer)
 
 
 def rank_environment(rank: int, ranks: int, port: str) -> dict[str, str]:
     """Return the variables by which a rank finds the others of its job, and frameworks need no device."""
     return {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
-        "LOCAL_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **ON_A_CPU,
+        "LOCAL_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TRAINPROBE_ON_ERROR": "raise", **ON_A_CPU,
     }  # fmt: skip
 
 

@@ -1,8 +1,9 @@
 """The process whose forks are the ranks of a script: `python -m tests.distributed.ranks SCRIPT`, started by launch.py.
 
-It imports what SCRIPT imports and then reads jobs from standard input, one JSON object a line: `arguments` of the script and,
-for each rank, its `environment` and the file of its output. The answer is a line with the exit codes; null stands for a rank
-that was killed because another one failed or time was up.
+It imports what SCRIPT imports and then reads jobs from standard input, one JSON object a line: `arguments` of the script,
+the `folder` that it is run in, how long it may take (`timeout`, seconds) and, for each of its `ranks`, its `environment` and
+the file of its output (`log`). The answer is a line with the exit codes; null stands for a rank that was killed because another
+one failed or time was up.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ def _serve(script: Path) -> None:
             child = os.fork()
             if not child:
                 answers.close()
+                os.chdir(job["folder"])
                 _run(script, job["arguments"], rank)
                 return
             children.append(child)
@@ -56,6 +58,7 @@ def _run(script: Path, arguments: list[str], rank: dict) -> None:
     log = os.open(rank["log"], os.O_WRONLY | os.O_CREAT, 0o600)
     for stream, to in ((0, os.open(os.devnull, os.O_RDONLY)), (1, log), (2, log)):
         os.dup2(to, stream)
+    os.environ.clear()
     os.environ.update(rank["environment"])
     sys.argv = [str(script), *arguments]
     atexit.register(settle)
