@@ -17,32 +17,19 @@ NATIVE = Path("trainprobe/engine/arrays/native")
 SCHEMA = "trainprobe/engine/core/row_schema.py"
 KERNEL = ("module.c", "rows.c", "kernels.c", "fingerprint.c", "crc32.c", "pool.c")
 TAPE = (
-    "objects.c",
-    "attributes.c",
-    "geometry.c",
-    "tape.c",
-    "seen_table.c",
-    "views.c",
-    "look.c",
-    "pytree.c",
-    "stacks.c",
-    "torch_state.c",
-    "ops.c",
-    "graph.c",
     "modules.c",
-    "edges.c",
-    "module_gradients.c",
-    "backward_call.c",
-    "node_hooks.c",
-    "parameter_gradients.c",
-    "contribution.c",
+    "ops.c",
+    "tape.c",
+    "torch.c",
+    "records.c",
+    "gradients.c",
+    "nodes.c",
+    "stacks.c",
     "arena.c",
-    "hook_registry.c",
     "step_journal.c",
-    "structure.c",
     "dump_text.c",
 )
-HEADERS = ("reduce.h", "sweeps.h", "asked.h", "objects.h", "native_tape.h", "module_watch.h")
+HEADERS = ("reduce.h", "sweeps.h", "objects.h", "module_watch.h")
 FLAGS = [] if sys.platform == "win32" else ["-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno"]
 
 

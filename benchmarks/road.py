@@ -100,7 +100,7 @@ def built_with_counters(folder: Path) -> Path:
     flags = {"CFLAGS": "--coverage -O0", "LDFLAGS": "--coverage"}
     build = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
     subprocess.run(build, cwd=folder, env={**os.environ, **flags}, check=True, capture_output=True)
-    return next((folder / "build").rglob("native/look.gcno")).parent
+    return next((folder / "build").rglob("native/tape.gcno")).parent
 
 
 def runs(counters: Path, folder: Path, layers: int, level: str, gradients: bool) -> Counter[tuple[str, str]]:

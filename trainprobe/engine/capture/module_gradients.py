@@ -1,6 +1,6 @@
 """The gradients at the outputs and inputs of a module call, by hooks on autograd nodes that exist anyway.
 
-How they are found stands in `gradients.py`. `native/module_gradients.c` does it; the functions here answer it in rare cases.
+How they are found stands in `gradients.py`. `native/gradients.c` does it; the functions here answer it in rare cases.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Entering hooks on autograd nodes without a handle for each, for the compiled taps (see native/hook_registry.c).
+"""Entering hooks on autograd nodes without a handle for each, for the compiled taps (see native/nodes.c).
 
 One registrar stands in torch's place while any tap holds it. A torch that has no such function enters the hooks by its own way.
 """

@@ -1,4 +1,4 @@
-/* What the parts that watch module calls share: modules.c, module_gradients.c, backward_call.c, node_hooks.c, contribution.c, edges.c, parameter_gradients.c. */
+/* What the parts that watch module calls share: modules.c, gradients.c, nodes.c. */
 #ifndef TRAINPROBE_MODULE_WATCH_H
 #define TRAINPROBE_MODULE_WATCH_H
 
@@ -46,27 +46,26 @@ static inline PyObject *joined_name(PyObject *name, PyObject *cls, PyObject *pha
     return PyUnicode_FromFormat("Module.%U.%U.%U.%zd.%s", name, cls, phase, number, rest);
 }
 
-/* Collect the edges of all tensors in a structure; path, number: where it stands (NULL, -1: the structure itself). */
+/* Collect the edges (nodes.c) of all tensors in a structure; path, number: where it stands (NULL, -1: the structure itself). */
 int edges_of(ModuleWatch *self, PyObject *x, PyObject *path, Py_ssize_t number, Edges *found, int depth);
 void edges_free(Edges *edges);
 PyObject *place_text(PyObject *path, Py_ssize_t number); /* the place of a tensor as text */
 
+/* What is wanted of which node, once a module call has returned (gradients.c). */
 int watch_gradients(ModuleWatch *self, const ModuleInfo *info, Call *call, long long floor, const Edges *inputs, PyObject *out);
 
-/* The backward call of a module call (backward_call.c). Take what arrived at an output, or is sent to an input, of this number; untouched: the
+/* The backward call of a module call (gradients.c). Take what arrived at an output, or is sent to an input, of this number; untouched: the
    module hands it on as it is. */
 typedef struct Backward Backward;
 enum { OUTPUT_SIDE, INPUT_SIDE };
-Backward *backward_new(ModuleWatch *self, const ModuleInfo *info, Call *forward, const Edges *outputs, const Edges *inputs);
 int backward_take(Backward *b, int side, Py_ssize_t number, PyObject *gradient, int untouched);
 void backward_end(Backward *b); /* the step is over */
 
-/* The sum of what several consumers send to one input (contribution.c). */
-PyObject *contribution_new(PyObject *backward, PyObject *plus, Py_ssize_t consumers, Py_ssize_t input);
+/* The sum of what several consumers send to one input (gradients.c). */
 int contribution_add(PyObject *sum, PyObject *gradient);
 int contribution_flush(PyObject *sum);
 
-/* What one backward call wants of an autograd node (node_hooks.c): of what the node receives, for an output (RECEIVED), or for an input that
+/* What one backward call wants of an autograd node (nodes.c): of what the node receives, for an output (RECEIVED), or for an input that
    the module hands on as it is (SHARED); of what it sends, for an input (SENT). */
 enum { RECEIVED, SHARED, SENT };
 typedef struct {
@@ -81,7 +80,7 @@ int node_hook_attach(NodeHook *hook, PyObject *node);                     /* onc
 void hooks_forget(ModuleWatch *self);
 void hooks_drop(Hooks *hooks);
 
-/* Methods of ModuleWatch that stand in parameter_gradients.c. */
+/* Methods of ModuleWatch that stand in gradients.c. */
 PyObject *parameter_hook_new(ModuleWatch *self, PyObject *const *args, Py_ssize_t nargs);
 PyObject *parameter_take(ModuleWatch *self, PyObject *const *args, Py_ssize_t nargs);
 

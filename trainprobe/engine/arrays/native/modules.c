@@ -1,5 +1,5 @@
 /* The module calls of a step (see engine/capture/torch_modules.py): inputs, parameters and outputs of each
-   call, and what watches its gradients (module_gradients.c) and those of parameters (parameter_gradients.c). */
+   call, and what watches its gradients and those of parameters (gradients.c). */
 #include "module_watch.h"
 
 static PyTypeObject *watch_type;
@@ -217,7 +217,7 @@ static PyObject *run_recorded(ModuleWatch *self, const ModuleInfo *info, PyObjec
         if (failed && give_to_guard(self->fault)) Py_CLEAR(out);
     }
     pop(self, depth);
-    edges_free(&edges);
+    if (edges.n) edges_free(&edges);
     Py_DECREF((PyObject *)call);
     return out;
 }

@@ -1,4 +1,4 @@
-/* The objects that a tape is made of, and what the parts of the extension need of each other. Limited API of Python 3.10. */
+/* The objects that a tape is made of, and what the files of the extension need of each other. Limited API of Python 3.10. */
 #ifndef TRAINPROBE_OBJECTS_H
 #define TRAINPROBE_OBJECTS_H
 
@@ -10,9 +10,6 @@
 #include <structmember.h>
 
 #include "reduce.h"
-
-/* Where an address goes in a table; cut to its places, a power of two. */
-static inline size_t mixed(const void *address) { return (size_t)(((uint64_t)(uintptr_t)address >> 4) * 0x9E3779B97F4A7C15u >> 20); }
 
 typedef struct {
     PyObject_HEAD
@@ -53,31 +50,19 @@ typedef struct {
 
 int is_info(PyObject *x); /* 0 with an exception set where it is none */
 
-extern PyTypeObject *info_type, *stats_rows_type, *value_type, *call_type, *tape_type, *stacks_type, *node_hook_type, *op_hook_type;
+extern PyTypeObject *info_type, *stats_rows_type, *value_type, *call_type, *tape_type, *stacks_type, *op_hook_type;
 
 typedef struct Tape Tape;
 
 #define SAVE 256 /* of flags: the values themselves are wanted too */
 
-/* Call with n arguments, as CPython's own code does it where that is there: in the stable ABI since 3.12, exported since 3.11. */
-#ifdef __ELF__
-extern PyObject *PyObject_Vectorcall(PyObject *callable, PyObject *const *args, size_t n, PyObject *names) __attribute__((weak));
-#endif
-static inline PyObject *call_one(PyObject *callable, PyObject *x) {
-#ifdef __ELF__
-    if (PyObject_Vectorcall) return PyObject_Vectorcall(callable, &x, 1, NULL);
-#endif
-    return PyObject_CallFunctionObjArgs(callable, x, NULL);
-}
-static inline PyObject *call_two(PyObject *callable, PyObject *x, PyObject *y) {
-#ifdef __ELF__
-    PyObject *args[] = {x, y};
-    if (PyObject_Vectorcall) return PyObject_Vectorcall(callable, args, 2, NULL);
-#endif
-    return PyObject_CallFunctionObjArgs(callable, x, y, NULL);
-}
+/* torch.c. Calls with one argument or two, as CPython's own code makes them; where an address goes in a table, to be cut to its places, a power of
+   two. */
+PyObject *call_one(PyObject *callable, PyObject *x);
+PyObject *call_two(PyObject *callable, PyObject *x, PyObject *y);
+size_t mixed(const void *address);
 
-/* Attributes by their descriptors (attributes.c). descriptor: NULL where the attribute is to be looked up. */
+/* Attributes by their descriptors. descriptor: NULL where the attribute is to be looked up. */
 typedef struct {
     PyObject *descriptor;
     descrgetfunc get;
@@ -96,7 +81,7 @@ PyObject *node_nexts(PyObject *node);
 long long sequence_of(PyObject *node);
 PyObject *node_register(PyObject *node, PyObject *hook, int behind);
 
-/* Where a tensor's elements lie (geometry.c). strides: in elements, NULL until geometry_on_host said yes. */
+/* Where a tensor's elements lie. strides: in elements, NULL until geometry_on_host said yes. */
 typedef struct {
     void *data;
     int nd, cpu;   /* cpu: -1 where it was not asked for */
@@ -105,7 +90,6 @@ typedef struct {
     int64_t own[2 * MAX_DIMS];
 } Geometry;
 
-int geometry_learn(PyObject *capsule);
 int geometry_read(PyObject *t, Geometry *out);
 int geometry_on_host(PyObject *t, Geometry *g);
 int geometry_strides(PyObject *t, Geometry *g);
@@ -120,10 +104,9 @@ typedef struct {
 PyObject *shapes_find(Shapes *self, const Geometry *g);
 void shapes_clear(Shapes *self);
 
-/* The tree of Values and scalars of an argument or result; path: where its values are saved, or NULL. A new reference. */
+/* tape.c. The tree of Values and scalars of an argument or result; path: where its values are saved, or NULL. A new reference. */
 PyObject *tape_tree(Tape *self, PyObject *x, long flags, PyObject *path, int depth);
 PyObject *key_text(PyObject *key); /* the key of a dict as text that can be written; a new reference */
-int tape_enter(Tape *self);        /* whether one more container of this tree may be looked into */
 
 /* The same for a tensor that somebody holds for the rest of the step: it is remembered by a reference, which is less than a weak one. */
 PyObject *tape_held(Tape *self, PyObject *t, long flags, PyObject *path);
@@ -132,13 +115,12 @@ PyObject *tape_held(Tape *self, PyObject *t, long flags, PyObject *path);
 PyObject *tape_noted(Tape *self, PyObject *value, PyObject *note);
 
 int tape_is_plain(const Tape *self, PyObject *x); /* a tensor that needs no describing */
+void tape_touched(Tape *self, PyObject *t);
 
 /* Copies of small values on the host (arena.c). */
 typedef struct Arena Arena;
 int arena_check(PyObject *x);
 int arena_keep(Arena *self, PyObject *key, PyObject *dtype, PyObject *shape, const Job *job);
-
-void tape_touched(Tape *self, PyObject *t);
 
 /* The journal of a step (step_journal.c): fields are those trees of the call that have come or changed. */
 enum { ARGS = 1, KWARGS = 2, OUT = 4, PARAMS = 8 };
@@ -148,10 +130,9 @@ void journal_twin(PyObject *journal, Value *twin, const Value *v);
 void journal_call(PyObject *journal, Call *c, int fields);
 void tape_report(Tape *self, Call *c, int fields); /* does so where the tape has a journal */
 
-/* The graph of the forward that is running (graph.c). */
+/* The graph of the forward that is running (nodes.c). */
 PyObject *graph_new_empty(void);
 int graph_visit(PyObject *graph, PyObject *const *roots, Py_ssize_t n, long long floor); /* roots: held by the caller */
-void **graph_mark(PyObject *graph, PyObject *node); /* the caller's own mark on a node, which is held; NULL with an exception set */
 void graph_forget(PyObject *graph);
 
 /* The nodes that consume an edge, in the order in which they were met; held by the graph. */
@@ -168,7 +149,7 @@ typedef struct {
 int graph_consumers(PyObject *graph, PyObject *node, Py_ssize_t slot, long long floor, Consumers *found);
 void consumers_free(Consumers *found);
 
-/* What is asked of torch (torch_state.c). */
+/* What torch is doing. */
 int torch_known(void);
 int is_tensor(PyObject *x); /* -1 with an exception set */
 long long graph_task_now(void);
@@ -192,10 +173,6 @@ int micro_is_wanted(MicroGate *gate, PyObject *micro); /* -1 with an exception s
 /* Hand the exception that is set to the guard: 0 when the training goes on, -1 when it is to be raised. */
 int give_to_guard(PyObject *fault);
 
-/* What a hook of a module's is entered on a node with, (hooks, None): its own, once no node has it, or NULL; and what is kept for that. */
-PyObject *node_hook_entry(PyObject *hook); /* a new reference */
-void node_hook_keep(PyObject *hook, PyObject *entry);
-
 PyObject *value_with_note(Value *self, PyObject *note); /* a new reference */
 Call *call_new(PyObject *kind, PyObject *name, Py_ssize_t number, PyObject *phase, PyObject *cls, PyObject *micro, PyObject *parent,
                Py_ssize_t stack);
@@ -203,25 +180,17 @@ Call *call_new(PyObject *kind, PyObject *name, Py_ssize_t number, PyObject *phas
 /* Number of the stack that begins at the current Python frame, `skip` frames left out, or -2 with an exception set. */
 Py_ssize_t stacks_capture(PyObject *stacks, Py_ssize_t base, const void *stop, int skip);
 
-
-int objects_fill(PyObject *module);
-int attributes_fill(PyObject *module);
-int geometry_fill(PyObject *module);
-int look_fill(PyObject *module);
+int rows_fill(PyObject *module);
+int torch_fill(PyObject *module);
+int records_fill(PyObject *module);
 int tape_fill(PyObject *module);
 int stacks_fill(PyObject *module);
-int torch_state_fill(PyObject *module);
 int ops_fill(PyObject *module);
-int graph_fill(PyObject *module);
+int nodes_fill(PyObject *module);
 int modules_fill(PyObject *module);
-int backward_fill(PyObject *module);
-int parameters_fill(PyObject *module);
-int node_hooks_fill(PyObject *module);
-int contribution_fill(PyObject *module);
+int gradients_fill(PyObject *module);
 int arena_fill(PyObject *module);
 int journal_fill(PyObject *module);
-int hook_registry_fill(PyObject *module);
-int structure_fill(PyObject *module);
 int dump_text_fill(PyObject *module);
 
 #endif

@@ -12,6 +12,7 @@
 #define CHUNK 4096
 #define BLOCK 16
 #define MAX_DIMS 64
+#define ALONE (64 * 1024) /* bytes above which other Python threads may run meanwhile */
 
 /* Memory is asked for before its turn: far ahead into the second cache, near into the first. In bytes; reading past the caches becomes 1.2 to 1.8
    times as fast. */
@@ -33,7 +34,7 @@ enum {
 typedef __int128 int128;
 
 /* sum is s + c, sum of squares (q + qc) * 4^exponent; integer_sum is exact and used for 64-bit integers. asked: the sums that a flag asks for, by
-   their columns (see asked.h). */
+   their columns (see sweeps.h). */
 typedef struct {
     double count, nan, posinf, neginf, zero, min, max, s, c, q, qc, asked[COLUMNS];
     int128 integer_sum;
@@ -87,13 +88,9 @@ void kernels_init(void);
 int kernels_select(const char *name); /* 0 when this machine has that instruction set */
 
 void layout(Job *job, int nd, const int64_t *shape, const int64_t *strides);
-static inline double finite_count(const Part *p) { return p->count - p->nan - p->posinf - p->neginf; }
-void part_clear(Part *p);
-void part_merge(Part *into, const Part *from, int flags, uint64_t from_bytes);
+double finite_count(const Part *p);
 const char *element_at(const Job *job, int64_t index); /* of the enumeration */
 void reduce_block(const Job *job, int64_t block, Part *out);
-void reduce(const Job *job, Part *out);
-void part_finish(const Part *p, const Job *job, double *row);
 
 /* K of engine/stats/checksum.py. */
 #define GOLDEN UINT64_C(0x9E3779B97F4A7C15)

@@ -1,4 +1,7 @@
-"""The entries of a dump as JSON text: each distinct value is turned into text once, whatever the number of places it is at."""
+"""The entries of a dump as JSON text: each distinct value is turned into text once, whatever the number of places it is at.
+
+A column of numbers is turned into text at once; NaN and infinities have names.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,18 @@ from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import orjson
 
 from trainprobe.engine.core.records import Call, Opaque, StepData, Value
 from trainprobe.engine.core.step_data import entry_name, fingerprinted, parent_name, unknown
 from trainprobe.engine.stats.partials import column
-from trainprobe.engine.storage.dumps.numbers_text import BARE, STRICT, column_text, number_text, plain_numbers
 from trainprobe.engine.storage.dumps.tensor_files import file_name, plain_dtype
 
 # statistic → key in a leaf; every other statistic is written under its own name
 KEYS = {"max": "Max", "min": "Min", "mean": "Mean", "norm": "Norm"}
+STRICT = ('"nan"', '"inf"', '"-inf"')  # as Python writes them: float() of the text gives the number back
+BARE = ("NaN", "Infinity", "-Infinity")
 _NO_NUMBERS = "".join(f', "{key}": null' for key in KEYS.values())
 
 
@@ -181,12 +186,61 @@ def _modules_are_watched_only(step_data: StepData) -> bool:
     return step_data.level == "L1" and len(step_data.programs) > 1
 
 
+def column_text(column: npt.NDArray[Any], tokens: tuple[str, str, str] = STRICT) -> list[str]:
+    """Return the shortest text of each number that reads back as the same float64.
+
+    tokens: how NaN, +inf and -inf are written (JSON has no numbers for them).
+    """
+    if not column.size:
+        return []
+    text = orjson.dumps(np.ascontiguousarray(column), option=orjson.OPT_SERIALIZE_NUMPY)[1:-1].decode().split(",")
+    if column.dtype.kind == "f":
+        for i in np.flatnonzero(~np.isfinite(column)).tolist():
+            text[i] = number_text(float(column[i]), tokens)
+    return text
+
+
+def number_text(x: float, tokens: tuple[str, str, str] = STRICT) -> str:
+    """Return the text of one number."""
+    if x != x:
+        return tokens[0]
+    if x in (float("inf"), float("-inf")):
+        return tokens[1] if x > 0 else tokens[2]
+    return repr(x)
+
+
+def plain_numbers(column: npt.NDArray[Any]) -> list[Any]:
+    """Return a column as a list for JSON, NaN and infinities as the strings "NaN", "Infinity" and "-Infinity"."""
+    values: list[Any] = column.tolist()
+    if column.dtype.kind == "f":
+        for i in np.flatnonzero(~np.isfinite(column)).tolist():
+            values[i] = number_text(values[i], STRICT).strip('"')
+    return values
+
+
+def read_number(x: Any) -> float:
+    """Return a number from JSON: NaN for null, and the strings that stand for NaN and infinities as what they are.
+
+    Raises ValueError or TypeError for anything else.
+    """
+    if x is None:
+        return float("nan")
+    if isinstance(x, str) and x not in {"NaN", "Infinity", "-Infinity", "nan", "inf", "-inf", "Nan"}:
+        raise ValueError(f"{x!r} is not a number")
+    return float(x)
+
+
 def quote(text: str) -> str:
     """Return a string as JSON text; what is not valid Unicode is replaced."""
     try:
         return orjson.dumps(text).decode()
     except (TypeError, ValueError):
         return orjson.dumps(str(text).encode("utf-8", "replace").decode()).decode()
+
+
+def fragment(text: bytes | str) -> Any:
+    """Return JSON text for a place in something that orjson turns into text."""
+    return orjson.Fragment(text)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]
 
 
 def dumps(thing: Any) -> str:

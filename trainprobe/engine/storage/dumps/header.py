@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 from trainprobe.engine.core.records import Call, Place, StepData
-from trainprobe.engine.storage.dumps.numbers_text import read_number
+from trainprobe.engine.storage.dumps.entry_text import read_number
 
 FORMAT = 1
 

@@ -13,8 +13,7 @@ import orjson
 
 from trainprobe.engine.core.records import Opaque, Value
 from trainprobe.engine.stats.partials import PARTIALS, STATISTICS
-from trainprobe.engine.storage.dumps.entry_text import KEYS
-from trainprobe.engine.storage.dumps.numbers_text import read_number
+from trainprobe.engine.storage.dumps.entry_text import KEYS, read_number
 
 DEPTH = 400
 _FORMS = 4096  # forms and shapes that are remembered

@@ -18,8 +18,8 @@ import orjson
 from trainprobe.engine.core.records import Call, Feature, Opaque, StepData, Value
 from trainprobe.engine.core.step_layout import layout_of
 from trainprobe.engine.stats.partials import COMPUTED_WITH, F64, PARTIALS, STATS, column
+from trainprobe.engine.storage.dumps.entry_text import plain_numbers, read_number
 from trainprobe.engine.storage.dumps.header import place_text, read_place, read_scalars
-from trainprobe.engine.storage.dumps.numbers_text import plain_numbers, read_number
 
 FORMAT = 1
 DEPTH = 400

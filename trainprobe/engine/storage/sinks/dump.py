@@ -16,7 +16,7 @@ import orjson
 from trainprobe.engine.core.records import Finding, Place, StepData
 from trainprobe.engine.core.step_layout import layout_of
 from trainprobe.engine.plan.model import Plan
-from trainprobe.engine.storage.dumps.entry_text import Document, EntryText, construct_text, dumps, stacks
+from trainprobe.engine.storage.dumps.entry_text import Document, EntryText, construct_text, dumps, fragment, stacks
 from trainprobe.engine.storage.dumps.header import about_calls, header, states_text
 from trainprobe.engine.storage.dumps.layout import (
     CONSTRUCT_FILE,
@@ -29,7 +29,6 @@ from trainprobe.engine.storage.dumps.layout import (
     existing_of_rank,
     remove,
 )
-from trainprobe.engine.storage.dumps.numbers_text import fragment
 from trainprobe.engine.storage.dumps.tensor_files import DATA_FOLDER, SavedTensor, SeparateFiles, TensorFiles, open_tensor_files
 from trainprobe.errors import OutputError
 

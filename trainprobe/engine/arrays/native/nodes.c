@@ -1,0 +1,648 @@
+/* Nodes of autograd's graph: which of them a tensor hangs on (its edges), who consumes an edge, and the hooks that take what passes a node. */
+#include <string.h>
+
+#include "module_watch.h"
+
+/* ---- the edges of all tensors in an argument or result (see `collect_edges` in engine/capture/module_gradients.py) -------- */
+
+#define MOST 100000 /* containers: one that holds itself has no end of places */
+
+PyObject *place_text(PyObject *path, Py_ssize_t number) {
+    return path ? Py_NewRef(path) : PyUnicode_FromFormat("%zd", number < 0 ? 0 : number);
+}
+
+static int merge_edge(EdgeAt *known, PyObject *path, Py_ssize_t number) {
+    PyObject *first = place_text(known->path, known->number), *second = place_text(path, number);
+    PyObject *both = first && second ? PyUnicode_FromFormat("%U|%U", first, second) : NULL;
+    Py_XDECREF(first);
+    Py_XDECREF(second);
+    if (!both) return -1;
+    Py_XDECREF(known->path);
+    known->path = both, known->number = -1;
+    return 0;
+}
+
+/* node, slot: None, or an edge. */
+static int add_edge(Edges *found, PyObject *node, Py_ssize_t slot, PyObject *path, Py_ssize_t number) {
+    for (Py_ssize_t i = 0; i < found->n; i++)
+        if (found->items[i].node == node && found->items[i].slot == slot) return merge_edge(&found->items[i], path, number);
+    if (found->n == found->room) {
+        Py_ssize_t room = found->room ? found->room * 2 : 4;
+        EdgeAt *items = found->room ? PyMem_Malloc((size_t)room * sizeof *items) : found->few;
+        if (!items) return PyErr_NoMemory(), -1;
+        if (found->n) memcpy(items, found->items, (size_t)found->n * sizeof *items);
+        if (found->items != found->few) PyMem_Free(found->items);
+        found->items = items, found->room = room;
+    }
+    found->items[found->n++] = (EdgeAt){Py_NewRef(node), path ? Py_NewRef(path) : NULL, slot, path ? -1 : number < 0 ? 0 : number};
+    return 0;
+}
+
+void edges_free(Edges *edges) {
+    for (Py_ssize_t i = 0; i < edges->n; i++) {
+        Py_DECREF(edges->items[i].node);
+        Py_XDECREF(edges->items[i].path);
+    }
+    if (edges->items != edges->few) PyMem_Free(edges->items);
+    edges->items = NULL, edges->n = edges->room = 0;
+}
+
+static int edge_of_tensor(ModuleWatch *self, PyObject *t, PyObject *path, Py_ssize_t number, Edges *found) {
+    PyObject *node = node_behind(t);
+    if (!node && PyErr_Occurred()) return -1;
+    int failed;
+    if (node) { /* then it wants a gradient */
+        PyObject *slot = tensor_attribute(t, OUTPUT_NR);
+        failed = !slot || add_edge(found, node, PyLong_AsSsize_t(slot), path, number);
+        Py_XDECREF(slot);
+        Py_DECREF(node);
+    } else {
+        PyObject *grad = tensor_attribute(t, REQUIRES_GRAD);
+        int wanted = grad ? grad == Py_True : -1;
+        Py_XDECREF(grad);
+        if (wanted <= 0) return wanted;
+        PyObject *edge = call_one(self->edge_of, t);
+        failed = !edge || (edge != Py_None && add_edge(found, PyTuple_GetItem(edge, 0), PyLong_AsSsize_t(PyTuple_GetItem(edge, 1)), path, number));
+        Py_XDECREF(edge);
+    }
+    return failed || PyErr_Occurred() ? -1 : 0;
+}
+
+static int plain_number(PyObject *text, Py_ssize_t *number) {
+    Py_ssize_t length = 0;
+    const char *s = PyUnicode_AsUTF8AndSize(text, &length);
+    if (!s || length < 1 || length > 9) return PyErr_Clear(), 0;
+    *number = 0;
+    for (Py_ssize_t i = 0; i < length; i++) {
+        if (s[i] < '0' || s[i] > '9') return 0;
+        *number = *number * 10 + (s[i] - '0');
+    }
+    return 1;
+}
+
+static int edges_named(ModuleWatch *self, PyObject *x, PyObject *name, PyObject *path, Py_ssize_t number, Edges *found, int depth) {
+    PyObject *key = key_text(name), *whole = NULL;
+    if (key && (path || number >= 0)) {
+        PyObject *own = place_text(path, number);
+        whole = own ? PyUnicode_FromFormat("%U.%U", own, key) : NULL;
+        Py_XDECREF(own);
+    } else {
+        whole = Py_XNewRef(key);
+    }
+    Py_XDECREF(key);
+    if (!whole) return -1;
+    Py_ssize_t plain = -1;
+    int failed = plain_number(whole, &plain) ? edges_of(self, x, NULL, plain, found, depth) : edges_of(self, x, whole, -1, found, depth);
+    Py_DECREF(whole);
+    return failed;
+}
+
+static int odd_edges(ModuleWatch *self, PyObject *x, PyObject *path, Py_ssize_t number, Edges *found) {
+    PyObject *own = path || number >= 0 ? place_text(path, number) : PyUnicode_FromString("");
+    PyObject *pairs = own ? call_two(self->odd_edges, x, own) : NULL;
+    int failed = !pairs;
+    for (Py_ssize_t i = 0; !failed && i < PyList_Size(pairs); i++) {
+        PyObject *at, *node;
+        Py_ssize_t slot, plain = -1;
+        failed = !PyArg_ParseTuple(PyList_GetItem(pairs, i), "U(On)", &at, &node, &slot);
+        if (!failed) failed = plain_number(at, &plain) ? add_edge(found, node, slot, NULL, plain) : add_edge(found, node, slot, at, -1);
+    }
+    Py_XDECREF(own);
+    Py_XDECREF(pairs);
+    return failed ? -1 : 0;
+}
+
+int edges_of(ModuleWatch *self, PyObject *x, PyObject *path, Py_ssize_t number, Edges *found, int depth) {
+    PyTypeObject *kind = Py_TYPE(x);
+    if (kind == self->plain[0] || kind == self->plain[1]) return edge_of_tensor(self, x, path, number, found);
+    if (x == Py_None || kind == &PyLong_Type || kind == &PyFloat_Type || kind == &PyBool_Type || kind == &PyUnicode_Type) return 0;
+    static int left; /* containers: one that holds itself has no end of places */
+    if (depth == 0) left = MOST;
+    if (depth > 8 || left <= 0) return 0;
+    left--;
+    if (PyDict_CheckExact(x)) {
+        PyObject *key, *item;
+        Py_ssize_t at = 0;
+        while (PyDict_Next(x, &at, &key, &item))
+            if (edges_named(self, item, key, path, number, found, depth + 1)) return -1;
+        return 0;
+    }
+    int tuple = PyTuple_CheckExact(x);
+    if (!tuple && !PyList_CheckExact(x)) return odd_edges(self, x, path, number, found);
+    for (Py_ssize_t i = 0; i < (tuple ? PyTuple_Size(x) : PyList_Size(x)); i++) {
+        PyObject *item = tuple ? PyTuple_GetItem(x, i) : PyList_GetItem(x, i), *below = NULL;
+        if (path || number >= 0) {
+            PyObject *own = place_text(path, number);
+            below = own ? PyUnicode_FromFormat("%U.%zd", own, i) : NULL;
+            Py_XDECREF(own);
+            if (!below) return -1;
+        }
+        int failed = edges_of(self, item, below, below ? -1 : i, found, depth + 1);
+        Py_XDECREF(below);
+        if (failed) return -1;
+    }
+    return 0;
+}
+
+/* ---- who consumes which edge: each node is visited once a step, and held only while the outermost module runs ------------- */
+
+/* Why it is done this way is written in engine/capture/gradients.py. */
+
+typedef struct {
+    PyObject *node, *to; /* to: address of the node that the edge leads to, not a reference */
+    long long number;
+    Py_ssize_t input, slot;
+} Consumer;
+
+typedef struct {
+    PyObject **items; /* held */
+    Py_ssize_t n, room;
+} Nodes;
+
+/* A node that is known. Held, so that its address is not reused. */
+typedef struct {
+    PyObject *node;
+    void *mark;
+    int visited;
+} Known;
+
+typedef struct {
+    PyObject_HEAD
+    Known *known; /* table: n_known of places, a power of two */
+    Py_ssize_t n_known, places;
+    Nodes outside; /* below the floor */
+    Nodes walk;    /* to be looked at; empty between visits */
+    Consumer *consumers;
+    Py_ssize_t n, room, *heads, *next, n_heads; /* chains of consumers by the node they lead to */
+} Graph;
+
+static PyTypeObject *graph_type;
+
+static size_t chain_of(const Graph *self, const void *to) { return mixed(to) & (size_t)(self->n_heads - 1); }
+
+static int nodes_add(Nodes *nodes, PyObject *node) {
+    if (nodes->n == nodes->room) {
+        Py_ssize_t room = nodes->room ? nodes->room * 2 : 128;
+        PyObject **items = PyMem_Realloc(nodes->items, (size_t)room * sizeof *items);
+        if (!items) return PyErr_NoMemory(), -1;
+        nodes->items = items, nodes->room = room;
+    }
+    nodes->items[nodes->n++] = Py_NewRef(node);
+    return 0;
+}
+
+static void nodes_drop(Nodes *nodes) {
+    while (nodes->n) Py_DECREF(nodes->items[--nodes->n]);
+}
+
+static Known *place_of(Known *table, Py_ssize_t places, PyObject *node) {
+    size_t at = mixed(node) & (size_t)(places - 1);
+    while (table[at].node && table[at].node != node) at = (at + 1) & (size_t)(places - 1);
+    return &table[at];
+}
+
+static int was_visited(const Graph *self, PyObject *node) {
+    return self->places && place_of(self->known, self->places, node)->visited;
+}
+
+/* What is known of a node, from now on at the latest. NULL with an exception set. */
+static Known *know(Graph *self, PyObject *node) {
+    if (self->n_known * 2 >= self->places) {
+        Py_ssize_t places = self->places ? self->places * 2 : 512;
+        Known *table = PyMem_Calloc((size_t)places, sizeof *table);
+        if (!table) return (Known *)PyErr_NoMemory();
+        for (Py_ssize_t i = 0; i < self->places; i++)
+            if (self->known[i].node) *place_of(table, places, self->known[i].node) = self->known[i];
+        PyMem_Free(self->known);
+        self->known = table, self->places = places;
+    }
+    Known *known = place_of(self->known, self->places, node);
+    if (!known->node) known->node = Py_NewRef(node), self->n_known++;
+    return known;
+}
+
+static void **graph_mark(PyObject *graph, PyObject *node) {
+    Known *known = know((Graph *)graph, node);
+    return known ? &known->mark : NULL;
+}
+
+static int consumers_grow(Graph *self) {
+    Py_ssize_t room = self->room ? self->room * 2 : 512;
+    Consumer *consumers = PyMem_Realloc(self->consumers, (size_t)room * sizeof *consumers);
+    if (consumers) self->consumers = consumers;
+    Py_ssize_t *next = PyMem_Realloc(self->next, (size_t)room * sizeof *next), *heads = PyMem_Malloc((size_t)room * sizeof *heads);
+    if (next) self->next = next;
+    if (!consumers || !next || !heads) {
+        PyMem_Free(heads);
+        return PyErr_NoMemory(), -1;
+    }
+    PyMem_Free(self->heads);
+    self->heads = heads, self->room = self->n_heads = room;
+    for (Py_ssize_t i = 0; i < room; i++) heads[i] = -1;
+    for (Py_ssize_t i = 0; i < self->n; i++) {
+        size_t chain = chain_of(self, self->consumers[i].to);
+        self->next[i] = heads[chain], heads[chain] = i;
+    }
+    return 0;
+}
+
+static int consume(Graph *self, PyObject *node, Py_ssize_t input, long long number, PyObject *to, Py_ssize_t slot) {
+    if (self->n == self->room && consumers_grow(self)) return -1;
+    Py_ssize_t at = self->n++;
+    self->consumers[at] = (Consumer){node, to, number, input, slot};
+    size_t chain = chain_of(self, to);
+    self->next[at] = self->heads[chain], self->heads[chain] = at;
+    return 0;
+}
+
+static int visit_node(Graph *self, PyObject *node, long long number) {
+    Known *known = know(self, node);
+    if (!known) return -1;
+    known->visited = 1;
+    if (number == INT64_MAX) return 0; /* the accumulator of a leaf leads nowhere */
+    PyObject *edges = node_nexts(node);
+    if (!edges) return -1;
+    int failed = 0;
+    Py_ssize_t n = PyTuple_Size(edges);
+    for (Py_ssize_t i = 0; !failed && i < n; i++) {
+        PyObject *edge = PyTuple_GetItem(edges, i), *parent = PyTuple_GetItem(edge, 0);
+        if (parent == Py_None) continue;
+        failed = consume(self, node, i, number, parent, PyLong_AsSsize_t(PyTuple_GetItem(edge, 1))) ||
+                 (!was_visited(self, parent) && nodes_add(&self->walk, parent));
+    }
+    Py_DECREF(edges);
+    return failed;
+}
+
+int graph_visit(PyObject *graph, PyObject *const *roots, Py_ssize_t n, long long floor) {
+    Graph *self = (Graph *)graph;
+    int failed = 0;
+    for (Py_ssize_t i = 0; !failed && i < n; i++) failed = nodes_add(&self->walk, roots[i]);
+    for (Py_ssize_t i = 0; !failed && i < self->outside.n; i++) failed = nodes_add(&self->walk, self->outside.items[i]);
+    nodes_drop(&self->outside);
+    while (!failed && self->walk.n) {
+        PyObject *node = self->walk.items[--self->walk.n]; /* taken over */
+        if (!was_visited(self, node)) {
+            long long number = sequence_of(node);
+            if (PyErr_Occurred()) failed = -1;
+            else failed = number < floor ? nodes_add(&self->outside, node) : visit_node(self, node, number);
+        }
+        Py_DECREF(node);
+    }
+    nodes_drop(&self->walk);
+    return failed;
+}
+
+static PyObject *visit(Graph *self, PyObject *args) {
+    PyObject *roots;
+    long long floor;
+    if (!PyArg_ParseTuple(args, "O!L", &PyList_Type, &roots, &floor)) return NULL;
+    Nodes held = {0};
+    int failed = 0;
+    for (Py_ssize_t i = 0; !failed && i < PyList_Size(roots); i++) failed = nodes_add(&held, PyList_GetItem(roots, i));
+    failed = failed || graph_visit((PyObject *)self, held.items, held.n, floor);
+    nodes_drop(&held);
+    PyMem_Free(held.items);
+    return failed ? NULL : Py_NewRef(Py_None);
+}
+
+int graph_consumers(PyObject *graph, PyObject *to, Py_ssize_t slot, long long floor, Consumers *found) {
+    const Graph *self = (const Graph *)graph;
+    const Consumer *all = self->consumers;
+    Py_ssize_t first = self->n ? self->heads[chain_of(self, to)] : -1, n = 0;
+#define IS_ONE(at) (all[at].to == to && all[at].slot == slot && all[at].number >= floor)
+    for (Py_ssize_t at = first; at >= 0; at = self->next[at]) n += IS_ONE(at);
+    found->n = n, found->items = n <= 8 ? found->few : PyMem_Malloc((size_t)n * sizeof *found->items);
+    if (!found->items) return PyErr_NoMemory(), -1;
+    for (Py_ssize_t at = first; n; at = self->next[at]) /* the chain has the latest first */
+        if (IS_ONE(at)) found->items[--n] = (Consuming){all[at].node, all[at].input};
+#undef IS_ONE
+    return 0;
+}
+
+void consumers_free(Consumers *found) {
+    if (found->items != found->few) PyMem_Free(found->items);
+}
+
+static PyObject *consumers(Graph *self, PyObject *args) {
+    PyObject *to;
+    Py_ssize_t slot;
+    long long floor;
+    Consumers found;
+    if (!PyArg_ParseTuple(args, "(On)L", &to, &slot, &floor) || graph_consumers((PyObject *)self, to, slot, floor, &found)) return NULL;
+    PyObject *list = PyList_New(found.n);
+    for (Py_ssize_t i = 0; list && i < found.n; i++) {
+        PyObject *pair = Py_BuildValue("(On)", found.items[i].node, found.items[i].input);
+        if (pair) PyList_SetItem(list, i, pair);
+        else Py_CLEAR(list);
+    }
+    consumers_free(&found);
+    return list;
+}
+
+void graph_forget(PyObject *graph) {
+    Graph *self = (Graph *)graph;
+    Known *known = self->known;
+    Py_ssize_t places = self->places;
+    self->known = NULL, self->places = self->n_known = self->n = 0; /* letting go may run other code */
+    for (Py_ssize_t i = 0; i < self->n_heads; i++) self->heads[i] = -1;
+    for (Py_ssize_t i = 0; i < places; i++) Py_XDECREF(known[i].node);
+    PyMem_Free(known);
+    nodes_drop(&self->outside);
+}
+
+static PyObject *clear(Graph *self, PyObject *unused) {
+    (void)unused;
+    graph_forget((PyObject *)self);
+    return Py_NewRef(Py_None);
+}
+
+static PyObject *graph_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    (void)args, (void)kwargs;
+    return PyType_GenericAlloc(type, 0);
+}
+
+PyObject *graph_new_empty(void) { return graph_new(graph_type, NULL, NULL); }
+
+static void graph_free(Graph *self) {
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
+    graph_forget((PyObject *)self);
+    PyMem_Free(self->outside.items);
+    PyMem_Free(self->walk.items);
+    PyMem_Free(self->consumers);
+    PyMem_Free(self->heads);
+    PyMem_Free(self->next);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+static PyMethodDef graph_methods[] = {
+    {"visit", (PyCFunction)visit, METH_VARARGS, "visit(roots, floor): see engine.capture.graph.Graph.visit."},
+    {"consumers", (PyCFunction)consumers, METH_VARARGS, "consumers(edge, floor): see engine.capture.graph.Graph.consumers."},
+    {"clear", (PyCFunction)clear, METH_NOARGS, "clear(): let go of the nodes."},
+    {NULL, NULL, 0, NULL}};
+
+static PyType_Slot graph_slots[] = {{Py_tp_new, graph_new},
+                                    {Py_tp_dealloc, graph_free},
+                                    {Py_tp_methods, graph_methods},
+                                    {Py_tp_doc, "What is known of the autograd graph of the forward that is running."},
+                                    {0, NULL}};
+static PyType_Spec graph_spec = {"trainprobe._native.Graph", sizeof(Graph), 0, Py_TPFLAGS_DEFAULT, graph_slots};
+
+/* ---- hooks: one a node, for all modules that want what arrives there or what the node sends on, used again in later steps ---- */
+
+struct NodeHook {
+    PyObject_HEAD
+    ModuleWatch *watch; /* not held; NULL once the step has ended */
+    HookRequest *wanted;
+    Py_ssize_t n, room;
+    int before, behind; /* how the node is hooked */
+    PyObject *entry;    /* what it is entered with, (hooks, None), which a later step uses again; the hooks hold this hook */
+};
+
+static PyTypeObject *node_hook_type;
+
+/* Takes over the contribution. */
+static int hook_wants(NodeHook *hook, HookRequest wanted) {
+    if (hook->n == hook->room) {
+        Py_ssize_t room = hook->room ? hook->room * 2 : 4;
+        HookRequest *all = PyMem_Realloc(hook->wanted, (size_t)room * sizeof *all);
+        if (!all) {
+            Py_XDECREF(wanted.contribution);
+            return PyErr_NoMemory(), -1;
+        }
+        hook->wanted = all, hook->room = room;
+    }
+    Py_INCREF((PyObject *)wanted.backward);
+    hook->wanted[hook->n++] = wanted;
+    return 0;
+}
+
+/* Whether no node has the hook's own entry, and nobody added another hook there. */
+static int entry_is_free(const NodeHook *hook) {
+    PyObject *hooks = hook->entry && Py_REFCNT(hook->entry) == 1 ? PyTuple_GetItem(hook->entry, 0) : NULL;
+    return hooks && Py_REFCNT(hooks) == 1 && PyDict_Size(hooks) == 1;
+}
+
+/* Whether its node is gone: nobody has it but what it rests in and its own entry. */
+static int hook_is_free(const NodeHook *hook) { return entry_is_free(hook) && Py_REFCNT((PyObject *)hook) == 2; }
+
+static void hook_drop(NodeHook *hook) {
+    Py_CLEAR(hook->entry);
+    Py_DECREF((PyObject *)hook);
+}
+
+static int hooks_add(Hooks *hooks, NodeHook *hook) { /* takes over the hook */
+    if (hooks->n == hooks->room) {
+        Py_ssize_t room = hooks->room ? hooks->room * 2 : 256;
+        NodeHook **items = PyMem_Realloc(hooks->items, (size_t)room * sizeof *items);
+        if (!items) {
+            hook_drop(hook);
+            return PyErr_NoMemory(), -1;
+        }
+        hooks->items = items, hooks->room = room;
+    }
+    hooks->items[hooks->n++] = hook;
+    return 0;
+}
+
+void hooks_drop(Hooks *hooks) {
+    while (hooks->n) hook_drop(hooks->items[--hooks->n]);
+    PyMem_Free(hooks->items);
+    *hooks = (Hooks){0};
+}
+
+/* A hook that is used again, or a new one. */
+static NodeHook *hook_take(ModuleWatch *self) {
+    while (self->spare.n) {
+        NodeHook *hook = self->spare.items[--self->spare.n];
+        if (hook_is_free(hook)) return hook;
+        hook_drop(hook);
+    }
+    return (NodeHook *)PyType_GenericAlloc(node_hook_type, 0);
+}
+
+/* The hook of a node, made where there is none. Not a new reference. */
+static NodeHook *hook_of(ModuleWatch *self, PyObject *node) {
+    void **mark = graph_mark(self->graph, node);
+    if (!mark || *mark) return mark ? *mark : NULL;
+    NodeHook *hook = hook_take(self);
+    if (!hook || hooks_add(&self->hooks, hook)) return NULL;
+    hook->watch = self, hook->before = hook->behind = 0;
+    return *mark = hook;
+}
+
+static int take_one(HookRequest w, PyObject *gradient) { /* a copy: more may be wanted of the hook meanwhile */
+    if (!gradient) return -1;
+    PyObject *taker = Py_NewRef(w.contribution ? w.contribution : (PyObject *)w.backward);
+    int failed = w.contribution ? contribution_add(taker, gradient)
+                                : backward_take(w.backward, w.kind != RECEIVED, w.place, gradient, w.untouched);
+    Py_DECREF(taker);
+    return failed;
+}
+
+/* The module that returned last is the outermost: its backward begins first. */
+static int take_all(NodeHook *hook, PyObject *received, PyObject *sent) {
+    int failed = 0, arrives = !sent || !hook->before;
+    for (Py_ssize_t k = hook->n - 1; !failed && arrives && hook->watch && k >= 0; k--)
+        if (hook->wanted[k].kind == RECEIVED) failed = take_one(hook->wanted[k], PyTuple_GetItem(received, hook->wanted[k].slot));
+    for (Py_ssize_t k = 0; !failed && arrives && hook->watch && k < hook->n; k++)
+        if (hook->wanted[k].kind == SHARED) failed = take_one(hook->wanted[k], PyTuple_GetItem(received, hook->wanted[k].slot));
+    for (Py_ssize_t k = 0; !failed && sent && hook->watch && k < hook->n; k++)
+        if (hook->wanted[k].kind == SENT) failed = take_one(hook->wanted[k], PyTuple_GetItem(sent, hook->wanted[k].slot));
+    return failed;
+}
+
+/* As a pre-hook: (received). As a hook: (sent, received). */
+static PyObject *hook_called(NodeHook *hook, PyObject *args, PyObject *kwargs) {
+    ModuleWatch *self = hook->watch;
+    Py_ssize_t n = PyTuple_Size(args);
+    (void)kwargs;
+    if (!self || !self->native || n < 1 || n > 2) return Py_NewRef(Py_None);
+    Py_INCREF((PyObject *)self);
+    Py_INCREF((PyObject *)hook);
+    PyObject *off = modes_off();
+    int failed = PyErr_Occurred() || take_all(hook, PyTuple_GetItem(args, n - 1), n == 2 ? PyTuple_GetItem(args, 0) : NULL);
+    modes_on(off);
+    failed = failed && give_to_guard(self->fault);
+    Py_DECREF((PyObject *)hook);
+    Py_DECREF((PyObject *)self);
+    return failed ? NULL : Py_NewRef(Py_None);
+}
+
+/* Become inert, and let go of what was wanted. */
+static void hook_forget(NodeHook *hook) {
+    HookRequest *wanted = hook->wanted;
+    Py_ssize_t n = hook->n;
+    hook->watch = NULL, hook->n = 0;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        backward_end(wanted[i].backward);
+        Py_XDECREF(wanted[i].contribution);
+        Py_DECREF((PyObject *)wanted[i].backward);
+    }
+}
+
+/* The step is over: its hooks rest. As many are kept as a step has. */
+void hooks_forget(ModuleWatch *self) {
+    Py_ssize_t most = self->hooks.n > self->latest.n ? self->hooks.n : self->latest.n;
+    for (Py_ssize_t i = 0; i < self->hooks.n; i++) hook_forget(self->hooks.items[i]);
+    if (!self->hooks.n) return;
+    while (self->latest.n) {
+        NodeHook *hook = self->latest.items[--self->latest.n];
+        if (self->spare.n >= most) hook_drop(hook);
+        else if (hooks_add(&self->spare, hook)) PyErr_Clear();
+    }
+    Hooks empty = self->latest;
+    self->latest = self->hooks, self->hooks = empty;
+}
+
+static void hook_free(NodeHook *hook) {
+    PyTypeObject *type = Py_TYPE((PyObject *)hook);
+    hook_forget(hook);
+    PyMem_Free(hook->wanted);
+    Py_XDECREF(hook->entry);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(hook);
+    Py_DECREF(type);
+}
+
+static PyObject *node_hook_entry(PyObject *hook) { return entry_is_free((NodeHook *)hook) ? Py_NewRef(((NodeHook *)hook)->entry) : NULL; }
+
+static void node_hook_keep(PyObject *hook, PyObject *entry) {
+    if (!((NodeHook *)hook)->entry) ((NodeHook *)hook)->entry = Py_NewRef(entry);
+}
+
+static PyType_Slot hook_slots[] = {{Py_tp_dealloc, hook_free}, {Py_tp_call, hook_called}, {0, NULL}};
+static PyType_Spec hook_spec = {"trainprobe._native.NodeHook", sizeof(NodeHook), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+                                hook_slots};
+
+/* ---- what is wanted of a node ------------------------------------------------------------------------------------------------ */
+
+NodeHook *node_hook_of(ModuleWatch *self, PyObject *node, HookRequest wanted) {
+    NodeHook *hook = hook_of(self, node);
+    if (!hook) Py_XDECREF(wanted.contribution);
+    return hook && !hook_wants(hook, wanted) ? hook : NULL;
+}
+
+/* Hook the node: behind it if what it sends is wanted, else before it, and once is enough. */
+int node_hook_attach(NodeHook *hook, PyObject *node) {
+    int behind = 0;
+    for (Py_ssize_t k = 0; k < hook->n; k++) behind |= hook->wanted[k].kind == SENT;
+    if (hook->behind || (hook->before && !behind)) return 0;
+    PyObject *handle = node_register(node, (PyObject *)hook, behind);
+    Py_XDECREF(handle);
+    *(behind ? &hook->behind : &hook->before) = 1;
+    return handle ? 0 : -1;
+}
+
+/* ---- entering hooks ------------------------------------------------------------------------------------------------------- */
+
+/* Torch enters a hook on an autograd node by a Python function of its own, which makes a handle with a weak reference for whoever wants
+   to remove the hook again: 5 microseconds. Hooks of this extension leave with their node. What stands here takes that function's place
+   while steps are collected (see engine/capture/node_hooks.py), enters ours alone, and passes everything else on. */
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *below; /* what stood there before */
+    char ended;      /* passes everything on */
+} Registrar;
+
+static PyTypeObject *registrar_type;
+static PyObject *ordered_dict, *our_key;
+
+static PyObject *registrar_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    (void)args, (void)kwargs;
+    return PyType_GenericAlloc(type, 0);
+}
+
+/* (hooks that hold this one, None). */
+static PyObject *entry_new(PyObject *hook) {
+    PyObject *hooks = PyObject_CallNoArgs(ordered_dict), *answer = NULL; /* ordered, as torch's own handles want to refer to it weakly */
+    if (hooks && !PyObject_SetItem(hooks, our_key, hook)) answer = PyTuple_Pack(2, hooks, Py_None);
+    Py_XDECREF(hooks);
+    return answer;
+}
+
+/* (hooks of the node or None, hook) → (hooks of the node, handle). */
+static PyObject *registrar_called(Registrar *self, PyObject *args, PyObject *kwargs) {
+    PyObject *hook = PyTuple_Size(args) == 2 ? PyTuple_GetItem(args, 1) : NULL;
+    int again = hook && Py_TYPE(hook) == node_hook_type, ours = again || (hook && Py_TYPE(hook) == op_hook_type);
+    if (!ours || self->ended || PyTuple_GetItem(args, 0) != Py_None) {
+        if (self->below) return PyObject_Call(self->below, args, kwargs);
+        return PyErr_Format(PyExc_RuntimeError, "a registrar that stands in no place was called");
+    }
+    PyObject *entry = again ? node_hook_entry(hook) : NULL;
+    if (entry || !(entry = entry_new(hook))) return entry;
+    if (again) node_hook_keep(hook, entry);
+    return entry;
+}
+
+static void registrar_free(Registrar *self) {
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
+    Py_XDECREF(self->below);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+static PyMemberDef registrar_members[] = {{"below", T_OBJECT, offsetof(Registrar, below), 0, NULL},
+                                          {"ended", T_BOOL, offsetof(Registrar, ended), 0, NULL},
+                                          {NULL, 0, 0, 0, NULL}};
+
+static PyType_Slot registrar_slots[] = {{Py_tp_new, registrar_new},
+                                        {Py_tp_call, registrar_called},
+                                        {Py_tp_dealloc, registrar_free},
+                                        {Py_tp_members, registrar_members},
+                                        {Py_tp_doc, "Enters the hooks of this extension on autograd nodes."},
+                                        {0, NULL}};
+static PyType_Spec registrar_spec = {"trainprobe._native.Registrar", sizeof(Registrar), 0, Py_TPFLAGS_DEFAULT, registrar_slots};
+
+int nodes_fill(PyObject *module) {
+    PyObject *collections = PyImport_ImportModule("collections");
+    ordered_dict = collections ? PyObject_GetAttrString(collections, "OrderedDict") : NULL;
+    Py_XDECREF(collections);
+    our_key = PyLong_FromLong(-1); /* torch's handles count from 0 */
+    graph_type = (PyTypeObject *)PyType_FromSpec(&graph_spec);
+    node_hook_type = (PyTypeObject *)PyType_FromSpec(&hook_spec);
+    registrar_type = (PyTypeObject *)PyType_FromSpec(&registrar_spec);
+    if (!ordered_dict || !our_key || !graph_type || !node_hook_type || !registrar_type) return -1;
+    return PyModule_AddObjectRef(module, "Graph", (PyObject *)graph_type) || PyModule_AddObjectRef(module, "Registrar", (PyObject *)registrar_type);
+}
