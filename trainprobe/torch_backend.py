@@ -51,7 +51,8 @@ class TorchBackend(Backend):
         edges = histogram if histogram is None or isinstance(histogram, str) else histogram.boundaries()
         library = TorchLibrary(native=plan.native, edges=edges, quantiles=plan.quantiles)
         arena = recording.Arena(SAFETENSORS_NAMES, keep_chunk)
-        return lambda number: Tape(library, keep, plan.reuse, arena, journal(number))
+        shares = plan.level in ("L0", "L1", "mix") and plan.base_detail.wants_checksum
+        return lambda number: Tape(library, keep, plan.reuse, arena, journal(number), shares and plan.wants_step(number))
 
     def without_dispatch(self) -> AbstractContextManager[Any]:
         """Return a context in which torch's modes do not see what the tool computes."""

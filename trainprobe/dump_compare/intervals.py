@@ -81,7 +81,9 @@ def intervals(a: Side, left: Sequence[Value], b: Side, right: Sequence[Value]) -
         if _is_whole(left[i]) and _is_whole(right[i]) and _are_rounded(mine, theirs, i):
             outcome[i] = _IS_ALIKE
     if a.adds_up or b.adds_up:
-        outcome[(outcome == _IS_MEASURED) & (low < _SUMS) & (same_bits < 0)] = _IS_ALIKE
+        as_near = (outcome == _IS_MEASURED) & (low < _SUMS)
+        outcome[as_near & (same_bits < 0)] = _IS_ALIKE
+        outcome[as_near & (same_bits == 0)] = _HAS_OTHER_ORDER
     outcome[(same_bits > 0) | (sizes == 0)] = _IS_SAME  # of a tensor without elements there is nothing to differ
     measured = outcome == _IS_MEASURED
     found: list[Interval] = list(map(_FIXED.__getitem__, np.where(measured, 0, outcome).tolist()))

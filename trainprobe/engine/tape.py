@@ -26,7 +26,8 @@ from trainprobe.engine.core.guard import attempt, fault_text
 from trainprobe.engine.core.library import Deferred, Library, Reading, StatsRows
 from trainprobe.engine.core.naming import utf8
 from trainprobe.engine.core.records import Call, Feature, Kind, Opaque, Phase, Place, StepData, Value
-from trainprobe.engine.stats.checksum import joined
+from trainprobe.engine.core.shards import Shard, is_cut, mesh_shard
+from trainprobe.engine.stats.checksum import MASK, joined
 from trainprobe.engine.stats.partials import CHECKSUM, PARTIALS, STATS, finish
 from trainprobe.engine.storage.step_journal import StepJournal
 
@@ -51,7 +52,8 @@ class Tape:
     every tensor.
 
     save: gets (key, tensor, value, cut) for each value that is to be saved. arena: where there is one (a compiled Arena),
-    values on the host are copied there instead, and handed over in pieces. journal: gets everything as it comes.
+    values on the host are copied there instead, and handed over in pieces. journal: gets everything as it comes. shares:
+    whether the fingerprints of parameters and gradients are wanted, and of shards their share in that of the whole tensor.
     """
 
     value: Callable[[Any, int], Value]
@@ -66,6 +68,7 @@ class Tape:
         reuse: bool = True,
         arena: Any = None,
         journal: StepJournal | None = None,
+        shares: bool = False,
     ) -> None:
         self.library = library
         self.calls: list[Call] = []
@@ -73,6 +76,9 @@ class Tape:
         self.scalars: dict[str, Any] = {}
         self._batches: list[int] = []  # how many tensors the model was called with, a number a call
         self._batch_rows: StatsRows | None = None  # apart, so that a step has checksums only where they were asked for
+        self.shares = shares
+        self._share_rows: StatsRows | None = None
+        self._shares: list[tuple[Value, list[int]]] = []  # each with the rows whose fingerprints make up its share
         self._deferred: list[Deferred] = []
         self._features: list[tuple[Deferred, str, Sequence[str], int, int, Reading | None]] = []
         self.micro = 0
@@ -214,7 +220,23 @@ class Tape:
                 value.shape = _shape(t)
                 value.note = value.note or note
             value.extra = extra
+            if (
+                inner is not None
+                and extra
+                and not any("Partial" in each for each in extra.get("placements", ({"Partial": {}},)))
+            ):
+                self.share(value, inner, mesh_shard(t), flags)
         return value
+
+    def share(self, value: Value, t: Any, shard: Shard | None, flags: int) -> None:
+        """Take the share of a shard in the fingerprint of the whole tensor, where fingerprints are asked for."""
+        if not self.shares or not flags & CHECKSUM or value.row < 0 or shard is None or not is_cut(shard):
+            return
+        if self._share_rows is None:
+            self._share_rows = self.library.stats_rows(CHECKSUM)
+        rows = attempt(self._share_rows.add_share, t, shard, otherwise=lambda _: [])
+        if rows:
+            self._shares.append((value, rows))
 
     def distrust(self) -> None:
         """Look at every tensor anew from here on: something may write to memory at any time, and leave no trace."""
@@ -338,8 +360,11 @@ class Tape:
         values: list[Value] = []
         buffers = list(self._stats_rows.values())
         has_sums = any(kinds & CHECKSUM for kinds in self._stats_rows)
-        last, self._batch_rows = [] if self._batch_rows is None else [self._batch_rows], None
-        drained = self._to_host([*(stats_rows for stats_rows, _ in buffers), *last])
+        apart = [self._batch_rows, self._share_rows]
+        drained = self._to_host([*(stats_rows for stats_rows, _ in buffers), *(rows for rows in apart if rows is not None)])
+        rest = iter(drained[len(buffers) :])
+        batches, shares = ([] if rows is None else [int(n) for n in next(rest)[1]] for rows in apart)
+        self._batch_rows = self._share_rows = None
         for (stats_rows, owned), (rows, checks, crcs) in zip(buffers, drained[: len(buffers)], strict=True):
             if base:
                 for value in owned:
@@ -373,7 +398,8 @@ class Tape:
             quantiles=extras.get("quantiles"),
             scalars={name: _scalar(v, rows) for name, v in self.scalars.items()},
             features=self._read_features(),
-            batches=self._join_batches([int(n) for drain in drained[len(buffers) :] for n in drain[1]]),
+            batches=self._join_batches(batches),
+            shares=self._join_shares(shares),
             **about,
         )
         self.calls, self.values, self.scalars = [], [], {}
@@ -401,6 +427,14 @@ class Tape:
         batches, self._batches = self._batches, []
         each = iter(sums)
         return [joined([next(each) for _ in range(count)]) for count in batches]
+
+    def _join_shares(self, sums: Sequence[int]) -> dict[int, int]:
+        """Return row → share; nothing of a row that stands for two shards, such as one tensor under two names."""
+        taken, self._shares = self._shares, []
+        found: dict[int, set[int]] = {}
+        for value, rows in taken:
+            found.setdefault(value.row, set()).add(sum(sums[row] for row in rows) & MASK)
+        return {row: shares.pop() for row, shares in found.items() if len(shares) == 1}
 
     def _read_features(self) -> list[Feature]:
         kept, self._features = self._features, []

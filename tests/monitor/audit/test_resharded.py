@@ -13,7 +13,8 @@ import torch
 
 from tests.distributed.launch import launch
 from tests.monitor.audit.train_resharded import LOST, SAVED, SWAPPED
-from trainprobe.engine.capture.saved_shards import shards_of, share_of
+from trainprobe.engine.arrays.torch_checksum import share_of
+from trainprobe.engine.capture.saved_shards import shards_of
 from trainprobe.engine.core.facts import SavedShard
 from trainprobe.engine.core.shards import Shard
 from trainprobe.engine.core.sources import Part

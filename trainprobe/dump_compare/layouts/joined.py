@@ -18,9 +18,10 @@ import numpy.typing as npt
 
 from trainprobe.dump_compare.dump_side import Columns, Side, gathered, norm_of
 from trainprobe.dump_compare.intervals import Interval, interval
-from trainprobe.dump_compare.layouts.rectangles import Box, put_together
+from trainprobe.dump_compare.layouts.rectangles import Box, put_together, share_of
 from trainprobe.engine.core.records import Call, Value
 from trainprobe.engine.core.step_data import StoredStepData
+from trainprobe.engine.stats.checksum import MASK
 
 How = Literal["parts", "terms"]
 
@@ -146,10 +147,23 @@ class JoinedSide(Side):
         return numbers["norm"] if "norm" in numbers else norm_of(self.array(value))
 
     def bits(self, value: Value) -> Mapping[str, int]:
-        """Return the fingerprints of the only part; none of several, since those of another split are of other bytes."""
+        """Return the fingerprints of the only part, or that of the whole which shares of parts add up to; else none.
+
+        The shares are known where a dump says which part of which tensor each rank holds, of all that the tensor has.
+        """
         join = self._rows[value.row].join
-        whole = len(join.parts) == 1 and join.parts[0].weight * join.factor == 1
-        return join.parts[0].side.bits(join.parts[0].value) if whole else {}
+        if any(part.weight * join.factor != 1 for part in join.parts):
+            return {}
+        if len(join.parts) == 1:
+            return join.parts[0].side.bits(join.parts[0].value)
+        held = [part for part in join.parts if part.size]
+        shares = [share_of(part.value, part.side.bits(part.value), part.box) for part in held]
+        wholes = {share[0] for share in shares if share is not None}
+        formats = {part.value.dtype for part in held}
+        complete = join.how == "parts" and len(wholes) == 1 and sum(part.size for part in held) == wholes.pop()
+        if not complete or None in shares or len(formats) > 1:
+            return {}
+        return {"checksum": sum(share[1] for share in shares if share is not None) & MASK}
 
     def array(self, value: Value) -> npt.NDArray[Any] | None:
         """Return the elements where they are stored and it is known where in the whole each part lies.

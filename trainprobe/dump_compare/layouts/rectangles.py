@@ -44,6 +44,26 @@ def _told(shard: Mapping[str, Any]) -> Box:
     return Box(tuple(shard["offset"]), tuple(shard["shape"]), outer, everywhere=True)
 
 
+def share_of(value: Value, bits: Mapping[str, int], box: Box | None) -> tuple[int, int] | None:
+    """Return how many elements the whole tensor has, and what a part of it adds to the fingerprint of the whole.
+
+    None where the dump does not say it. bits: the fingerprints of the part.
+    """
+    extra = value.extra or {}
+    shard: Any = extra.get("shard")
+    if box is None or box.term:
+        return None
+    try:
+        while shard is not None and shard.get("within") is not None:
+            shard = shard["within"]
+        whole = math.prod(shard["whole"] if shard is not None else value.shape)
+        if "share" not in extra and math.prod(box.shape) == whole:
+            return whole, bits["checksum"]
+        return whole, int(extra["share"], 16)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None
+
+
 def put_together(arrays: Sequence[npt.NDArray[Any]], boxes: Sequence[Box]) -> npt.NDArray[Any] | None:
     """Return the whole that parts make, None where they do not fill it. Flat pieces of one tensor make a flat whole."""
     outer = [box.within or (box.offset, box.shape) for box in boxes]

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from trainprobe.engine.arrays.numpy_rows import NumpyStatsRows, refusal
 from trainprobe.engine.core.records import Opaque
+from trainprobe.engine.core.shards import Shard
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,6 +64,10 @@ class HostStatsRows:
     def add(self, t: HostArray) -> int:
         """Reduce a HostArray into a new row and return its number, or -1 when it has no statistics."""
         return self._rows.add(t.data, plain_dtype(t.dtype))
+
+    def add_share(self, t: HostArray, shard: Shard) -> list[int]:
+        """Take the share of a shard in the fingerprint of the whole; return the rows whose fingerprints make it up."""
+        return self._rows.add_share(t.data, plain_dtype(t.dtype), shard)
 
 
 class MindSporeLibrary:

@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trainprobe.compiled import native
-from trainprobe.engine.stats.checksum import fingerprint
+from trainprobe.engine.core.shards import Rectangle, Shard, rectangles_of
+from trainprobe.engine.stats.checksum import fingerprint, shard_fingerprint
 from trainprobe.engine.stats.partials import CHECKSUM, COMPUTED_WITH, CRC32, DEVIATIONS, PARTIALS, SUBNORMAL, uncomputed
 
 _CODES: dict[str, int] = dict(native.DTYPES) if native is not None else {}
@@ -72,6 +73,25 @@ class NumpyStatsRows:
         self._rows.append(reduce_row(array, dtype, self._flags))
         self._sums.append(fingerprint(array) if self._flags & CHECKSUM else 0)
         self._crcs.append(zlib.crc32(np.ascontiguousarray(array).tobytes()) if self._flags & CRC32 else 0)
+        return len(self._rows) - 1
+
+    def add_share(self, array: npt.NDArray[Any], dtype: str, shard: Shard) -> list[int]:
+        """Take the share of a shard in the fingerprint of the whole array; return the rows whose fingerprints make it up."""
+        if array.size != math.prod(shard.shape) or refusal(array, dtype):
+            return []
+        flat = np.ascontiguousarray(array).reshape(-1)
+        pieces = [(flat[at.start : at.start + math.prod(at.shape)].reshape(at.shape), at) for at in rectangles_of(shard)]
+        return [self._add_piece(piece, dtype, at) for piece, at in pieces if piece.size]
+
+    def _add_piece(self, array: npt.NDArray[Any], dtype: str, at: Rectangle) -> int:
+        if self._native is not None:
+            steps = tuple(step // array.itemsize for step in array.strides)
+            address: int = array.__array_interface__["data"][0]
+            rows: Any = self._native
+            return rows.add(address, _CODES[dtype], array.shape, steps, CHECKSUM, at.whole, at.offset)
+        self._rows.append(np.zeros(len(PARTIALS)))
+        self._sums.append(shard_fingerprint(array, at.offset, at.whole))
+        self._crcs.append(0)
         return len(self._rows) - 1
 
     def peek(self, row: int) -> tuple[bytes, int]:

@@ -8,6 +8,7 @@ once. Magnitudes of complex numbers are taken in float64.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from bisect import bisect_left
@@ -26,6 +27,7 @@ from trainprobe.engine.arrays.torch_reduce import REDUCED
 from trainprobe.engine.arrays.torch_rows import DeviceRows, to_host
 from trainprobe.engine.arrays.without_dispatch import without_dispatch
 from trainprobe.engine.core.guard import attempt, fault_text
+from trainprobe.engine.core.shards import Rectangle, Shard, rectangles_of
 from trainprobe.engine.stats.partials import CHECKSUM, CRC32, PARTIALS, STATS, STD, SUBNORMAL
 
 __all__ = [
@@ -95,15 +97,38 @@ class TorchStatsRows:
             pass  # no fast way for this dtype or kind of tensor
         return self._add_by_torch(t)
 
+    def add_share(self, t: Tensor, shard: Shard) -> list[int]:
+        """Take the share of a shard in the fingerprint of the whole tensor; return the rows whose fingerprints make it up.
+
+        None where the tensor has no elements to look at, or not those that the shard says.
+        """
+        if t.numel() != math.prod(shard.shape) or reason_without_statistics(t):
+            return []
+        with without_dispatch(), torch.no_grad():
+            if t.is_cpu and t.dtype in self._codes and not (t.is_neg() or t.is_conj()):
+                return [self._add_piece(_piece(t.detach(), shard, each), each) for each in rectangles_of(shard) if t.numel()]
+            rows, row = self._on_device(t.device)
+            rows.add_share(t, shard)
+        self._placed[t.device].append(row)
+        return [row]
+
+    def _add_piece(self, t: Tensor, at: Rectangle) -> int:
+        code = self._codes[t.dtype]
+        return self._add_native(t.data_ptr(), code, tuple(t.shape), t.stride(), CHECKSUM, at.whole, at.offset)
+
+    def _on_device(self, device: torch.device) -> tuple[DeviceRows, int]:
+        """Return the rows of a device, and the number of the next one in the buffer."""
+        rows = self._devices.get(device)
+        if rows is None:
+            rows = self._devices[device] = DeviceRows(device, self._kernels)
+            rows.batched(self._batched)
+            self._placed[device] = []
+        return rows, len(self) if self.native is None else self.native.blank()
+
     def _add_by_torch(self, t: Tensor) -> int:
         if reason_without_statistics(t):
             return -1
-        rows = self._devices.get(t.device)
-        if rows is None:
-            rows = self._devices[t.device] = DeviceRows(t.device, self._kernels)
-            rows.batched(self._batched)
-            self._placed[t.device] = []
-        row = len(self) if self.native is None else self.native.blank()
+        rows, row = self._on_device(t.device)
         with without_dispatch():
             rows.add(t, self._flags)
         self._placed[t.device].append(row)
@@ -170,6 +195,12 @@ class TorchStatsRows:
         partials, sums, crcs = self.native.take()
         rows = np.frombuffer(partials, np.float64).reshape(-1, len(PARTIALS))
         return rows, np.frombuffer(sums, np.uint64) if self._flags & CHECKSUM else None, crcs
+
+
+def _piece(t: Tensor, shard: Shard, at: Rectangle) -> Tensor:
+    if shard.within is None:
+        return t.reshape(at.shape)
+    return t.reshape(-1).narrow(0, at.start, math.prod(at.shape)).view(at.shape)
 
 
 def reason_without_statistics(t: Tensor) -> str:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from trainprobe.engine.arrays.torch_chunks import chunks
+from trainprobe.engine.core.shards import Shard
 from trainprobe.engine.stats.checksum import MASK, ROW, G, M, words_each
 
 _LOW = 0xFFFFFFFF
@@ -188,14 +189,24 @@ def torch_fingerprint(t: Tensor, offset: Sequence[int] | None = None, global_sha
                 share, n = fingerprint_of_chunk(chunk.resolve_conj().resolve_neg(), place)
                 total, place = total + int(share), place + n
             return total & MASK
-        for chunk, at in zip(chunks(t), chunks(_places(t, offset, global_shape)), strict=True):
-            total += int(fingerprint_at(chunk.resolve_conj().resolve_neg(), at))
-        return total & MASK
+        return int(share_of(t, Shard(tuple(offset), tuple(t.shape), tuple(global_shape)))) & MASK
 
 
-def _places(t: Tensor, offset: Sequence[int], global_shape: Sequence[int]) -> Tensor:
-    """Return the row-major place in the global tensor of each element of a shard, int64 of the shard's shape."""
-    place = torch.zeros((), dtype=torch.int64, device=t.device)
-    for size, start, whole in zip(t.shape, offset, global_shape, strict=True):
-        place = place.unsqueeze(-1) * whole + torch.arange(start, start + size, dtype=torch.int64, device=t.device)
-    return place
+def share_of(t: Tensor, shard: Shard) -> Tensor:
+    """Return the share of a shard in the fingerprint of the whole tensor, int64 [] on its device; waits for nothing."""
+    with torch.no_grad():
+        total, start = torch.zeros((), dtype=torch.int64, device=t.device), 0
+        for chunk in chunks(t.detach()):
+            at = torch.arange(start, start + chunk.numel(), dtype=torch.int64, device=t.device)
+            total = total + fingerprint_at(chunk.resolve_conj().resolve_neg(), _places_in_whole(at, shard))
+            start += chunk.numel()
+        return total
+
+
+def _places_in_whole(at: Tensor, shard: Shard) -> Tensor:
+    """Return the places in the whole tensor, row by row, of these places in the shard, int64 [n]."""
+    place, stride = torch.zeros_like(at), 1
+    for size, offset, whole in zip(reversed(shard.shape), reversed(shard.offset), reversed(shard.whole), strict=True):
+        place = place + (at % size + offset) * stride
+        at, stride = at // size, stride * whole
+    return place if shard.within is None else _places_in_whole(place, shard.within)

@@ -11,9 +11,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trainprobe.engine.arrays.torch_checksum import crc32_on_host, crc32_register
+from trainprobe.engine.arrays.torch_checksum import crc32_on_host, crc32_register, share_of
 from trainprobe.engine.arrays.torch_reduce import accumulator, write_row
 from trainprobe.engine.arrays.triton_rows import TritonRows, kernels_of
+from trainprobe.engine.core.shards import Shard
 from trainprobe.engine.stats.partials import CRC32, PARTIALS
 
 _ROOM = 512
@@ -36,17 +37,26 @@ class DeviceRows:
 
     def add(self, t: Tensor, flags: int) -> int:
         """Reduce a tensor into a new row and return its number; nothing is waited for."""
-        at = self._n % _ROOM
-        if at == 0:
-            self._filled.append(torch.zeros((_ROOM, _WIDTH + 2), dtype=torch.int64, device=self._device))
-        target = self._filled[-1][at]
+        target = self._next_row()
         if self._kernels is None or not self._kernels.add(t, flags, target):
             write_row(t, flags, target)
         if flags & CRC32:
             with torch.no_grad():
                 target[_WIDTH + 1] = self._crc32(t)
-        self._n += 1
         return self._n - 1
+
+    def add_share(self, t: Tensor, shard: Shard) -> None:
+        """Write the share of a shard in the fingerprint of the whole tensor into a new row; nothing is waited for."""
+        target = self._next_row()
+        with torch.no_grad():
+            target[_WIDTH] = share_of(t, shard)
+
+    def _next_row(self) -> Tensor:
+        at = self._n % _ROOM
+        if at == 0:
+            self._filled.append(torch.zeros((_ROOM, _WIDTH + 2), dtype=torch.int64, device=self._device))
+        self._n += 1
+        return self._filled[-1][at]
 
     def batched(self, on: bool) -> None:
         """Say that what is added from now on stays as it is until this is called with False: it may be reduced then."""

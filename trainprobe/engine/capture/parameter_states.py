@@ -129,6 +129,7 @@ class ParameterStateTap:
             self._clips_others = any(id(p) not in names and p.grad is not None for p in parameters)
             for part in parts:
                 if flags := self._request.gradient(part.name) | self.more:
+                    flags |= CHECKSUM if tape.shares else 0
                     looked = part, self._look(tape, part, flags), self._scale
                     self._late.append(looked) if self._updated else self._put_unclipped(tape, *looked)
 
@@ -210,6 +211,8 @@ class ParameterStateTap:
                 if asked.update and "update" in due:
                     self._update(tape, name, part, asked.update)
                 flags = (asked.flags if asked.sort in due else 0) | self.more
+                if tape.shares and flags and asked.sort != "state" and not after:
+                    flags |= CHECKSUM
                 if flags:
                     slot = asked.after if after else part.slot
                     call = self._keep(tape, name, part, slot, flags)
@@ -246,6 +249,8 @@ class ParameterStateTap:
         value = tape.tree(part.tensor, flags)
         if part.shard is not None:
             value.extra = {**(value.extra or {}), "shard": _shard(part.shard)}
+            if type(part.tensor) in tape.library.plain:  # others say themselves what they hold
+                tape.share(value, part.tensor, part.shard, flags)
         return value
 
     def _put(self, tape: Tape, moment: str, part: Part, slot: str, value: Value) -> Call:

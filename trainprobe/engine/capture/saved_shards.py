@@ -11,17 +11,14 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable
 
-import torch
 from torch import Tensor
 
-from trainprobe.engine.arrays.torch_checksum import fingerprint_at
+from trainprobe.engine.arrays.torch_checksum import share_of
 from trainprobe.engine.arrays.torch_rows import to_host
 from trainprobe.engine.core.facts import SavedShard
 from trainprobe.engine.core.library import Deferred
-from trainprobe.engine.core.shards import Shard, mesh_shard
+from trainprobe.engine.core.shards import Shard, is_cut, mesh_shard
 from trainprobe.engine.core.sources import Part
-
-_CHUNK = 1 << 20  # elements whose places are worked out at a time
 
 
 class HeldShards:
@@ -35,7 +32,7 @@ class HeldShards:
         for part in parts:
             shard = part.shard or mesh_shard(part.tensor)
             local = getattr(part.tensor, "_local_tensor", part.tensor)
-            if shard is not None and _is_cut(shard) and local.numel() == math.prod(shard.shape):
+            if shard is not None and is_cut(shard) and local.numel() == math.prod(shard.shape):
                 self._about.append(((part.name, part.slot), shard, defer(share_of(local, shard))))
 
     def read(self) -> dict[tuple[str, str], SavedShard]:
@@ -59,30 +56,6 @@ def shards_of(parts: Iterable[Part]) -> dict[tuple[str, str], SavedShard]:
     for share, numbers in zip(deferred, to_host([share.tensor for share in deferred]), strict=True):
         share.numbers = numbers
     return held.read()
-
-
-def share_of(t: Tensor, shard: Shard) -> Tensor:
-    """Return the share of a piece in the fingerprint of the whole tensor, int64 [] on its device; waits for nothing."""
-    flat = t.detach().reshape(-1)
-    total = torch.zeros((), dtype=torch.int64, device=t.device)
-    for start in range(0, flat.numel(), _CHUNK):
-        piece = flat[start : start + _CHUNK]
-        at = torch.arange(start, start + piece.numel(), dtype=torch.int64, device=t.device)
-        total = total + fingerprint_at(piece, _global_places(at, shard))
-    return total
-
-
-def _global_places(at: Tensor, shard: Shard) -> Tensor:
-    """Return the places in the whole tensor, row by row, of these places in the piece, int64 [n]."""
-    place, stride = torch.zeros_like(at), 1
-    for size, offset, whole in zip(reversed(shard.shape), reversed(shard.offset), reversed(shard.whole), strict=True):
-        place = place + (at % size + offset) * stride
-        at, stride = at // size, stride * whole
-    return place if shard.within is None else _global_places(place, shard.within)
-
-
-def _is_cut(shard: Shard) -> bool:
-    return tuple(shard.shape) != tuple(shard.whole) or (shard.within is not None and _is_cut(shard.within))
 
 
 def _whole(shard: Shard) -> int:

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from trainprobe.engine.core.shards import Shard
+
 F64 = npt.NDArray[np.float64]
 Reading = Callable[[npt.NDArray[Any]], Sequence[tuple[F64 | None, F64]]]
 
@@ -31,6 +33,10 @@ class StatsRows(Protocol):
 
     def add(self, t: Any) -> int:
         """Reduce a tensor into a new row and return its number, or -1 when it has no statistics."""
+        ...
+
+    def add_share(self, t: Any, shard: Shard) -> list[int]:
+        """Take the share of a shard in the fingerprint of the whole tensor; return the rows whose fingerprints make it up."""
         ...
 
     def batched(self, on: bool) -> None:

@@ -200,6 +200,7 @@ class StepData:
     tensors: tensor key → host array-like, only when the sinks must write them themselves.
     scalars: name → float, from `note` (loss, lr, grad_norm …). notes: what could not be seen and why, each once.
     features: what was worked out from tensors. batches: fingerprint of what the model was called with, a number a call.
+    shares: row → the share of a shard in the fingerprint of the whole tensor (see engine.stats.checksum).
     """
 
     step: int
@@ -223,6 +224,7 @@ class StepData:
     complete: bool = True
     features: Sequence[Feature] = ()
     batches: Sequence[int] = ()
+    shares: Mapping[int, int] = field(default_factory=dict[int, int])
     layout: Any = field(default=None, init=False, repr=False, compare=False)  # see engine/core/step_layout.py
 
     def numbers(self) -> dict[str, npt.NDArray[Any]]:

@@ -50,7 +50,7 @@ def unscale(step_data: StepData, scaled: Sequence[Scaled]) -> None:
     )
     if step_data.checksums is not None:
         step_data.checksums = np.concatenate([step_data.checksums, step_data.checksums[rows]])
-    for name in ("crc32", "histograms"):  # of the bits as they were
+    for name in ("crc32", "histograms", "shares"):  # of the bits as they were
         table = getattr(step_data, name)
         if table is not None:
             setattr(step_data, name, {**table, **{first + i: table[r] for i, r in enumerate(rows.tolist()) if r in table}})

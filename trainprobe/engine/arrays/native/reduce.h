@@ -88,6 +88,8 @@ void kernels_init(void);
 int kernels_select(const char *name); /* 0 when this machine has that instruction set */
 
 void layout(Job *job, int nd, const int64_t *shape, const int64_t *strides);
+/* The same for a rectangle of a tensor of shape `whole` that begins at `offset`: places are those in the whole. */
+void layout_within(Job *job, int nd, const int64_t *shape, const int64_t *strides, const int64_t *whole, const int64_t *offset);
 double finite_count(const Part *p);
 const char *element_at(const Job *job, int64_t index); /* of the enumeration */
 void reduce_block(const Job *job, int64_t block, Part *out);

@@ -43,10 +43,10 @@ static void collapse(Dims *dims) {
 /* Elements are enumerated in the order of memory, because no partial but the CRC depends on the order of elements and the
    fingerprint knows the place of each. A dimension of stride 0 repeats the same elements: it is counted, not walked,
    unless places matter. Strides are in elements. */
-void layout(Job *job, int nd, const int64_t *shape, const int64_t *strides) {
+void layout_within(Job *job, int nd, const int64_t *shape, const int64_t *strides, const int64_t *whole, const int64_t *offset) {
     Axis axes[MAX_DIMS];
     int kept = 0, item = item_size[job->dtype];
-    int64_t place = 1, repeats = 1, n = 1;
+    int64_t place = 1, repeats = 1, n = 1, first = 0;
     for (int i = nd - 1; i >= 0; i--) {
         if (shape[i] != 1) {
             if (strides[i] == 0 && !(job->flags & (CHECKSUM | CRC32))) {
@@ -56,7 +56,8 @@ void layout(Job *job, int nd, const int64_t *shape, const int64_t *strides) {
                 n *= shape[i];
             }
         }
-        place *= shape[i];
+        first += offset ? offset[i] * place : 0;
+        place *= whole ? whole[i] : shape[i];
     }
     if (!(job->flags & CRC32)) { /* innermost first; insertion sort, stable, repeated elements outermost */
         for (int i = 1; i < kept; i++) {
@@ -76,9 +77,12 @@ void layout(Job *job, int nd, const int64_t *shape, const int64_t *strides) {
     collapse(&job->memory);
     collapse(&job->place);
     job->n = n;
+    job->first = first;
     job->repeats = repeats;
     job->repeat = (double)repeats;
 }
+
+void layout(Job *job, int nd, const int64_t *shape, const int64_t *strides) { layout_within(job, nd, shape, strides, NULL, NULL); }
 
 double finite_count(const Part *p) { return p->count - p->nan - p->posinf - p->neginf; }
 
@@ -215,7 +219,7 @@ static int64_t advance(const Dims *dims, int64_t *at, int64_t run) {
 }
 
 static uint64_t checksum_chunk(const Job *job, const char *x, int64_t start, int64_t n, int64_t left) {
-    int64_t at[MAX_DIMS], place = locate(&job->place, start, at);
+    int64_t at[MAX_DIMS], place = job->first + locate(&job->place, start, at);
     int item = item_size[job->dtype], inner = job->place.nd - 1;
     uint64_t total = 0, step = (uint64_t)job->place.stride[inner];
     while (n > 0) {
@@ -366,9 +370,24 @@ static int grow(StatsRows *self) {
     return 0;
 }
 
-/* shape may be an int: so many contiguous elements. */
-static int read_layout(Job *job, PyObject *shape, PyObject *strides) {
-    int64_t sizes[MAX_DIMS], steps[MAX_DIMS];
+static int read_sizes(PyObject *from, Py_ssize_t nd, int64_t *sizes) {
+    if (!PyTuple_Check(from) || PyTuple_Size(from) != nd) {
+        PyErr_SetString(PyExc_TypeError, "shape must be an int (contiguous) or a tuple, with tuples of as many strides, sizes of the whole and offsets");
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < nd; i++) {
+        sizes[i] = PyLong_AsLongLong(PyTuple_GetItem(from, i));
+        if (sizes[i] < 0) {
+            if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "sizes, strides and offsets must not be negative");
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* shape may be an int: so many contiguous elements. whole, offset: of the tensor that it is a rectangle of, or NULL. */
+static int read_layout(Job *job, PyObject *shape, PyObject *strides, PyObject *whole, PyObject *offset) {
+    int64_t sizes[MAX_DIMS], steps[MAX_DIMS], outer[MAX_DIMS], begin[MAX_DIMS];
     if (PyLong_Check(shape)) {
         sizes[0] = PyLong_AsLongLong(shape);
         steps[0] = 1;
@@ -376,24 +395,14 @@ static int read_layout(Job *job, PyObject *shape, PyObject *strides) {
         layout(job, 1, sizes, steps);
         return 0;
     }
-    if (!PyTuple_Check(shape) || !PyTuple_Check(strides) || PyTuple_Size(shape) != PyTuple_Size(strides)) {
-        PyErr_SetString(PyExc_TypeError, "shape must be an int (contiguous) or a tuple, with a tuple of as many strides");
-        return -1;
-    }
-    Py_ssize_t nd = PyTuple_Size(shape);
+    Py_ssize_t nd = PyTuple_Check(shape) ? PyTuple_Size(shape) : 0;
     if (nd > MAX_DIMS) {
         PyErr_Format(PyExc_ValueError, "%zd dimensions; at most %d can be walked", nd, MAX_DIMS);
         return -1;
     }
-    for (Py_ssize_t i = 0; i < nd; i++) {
-        sizes[i] = PyLong_AsLongLong(PyTuple_GetItem(shape, i));
-        steps[i] = PyLong_AsLongLong(PyTuple_GetItem(strides, i));
-        if (sizes[i] < 0 || steps[i] < 0) {
-            if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "sizes and strides must not be negative");
-            return -1;
-        }
-    }
-    layout(job, (int)nd, sizes, steps);
+    if (read_sizes(shape, nd, sizes) || read_sizes(strides, nd, steps)) return -1;
+    if (whole && (read_sizes(whole, nd, outer) || read_sizes(offset, nd, begin))) return -1;
+    layout_within(job, (int)nd, sizes, steps, whole ? outer : NULL, whole ? begin : NULL);
     return 0;
 }
 
@@ -434,14 +443,15 @@ static PyObject *stats_rows_blank(StatsRows *self, PyObject *unused) {
 }
 
 static PyObject *stats_rows_add(StatsRows *self, PyObject *const *args, Py_ssize_t nargs) {
-    if (nargs != 5) return PyErr_Format(PyExc_TypeError, "add takes data_ptr, dtype, shape, strides, flags; got %zd", nargs);
+    if (nargs != 5 && nargs != 7)
+        return PyErr_Format(PyExc_TypeError, "add takes data_ptr, dtype, shape, strides, flags and perhaps whole and offset; got %zd", nargs);
     Job job;
     job.data = PyLong_AsVoidPtr(args[0]);
     job.dtype = (int)PyLong_AsLong(args[1]);
     job.flags = (int)PyLong_AsLong(args[4]);
     if (PyErr_Occurred()) return NULL;
     if (job.dtype < 0 || job.dtype >= DTYPES) return PyErr_Format(PyExc_ValueError, "unknown dtype code %d", job.dtype);
-    if (read_layout(&job, args[2], args[3])) return NULL;
+    if (read_layout(&job, args[2], args[3], nargs == 7 ? args[5] : NULL, nargs == 7 ? args[6] : NULL)) return NULL;
     if (!job.data && job.n) return PyErr_Format(PyExc_ValueError, "no data behind %lld elements", (long long)job.n);
     Py_ssize_t row = stats_rows_reduce(self, &job);
     return row == -2 ? NULL : PyLong_FromSsize_t(row);
@@ -482,8 +492,9 @@ static void stats_rows_free(StatsRows *self) {
 
 static PyMethodDef stats_rows_methods[] = {
     {"add", (PyCFunction)(void (*)(void))stats_rows_add, METH_FASTCALL,
-     "add(data_ptr, dtype, shape, strides, flags) -> row\n\nReduce one tensor. shape and strides (in elements) are tuples, or shape "
-     "is the number of contiguous elements and strides None."},
+     "add(data_ptr, dtype, shape, strides, flags[, whole, offset]) -> row\n\nReduce one tensor. shape and strides (in elements) are tuples, or "
+     "shape is the number of contiguous elements and strides None. whole, offset: of a tensor that this is a rectangle of, tuples too; the "
+     "checksum is then its share in that of the whole."},
     {"blank", (PyCFunction)stats_rows_blank, METH_NOARGS, "blank() -> row\n\nLeave a row of zeros for what is reduced elsewhere."},
     {"take", (PyCFunction)stats_rows_take, METH_NOARGS,
      "take() -> (partials, checksums, crcs)\n\nHand over the rows and start anew: bytearrays of float64 [rows, 12] and uint64 [rows], and "

@@ -164,7 +164,7 @@ class EntryText:
         numbers = self._numbers[value.row] if value.row >= 0 else _NO_NUMBERS
         grad = value.requires_grad
         text = head + numbers + ("" if grad is None else ', "requires_grad": true' if grad else ', "requires_grad": false')
-        if value.tensor is not None or value.note is not None or value.extra:
+        if value.tensor is not None or value.note is not None or value.extra or value.row in self._step_data.shares:
             text += self._rare(value)
         text += "}"
         self._leaves[id(value)] = text
@@ -178,7 +178,8 @@ class EntryText:
             text += f', "note": {quote(value.note)}'
         for key, item in (value.extra or {}).items():
             text += f", {quote(key)}: {dumps(item)}"
-        return text
+        share = self._step_data.shares.get(value.row)
+        return text if share is None else f'{text}, "share": "{share:016x}"'
 
 
 def _modules_are_watched_only(step_data: StepData) -> bool:
