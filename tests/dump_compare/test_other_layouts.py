@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
+import torch
 
 from tests.distributed.launch import launch
 from tests.dump_compare import train_layouts
@@ -20,6 +23,7 @@ from trainprobe.dump_compare.dump_side import Columns, gathered
 from trainprobe.dump_compare.layouts.joined import JoinedSide, Part
 from trainprobe.dump_compare.layouts.splits import joins
 from trainprobe.engine.core.records import Value
+from trainprobe.engine.stats.checksum import fingerprint
 from trainprobe.engine.storage.dumps import read
 
 HEALTHY = ["ddp", "fsdp1", "fsdp2", "tensor", "context"]
@@ -38,7 +42,10 @@ PLANTED = {
     "tensor:shard": (WEIGHT, "the weights differ"),
     "tensor:reduce": ("Module.layers.1.down.Linear.forward.0 (step 0", f"output: {COPY}"),
     "ddp:gradients": (".grad (step 0)", COPY),
+    "fsdp2:swap": (WEIGHT, "the weights differ, parameters.weight: the bits differ, the statistics do not"),
+    "tensor:swap": (WEIGHT, "the weights differ, parameters.weight: the bits differ, the statistics do not"),
 }
+FLIPPED = ["fsdp1:flip", "fsdp2:flip", "tensor:flip"]
 IN_FUSED = {
     "tensor:key weight": ("Parameter.layers.1.qkv.weight, Parameter.layers.1.q+k+v.weight in B,", "the weights differ"),
     "tensor:key": ("Module.layers.1.qkv.Linear.forward.0, Module.layers.1.q+k+v.Linear.forward.0 in B,", "output is at least"),
@@ -59,7 +66,7 @@ def dumps(tmp_path_factory) -> Path:
     train_layouts.train(folder / "alone")
     train_layouts.train(folder / "fused", "fused")
     script = train_layouts.__file__
-    launch(script, 2, str(folder), *HEALTHY, *PLANTED, *IN_FUSED, timeout=300)
+    launch(script, 2, str(folder), *HEALTHY, *PLANTED, *FLIPPED, *IN_FUSED, timeout=300)
     launch(script, 4, str(folder), *FOUR_RANKS, *FOUR_PLANTED, timeout=300)
     return folder
 
@@ -154,6 +161,64 @@ def test_a_healthy_layout_agrees_with_one_process_within_rounding(dumps, capsys,
     assert modules | {"Parameter.layers.1.down.weight", "Parameter.layers.1.down.weight.grad"} <= names
 
 
+def told_of_states(found: dict, step: int) -> dict[str, tuple[str, float]]:
+    """Weight or gradient → what told how far it is apart, and the upper end of that."""
+    states = [call for call in found["calls"] if call["a"].startswith("Parameter.") and call["step"] == step]
+    return {call["a"]: (value["evidence"], value["high"]) for call in states for value in call["values"]}
+
+
+@pytest.mark.parametrize("layout", [*HEALTHY, *FOUR_RANKS])
+def test_weights_that_layouts_begin_with_are_the_same_bits(dumps, capsys, layout):
+    told = told_of_states(compared(dumps, "alone", layout, capsys)[2], 0)
+    weights = {name: evidence for name, evidence in told.items() if not name.endswith(".grad")}
+    assert len(weights) == len(list(train_layouts.Gpt().parameters()))
+    assert set(weights.values()) == {("bits", 0.0)}
+    reduced = {name: evidence for name, evidence in told.items() if name.endswith(".grad")}
+    assert len(reduced) == len(weights) and ("statistics", 0.0) not in reduced.values(), reduced  # the same bits, or apart
+
+
+def test_two_sharded_layouts_hold_the_same_bits(dumps, capsys):
+    told = told_of_states(compared(dumps, "fsdp2", "tensor", capsys)[2], 0)
+    assert {evidence for name, evidence in told.items() if not name.endswith(".grad")} == {("bits", 0.0)}
+
+
+@pytest.mark.parametrize("layout", FLIPPED)
+def test_one_bit_of_one_shard_is_no_longer_the_same_bits(dumps, capsys, layout):
+    code, said, found = compared(dumps, "alone", layout, capsys)
+    assert code == 1, said  # the gap of the format: told, and no bug
+    told = told_of_states(found, 0)
+    changed = [name for name, evidence in told.items() if not name.endswith(".grad") and evidence != ("bits", 0.0)]
+    assert changed == ["Parameter.layers.1.down.weight"] and told[changed[0]][1] > 0
+    (verdict,) = (call["verdict"] for call in found["calls"] if call["a"] == changed[0] and call["step"] == 0)
+    assert verdict != "identical"
+
+
+@pytest.mark.parametrize("layout", ["fsdp1", "fsdp2", "tensor"])
+def test_shares_add_up_to_the_fingerprint_of_the_concatenated_tensor(dumps, layout):
+    torch.manual_seed(0)
+    wholes = {name: fingerprint(p.detach().numpy()) for name, p in train_layouts.Gpt().named_parameters()}
+    added: dict[str, int] = Counter()
+    for rank in range(2):
+        for call in read(dumps / layout / "step0" / f"rank{rank}").states:
+            value = (call.params or {}).get("value")
+            if value is not None and (value.extra or {}).get("share"):
+                added[call.name] += int(value.extra["share"], 16)
+    assert {name: total % 2**64 for name, total in added.items()} == {name: wholes[name] for name in added}
+    assert "layers.1.down.weight" in added
+
+
+def test_dumps_without_shares_are_compared_by_statistics(dumps, capsys):
+    """As older versions wrote them: nothing is said of the bits, and nothing is called different."""
+    older = shutil.copytree(dumps / "fsdp2", dumps / "older")
+    for path in older.rglob("dump.json"):
+        path.write_text(re.sub(r', "share": "[0-9a-f]{16}"', "", path.read_text()))
+    code, said, found = compared(dumps, "alone", "older", capsys)
+    assert code == 1, said
+    told = told_of_states(found, 0)
+    assert ("bits", 0.0) not in told.values() and ("statistics", 0.0) in told.values()
+    assert "by their statistics alone, so that elements in another order would not be seen" in said, said
+
+
 def test_two_layouts_of_two_ranks_agree(dumps, capsys):
     code, said, _ = compared(dumps, "fsdp2", "tensor", capsys)
     assert code == 1, said
@@ -165,6 +230,8 @@ def test_two_layouts_of_two_ranks_agree(dumps, capsys):
 def test_zero_agrees_with_one_process_within_rounding(deepspeed_dumps, capsys, layout):
     code, said, found = compared(deepspeed_dumps, "alone/step0", f"{layout}/step1", capsys)
     assert code == 1, said
+    told = {name: evidence for name, evidence in told_of_states(found, 0).items() if not name.endswith(".grad")}
+    assert set(told.values()) == {("bits", 0.0)}, told
     assert {call["verdict"] for call in found["calls"]} <= {"identical", "rounding", "carried"}
     assert {"Parameter.layers.1.down.weight", "Parameter.layers.1.down.weight.grad"} <= {call["a"] for call in found["calls"]}
 

@@ -159,8 +159,15 @@ def spread_tensors(model: Any, mesh: Any) -> Any:
     return model
 
 
+def local_part(weight: Any) -> Tensor:
+    """Return the memory of what this rank holds of a weight."""
+    held = getattr(weight, "ds_tensor", weight)
+    return (held.to_local() if hasattr(held, "to_local") else held).data
+
+
 def plant(fault: str, bare: Any, model: Any) -> None:
-    """Change what the second rank alone holds (`weight`, `shard`) or computes (`column`: the gradient of one linear layer).
+    """Change what the second rank alone holds (`weight`, `shard`, one last bit: `flip`), or have two ranks `swap`
+    their shards, or change what the second one computes (`column`: the gradient of one linear layer).
 
     Or what an operator gives there (`gelu`, `attention`), or what belongs to the `key` of an attention. Or leave out the
     `reduce` of activations or `gradients`, or reduce gradients with a wrong `scale`.
@@ -168,9 +175,15 @@ def plant(fault: str, bare: Any, model: Any) -> None:
     linear = bare.get_submodule(WHERE)
     second = dist.get_rank() == 1
     if fault in ("weight", "shard") and second:
-        held = getattr(linear.weight, "ds_tensor", linear.weight)
-        with torch.no_grad():
-            (held.to_local() if hasattr(held, "to_local") else held).data.mul_(1.01)
+        local_part(linear.weight).mul_(1.01)
+    if fault == "flip" and second:
+        last_bits = local_part(linear.weight).view(torch.int32).view(-1)
+        last_bits[7] ^= 1
+    if fault == "swap":
+        mine = local_part(linear.weight)
+        held = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(held, mine.contiguous())
+        mine.copy_(held[1 - dist.get_rank()])
     if fault == "column" and second:
         bare.get_submodule("layers.1.up").weight.register_hook(lambda gradient: gradient * 1.01)
     key = getattr(bare.layers[1], "k", None)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import zlib
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from reduction_oracle import ALL_DTYPES, IMPLEMENTATIONS, REDUCERS, bits_of, rows_of, sample
 
+from trainprobe.engine.arrays.numpy_rows import NumpyStatsRows
 from trainprobe.engine.arrays.torch_arrays import TorchStatsRows
 from trainprobe.engine.arrays.torch_checksum import crc32_register, torch_fingerprint
+from trainprobe.engine.core.shards import Shard
 from trainprobe.engine.stats.checksum import MASK, fingerprint, keys, shard_fingerprint, terms
 from trainprobe.engine.stats.partials import CHECKSUM, CRC32, STATS
 
@@ -132,6 +136,69 @@ def test_shares_of_shards_add_up_to_the_whole(a: int, b: int, c: int, data: st.D
             raw = bits_of(shard) if dtype != torch.complex128 else shard.numpy()
             by_numpy += shard_fingerprint(raw.reshape(shard.shape), (row, 0, column), (a, b, c))
     assert by_torch & MASK == by_numpy & MASK == fingerprint(bits_of(t)) == torch_fingerprint(t)
+
+
+def rectangle(t: torch.Tensor, shard: Shard) -> torch.Tensor:
+    """What a rank holds: a view of the whole where it can be one."""
+    if shard.within is not None:
+        return rectangle(t, shard.within).reshape(-1)[shard.offset[0] :][: shard.shape[0]]
+    if len(shard.whole) < t.dim():
+        return t.reshape(-1)[shard.offset[0] :][: shard.shape[0]]
+    return t[tuple(slice(o, o + n) for o, n in zip(shard.offset, shard.shape, strict=True))]
+
+
+@st.composite
+def partitions(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Shard]]:
+    """A shape, and shards that cover it once: rectangles, flat pieces of the whole, and flat pieces of rectangles."""
+    shape = tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=3)))
+    dim = draw(st.integers(0, len(shape) - 1))
+    cut = draw(st.integers(0, shape[dim]))
+    halves = []
+    for begin, size in ((0, cut), (cut, shape[dim] - cut)):
+        offset, part = [0] * len(shape), list(shape)
+        offset[dim], part[dim] = begin, size
+        halves.append(Shard(tuple(offset), tuple(part), shape))
+    found: list[Shard] = []
+    for half in halves if draw(st.booleans()) else [Shard((0,) * len(shape), shape, shape)]:
+        n = math.prod(half.shape)
+        if draw(st.booleans()):
+            found.append(half)
+            continue
+        at = draw(st.integers(0, n))
+        whole = half.shape == shape
+        found += [Shard((begin,), (size,), (n,), within=None if whole else half) for begin, size in ((0, at), (at, n - at))]
+    return shape, found
+
+
+@settings(max_examples=150)
+@given(partitions(), st.sampled_from([torch.float32, torch.bfloat16, torch.int8, torch.float64, torch.complex128]))
+def test_rows_hold_the_shares_of_shards_which_add_up_to_the_whole(partition: tuple[Any, ...], dtype: torch.dtype) -> None:
+    """By the compiled kernel, by torch's operations, and by NumPy, compiled and not."""
+    shape, shards = partition
+    t = sample(dtype, *shape)
+    plain = str(dtype).removeprefix("torch.")
+    for rows in (
+        TorchStatsRows(CHECKSUM, native=True),
+        TorchStatsRows(CHECKSUM, native=False),
+        NumpyStatsRows(CHECKSUM, compiled=True),
+        NumpyStatsRows(CHECKSUM, compiled=False),
+    ):
+        for shard in shards:
+            part = rectangle(t, shard)
+            if isinstance(rows, TorchStatsRows):
+                rows.add_share(part, shard)
+            else:
+                rows.add_share(bits_of(part).reshape(part.shape) if dtype != torch.complex128 else part.numpy(), plain, shard)
+        sums = rows.drain()[1]
+        assert sums is not None
+        assert sum(int(n) for n in sums) & MASK == fingerprint(bits_of(t) if dtype != torch.complex128 else t.numpy())
+
+
+def test_a_share_is_not_taken_of_what_the_shard_does_not_describe() -> None:
+    rows = TorchStatsRows(CHECKSUM)
+    assert rows.add_share(torch.ones(3, 4), Shard((0, 0), (3, 5), (6, 5))) == []  # padded, say
+    assert rows.add_share(torch.ones(3, 4, device="meta"), Shard((0, 0), (3, 4), (6, 4))) == []
+    assert len(rows) == 0
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.float16, np.float32, np.float64, np.complex128])

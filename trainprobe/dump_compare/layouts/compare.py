@@ -10,6 +10,7 @@ from typing import Any
 from trainprobe.dump_compare.call_slots import fill
 from trainprobe.dump_compare.conclude import Compared
 from trainprobe.dump_compare.dump_side import Side
+from trainprobe.dump_compare.intervals import ALIKE
 from trainprobe.dump_compare.judge import Judged, judge_calls
 from trainprobe.dump_compare.layouts.cuts import Cut, cut_of_boxes
 from trainprobe.dump_compare.layouts.fused import beside
@@ -76,7 +77,7 @@ def compare_layouts(
     unread = [text for rank in (*a, *b) for text in rank.unread]
     said = f"A is {tables[0].layout} and B is {tables[1].layout}: the shards of each tensor were joined"
     made = {name: each(at, judged, sides) for name, each in make.items()}
-    notes = [said, *([summed] if summed else []), *structure.note(), *maker.notes()]
+    notes = [said, *([summed] if summed else []), *structure.note(), *maker.notes(), *_about_order(judged)]
     frameworks = a[0].step_data.framework, b[0].step_data.framework
     return Compared(at, judged, *frameworks, unread, notes, made, joined=True, by_structure=structure.evidence()), [
         *maker.missing(),
@@ -278,6 +279,18 @@ class _Maker:
         if self._blind:
             said.append(f"of {len(self._blind)} values a rank's dump holds nothing; the first is {next(iter(self._blind))}")
         return said
+
+
+def _about_order(judged: Sequence[Judged]) -> list[str]:
+    """Return a sentence on the values of which it is not known whether their bits are the same."""
+    alike = [(one, value) for one in judged for value in one.values if value.interval == ALIKE]
+    if not alike:
+        return []
+    one, value = alike[0]
+    return [
+        f"{len(alike)} values agree by their statistics alone, so that elements in another order would not be seen; the first "
+        f"is {value.slot} of {one.call.name} ({one.call.phase})"
+    ]
 
 
 def _lacking(mine: Mapping[str, list[Part]], theirs: Mapping[str, list[Part]]) -> list[str]:

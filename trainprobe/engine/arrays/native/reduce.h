@@ -54,6 +54,7 @@ typedef struct {
     Dims memory;  /* strides in bytes */
     Dims place;   /* strides in logical places */
     int64_t n;    /* elements that are enumerated */
+    int64_t first; /* place of the first element: not 0 for a part of a larger tensor */
     double repeat; /* how often each stands in the tensor (expanded dimensions, where their places do not matter) */
     int64_t repeats;
     int dtype, flags;
