@@ -204,7 +204,7 @@ def test_shares_add_up_to_the_fingerprint_of_the_concatenated_tensor(dumps, layo
             if value is not None and (value.extra or {}).get("share"):
                 added[call.name] += int(value.extra["share"], 16)
     assert {name: total % 2**64 for name, total in added.items()} == {name: wholes[name] for name in added}
-    assert "layers.1.down.weight" in added
+    assert len(added) >= 4 and "layers.1.up.weight" in added
 
 
 def test_dumps_without_shares_are_compared_by_statistics(dumps, capsys):
@@ -216,7 +216,7 @@ def test_dumps_without_shares_are_compared_by_statistics(dumps, capsys):
     assert code == 1, said
     told = told_of_states(found, 0)
     assert ("bits", 0.0) not in told.values() and ("statistics", 0.0) in told.values()
-    assert "by their statistics alone, so that elements in another order would not be seen" in said, said
+    assert "agree as far as statistics tell, which do not see elements in another order" in said, said
 
 
 def test_two_layouts_of_two_ranks_agree(dumps, capsys):

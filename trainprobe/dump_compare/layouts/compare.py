@@ -12,6 +12,7 @@ from trainprobe.dump_compare.conclude import Compared
 from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.intervals import ALIKE
 from trainprobe.dump_compare.judge import Judged, judge_calls
+from trainprobe.dump_compare.layouts.collectives import TERMS, Collectives
 from trainprobe.dump_compare.layouts.cuts import Cut, cut_of_boxes
 from trainprobe.dump_compare.layouts.fused import beside
 from trainprobe.dump_compare.layouts.grouping import (
@@ -30,7 +31,7 @@ from trainprobe.dump_compare.layouts.grouping import (
     table_of,
 )
 from trainprobe.dump_compare.layouts.joined import Join, JoinedSide, Part
-from trainprobe.dump_compare.layouts.known_splits import Splits, splits
+from trainprobe.dump_compare.layouts.known_splits import Rule, Splits, splits
 from trainprobe.dump_compare.layouts.names import pair_names, renamed_parameter
 from trainprobe.dump_compare.layouts.operator_pairs import OperatorPairs
 from trainprobe.dump_compare.layouts.splits import Role, joins
@@ -77,7 +78,14 @@ def compare_layouts(
     unread = [text for rank in (*a, *b) for text in rank.unread]
     said = f"A is {tables[0].layout} and B is {tables[1].layout}: the shards of each tensor were joined"
     made = {name: each(at, judged, sides) for name, each in make.items()}
-    notes = [said, *([summed] if summed else []), *structure.note(), *maker.notes(), *_about_order(judged)]
+    notes = [
+        said,
+        *([summed] if summed else []),
+        *structure.note(),
+        *maker.notes(),
+        *maker.about_copies(judged),
+        *_about_order(judged),
+    ]
     frameworks = a[0].step_data.framework, b[0].step_data.framework
     return Compared(at, judged, *frameworks, unread, notes, made, joined=True, by_structure=structure.evidence()), [
         *maker.missing(),
@@ -105,6 +113,7 @@ class _Maker:
         self._values_alone: list[dict[str, None]] = [{}, {}]  # of calls that both sides have
         self._parents: list[dict[tuple[str, str, int, int], Call]] = [{}, {}]
         self._operators = OperatorPairs(tables, sides)
+        self._collectives = Collectives(sides[0].ranks), Collectives(sides[1].ranks)
         self._cuts = cuts_of_weights(sides, lambda name: renamed_parameter(name, rename))
 
     def pairs(self) -> list[CallPair]:
@@ -206,8 +215,8 @@ class _Maker:
             if others is not None and blind is not None:
                 self._blind.setdefault(f"{slot} of {_text(key)}{blind.value.note and f', as {blind.value.note}'}")
                 continue
-            rules = self._known.find(key[1], classes[0], slot), self._known.find(key[1], classes[1], slot)
-            made = None if others is None else joins(parts, others, _role(key, slot), rules)
+            rules = [self._rule(i, key, classes[i], slot, each) for i, each in enumerate((parts, others or []))]
+            made = None if others is None else joins(parts, others, _role(key, slot), (rules[0], rules[1]))
             if made is None or others is None:
                 if others is not None and any(part.size for part in (*parts, *others)):
                     self._unjoined.setdefault(f"{slot} of {_text(key)}")
@@ -215,10 +224,19 @@ class _Maker:
             for i, side in enumerate(self._sides):
                 values[i][slot] = side.add(made[i])
             self._operators.known.add(parts, others, cut=self._cuts.get(_parameter(key, slot)) or _cut_of(made))
+            for i, (terms, whole) in enumerate(((parts, others), (others, parts))):
+                if rules[i] is TERMS and len(whole) == 1:
+                    self._operators.known.add(whole, self._collectives[i].results(terms))
         if not values[0]:
             return None
         calls = [self._call(i, key, micro, values[i], first_of(of, pieces)) for i, (of, pieces) in enumerate((a, b))]
         return calls[0], calls[1]
+
+    def _rule(self, i: int, key: Key, cls: str, slot: str, parts: Sequence[Part]) -> Rule | None:
+        """Return what a table says of how the parts of a side lie over its ranks, or else what its collectives prove."""
+        rule = self._known.find(key[1], cls, slot)
+        proven = self._collectives[i].rule(parts) if rule is None and _role(key, slot) in ("activation", "gradient") else None
+        return rule or proven
 
     def _call(self, i: int, key: Key, micro: int, values: Mapping[str, Value], like: Call) -> Call:
         kind, name, phase, number = key
@@ -264,6 +282,25 @@ class _Maker:
         owners = [{owner_of(name) for name in held_gradients(side.ranks)} for side in self._sides]
         return key[1] in {self._rename(name) for name in owners[0]} and key[1] in owners[1]
 
+    def about_copies(self, judged: Sequence[Judged]) -> list[str]:
+        """Return what may explain activations of which ranks hold other copies, where a dump does not hold what was sent."""
+        apart = any(
+            value.interval.evidence == "replicas" and one.call.kind == "module" and not value.slot.startswith("parameters")
+            for one in judged
+            for value in one.values
+        )
+        blind = [
+            side
+            for side, table, seen in zip("AB", self._tables, self._collectives, strict=True)
+            if table.layout.sizes.get("tp", 1) > 1 and not seen.recorded
+        ]
+        if not apart or not blind:
+            return []
+        return [
+            f"{' and '.join(blind)} holds no collectives: what ranks hold otherwise may be terms that one adds up, which "
+            "`level: mix` shows, and a table of splits (`--layout`) says"
+        ]
+
     def notes(self) -> list[str]:
         """Return what was left out of the comparison."""
         said: list[str] = []
@@ -288,7 +325,7 @@ def _about_order(judged: Sequence[Judged]) -> list[str]:
         return []
     one, value = alike[0]
     return [
-        f"{len(alike)} values agree by their statistics alone, so that elements in another order would not be seen; the first "
+        f"{len(alike)} values agree as far as statistics tell, which do not see elements in another order; the first "
         f"is {value.slot} of {one.call.name} ({one.call.phase})"
     ]
 

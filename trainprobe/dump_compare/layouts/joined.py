@@ -7,7 +7,7 @@ of one sum (a gradient before it is reduced) only the mean follows from statisti
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -168,18 +168,17 @@ class JoinedSide(Side):
     def array(self, value: Value) -> npt.NDArray[Any] | None:
         """Return the elements where they are stored and it is known where in the whole each part lies.
 
-        Where that is not known, statistics tell how far two values are apart.
+        Where that is not known, statistics tell how far two values are apart. The parts are read one after the other, and none
+        is kept.
         """
         join = self._rows[value.row].join
-        found = [part.side.array(part.value) for part in join.parts]
-        arrays = [array for array in found if array is not None]
-        if len(arrays) < len(found) or (join.how == "terms" and any(array.shape != join.shape for array in arrays)):
-            return None
-        weights = [part.weight * join.factor for part in join.parts]
-        scaled = [a if w == 1 else np.asarray(a, np.float64) * w for a, w in zip(arrays, weights, strict=True)]
-        if join.how == "terms" and len(scaled) > 1:
-            return np.sum([np.asarray(array, np.float64) for array in scaled], 0)
-        whole = scaled[0] if len(scaled) == 1 else put_together(scaled, join.boxes) if join.boxes else None
+        read = (_scaled(part, join.factor) for part in join.parts)
+        if join.how == "terms":
+            whole = _added(read, join.shape)
+        elif len(join.parts) > 1:
+            whole = put_together(read, join.boxes)
+        else:
+            whole = next(read)
         return None if whole is None or whole.size != math.prod(join.shape) else whole.reshape(join.shape)
 
     def disagreement(self, value: Value) -> Interval | None:
@@ -193,6 +192,21 @@ class JoinedSide(Side):
     def ranks_of(self, value: Value) -> list[int]:
         """Return the ranks that hold a part of a value."""
         return sorted({part.rank for part in self._rows[value.row].join.parts})
+
+
+def _scaled(part: Part, factor: float) -> npt.NDArray[Any] | None:
+    array, weight = part.side.array(part.value), part.weight * factor
+    return array if array is None or weight == 1 else np.asarray(array, np.float64) * weight
+
+
+def _added(terms: Iterator[npt.NDArray[Any] | None], shape: tuple[int, ...]) -> npt.NDArray[Any] | None:
+    """Return the sum of terms, of which one after the other is read; None where one is missing or of another shape."""
+    total = next(terms)
+    for i, term in enumerate(terms):
+        if total is None or term is None or term.shape != shape:
+            return None
+        total = np.add(total, term, dtype=np.float64) if i == 0 else np.add(total, term, out=total)
+    return None if total is None or total.shape != shape else total
 
 
 def _disagreement(name: str, replicas: Sequence[tuple[Part, Part]]) -> Interval | None:

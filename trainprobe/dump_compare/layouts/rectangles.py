@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,22 +64,32 @@ def share_of(value: Value, bits: Mapping[str, int], box: Box | None) -> tuple[in
         return None
 
 
-def put_together(arrays: Sequence[npt.NDArray[Any]], boxes: Sequence[Box]) -> npt.NDArray[Any] | None:
-    """Return the whole that parts make, None where they do not fill it. Flat pieces of one tensor make a flat whole."""
+def put_together(arrays: Iterator[npt.NDArray[Any] | None], boxes: Sequence[Box]) -> npt.NDArray[Any] | None:
+    """Return the whole that parts make, None where they do not fill it, or one is missing or no box is known.
+
+    Flat pieces of one tensor make a flat whole. Of the parts one at a time is held.
+    """
     outer = [box.within or (box.offset, box.shape) for box in boxes]
-    shape = tuple(max(at[d] + n[d] for at, n in outer) for d in range(len(outer[0][0])))
-    if sum(array.size for array in arrays) != math.prod(shape):
-        return None
-    whole = np.empty(shape, arrays[0].dtype)
-    for array, box, (offset, length) in zip(arrays, boxes, outer, strict=True):
+    shape = tuple(max(at[d] + n[d] for at, n in outer) for d in range(len(outer[0][0]))) if outer else ()
+    fills = bool(outer) and sum(math.prod(box.shape) for box in boxes) == math.prod(shape)
+    whole: npt.NDArray[Any] | None = None
+    for box, (offset, length) in zip(boxes, outer, strict=True) if fills else ():
+        array = next(arrays)
+        if array is None or array.size != math.prod(box.shape):
+            fills = False
+            break
+        whole = np.empty(shape, array.dtype) if whole is None else whole
         place = tuple(slice(at, at + n) for at, n in zip(offset, length, strict=True))
-        if not box.within:
+        if box.within:
+            rectangle = whole[place].reshape(-1)  # a copy where it is not contiguous
+            rectangle[box.offset[0] : box.offset[0] + array.size] = array.reshape(-1)
+            whole[place] = rectangle.reshape(length)
+        else:
             whole[place] = array.reshape(length)
-            continue
-        rectangle = whole[place].reshape(-1)  # a copy where it is not contiguous
-        rectangle[box.offset[0] : box.offset[0] + array.size] = array.reshape(-1)
-        whole[place] = rectangle.reshape(length)
-    return whole
+        del array
+    for _ in arrays:  # so that what cannot be read is told
+        pass
+    return whole if fills else None
 
 
 def _on_mesh(shape: Sequence[int], mesh: Any, placements: Sequence[Mapping[str, Any]], rank: int, world: int) -> Box | None:

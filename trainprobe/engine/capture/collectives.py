@@ -153,7 +153,7 @@ class CollectiveTap:
             call.kwargs = {"group": Opaque("torch.distributed.ProcessGroup", None, {"group_ranks": ranks})}
             operation = getattr(options, "reduceOp", None)
             if operation is not None:
-                call.kwargs["op"] = Opaque("torch.distributed.ReduceOp", str(operation))
+                call.kwargs["op"] = Opaque("torch.distributed.ReduceOp", str(getattr(operation, "op", operation)))
             if name in ("send", "recv") and len(args) > 1:
                 call.kwargs["peer"] = args[1]
             call.node = method
