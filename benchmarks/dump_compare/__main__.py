@@ -21,8 +21,8 @@ from benchmarks.dump_compare.planted import PLANTS
 from benchmarks.dump_compare.runs import Way, train
 from benchmarks.dump_compare.stored import measure as measure_stored
 from trainprobe.dump_compare.command import compare_rank
-from trainprobe.dump_compare.conclude import Conclusion, conclude
 from trainprobe.dump_compare.pairing import pair_ranks
+from trainprobe.dump_compare.verdict import Verdict, judge_runs
 from trainprobe.engine.core.step_data import entry_name
 
 SEEDS = 40  # of each mutation
@@ -121,13 +121,13 @@ def stored(only: str, plans: list[str], folder: Path) -> None:
         print(line, flush=True)
 
 
-def judged(a: Path, b: Path) -> Conclusion:
-    """Return the conclusion of two dumps."""
+def judged(a: Path, b: Path) -> Verdict:
+    """Return the verdict of two dumps."""
     pairs, missing = pair_ranks(a, b)
-    return conclude([compare_rank(pair) for pair in pairs], missing)
+    return judge_runs([compare_rank(pair) for pair in pairs], missing)
 
 
-def place_of(found: Conclusion) -> tuple[str, int]:
+def place_of(found: Verdict) -> tuple[str, int]:
     """Return the entry that is named first, after "optimizer/" where the optimizer calls it, and the step."""
     if found.first is None:
         return "nowhere", -1

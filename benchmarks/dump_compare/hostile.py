@@ -16,8 +16,8 @@ from typing import Any
 import orjson
 
 from trainprobe.dump_compare.command import compare_rank
-from trainprobe.dump_compare.conclude import conclude
 from trainprobe.dump_compare.pairing import pair_ranks
+from trainprobe.dump_compare.verdict import judge_runs
 from trainprobe.errors import ProbeError
 
 Mutation = Callable[[Path, random.Random], bool]  # changes a rank's folder; whether a comparison must see it
@@ -165,7 +165,7 @@ def mutate(dump: Path, scratch: Path, name: str, seed: int) -> Outcome:
     must_be_seen = MUTATIONS[name](rank, chance)
     try:
         pairs, missing = pair_ranks(dump, scratch)
-        found = conclude([compare_rank(pair) for pair in pairs], missing)
+        found = judge_runs([compare_rank(pair) for pair in pairs], missing)
     except ProbeError as error:
         text = str(error)
         return Outcome(name, seed, f"{type(error).__name__}: {text}", "the error says nothing" if len(text) < 20 else "")

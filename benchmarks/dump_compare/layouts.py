@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.distributed.launch import launch
 from tests.dump_compare import train_layouts
 from trainprobe.dump_compare.command import compare_dumps
-from trainprobe.dump_compare.conclude import Conclusion
+from trainprobe.dump_compare.verdict import Verdict
 
 HEALTHY = ("ddp", "fsdp1", "fsdp2", "tensor", "context")
 FAULTS = (
@@ -25,7 +25,7 @@ class Pair:
 
     name: str
     healthy: bool
-    found: Conclusion
+    found: Verdict
     seconds: float
 
 

@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 
 from tests.ckpt_compare.memory import checkpoint, tensor
-from trainprobe.ckpt_compare.names import built_in, find_map, in_model_order, read_map, to_logical
+from trainprobe.ckpt_compare.names import find_map, in_model_order, to_logical
+from trainprobe.engine.model_names import built_in, read_map
 from trainprobe.errors import FormatError
 
 X = np.zeros((4, 2), np.float32)

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from tests.ckpt_compare.memory import dense, tensor
-from trainprobe.ckpt_compare.transforms import TRANSFORMS, Band, split, turn, unstack
+from trainprobe.ckpt_compare.transforms import TRANSFORMS, split, turn, unstack
+from trainprobe.engine.model_names.rows import TRANSFORM_NAMES, Band
 from trainprobe.errors import CompareError
 
 RNG = np.random.default_rng(0)
@@ -75,3 +76,7 @@ def test_bands_may_reorder_rows():
     x = numbers(4, 2)
     (found,) = split(tensor("w", x), 0, [Band(0, 2, 0, 2), Band(2, 2, 0, 0)], 1)
     assert np.array_equal(dense(found), np.concatenate([x[2:], x[:2]]))
+
+
+def test_each_transform_that_a_map_may_name_is_carried_out():
+    assert sorted(TRANSFORMS) == sorted(TRANSFORM_NAMES)

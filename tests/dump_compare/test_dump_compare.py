@@ -16,9 +16,9 @@ from benchmarks.dump_compare.runs import train
 from tests.dump_compare.small_runs import Gpt, run
 from trainprobe.cli import main
 from trainprobe.dump_compare.command import compare_rank
-from trainprobe.dump_compare.conclude import conclude
 from trainprobe.dump_compare.pairing import pair_ranks
 from trainprobe.dump_compare.result_schema import Comparison
+from trainprobe.dump_compare.verdict import judge_runs
 from trainprobe.engine.core.step_data import entry_name, unwrap
 from trainprobe.engine.storage.dumps import TensorStore, read
 
@@ -231,7 +231,7 @@ def test_planted_differences_are_named_first(tmp_path, subject, change):
     a = train(tmp_path / "a", subject, plant.a, **plan)
     b = train(tmp_path / "b", subject, replace(plant.a, change=change), **plan)
     pairs, missing = pair_ranks(a, b)
-    found = conclude([compare_rank(pair) for pair in pairs], missing)
+    found = judge_runs([compare_rank(pair) for pair in pairs], missing)
     assert found.code == 2 and found.first is not None, found.sentence
     call = found.first[1].call
     parent = f"{call.parent}/" if isinstance(call.parent, str) else ""

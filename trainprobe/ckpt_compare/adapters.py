@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from trainprobe.ckpt_compare.names import ADAPTER_PART
 from trainprobe.ckpt_compare.pieces import Checkpoint
+from trainprobe.engine.model_names import ADAPTER_PART
 
 _WRITTEN = {
     "lora": "LoRA", "randlora": "RandLoRA", "vera": "VeRA", "pvera": "PVeRA", "hada": "LoHa", "lokr": "LoKr", "ia3": "IA3",

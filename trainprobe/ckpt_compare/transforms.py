@@ -6,21 +6,12 @@ Each takes a tensor and gives tensors whose pieces point into the same files. A 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from trainprobe.ckpt_compare.pieces import LogicalTensor, Piece, Reshaped, Turned, window
+from trainprobe.engine.model_names.rows import Band, interleaved
 from trainprobe.errors import CompareError
-
-
-@dataclass(frozen=True, slots=True)
-class Band:
-    """Indices start … start+size−1 on one axis of a tensor, and where they belong: part number and first index in that part."""
-
-    start: int
-    size: int
-    part: int
-    target: int
 
 
 def split(tensor: LogicalTensor, axis: int, bands: Sequence[Band], parts: int) -> list[LogicalTensor]:
@@ -92,7 +83,7 @@ def turn(tensor: LogicalTensor, axes: tuple[int, ...] | None = None) -> LogicalT
 
 def _even(tensor: LogicalTensor, parts: int, axis: int) -> list[LogicalTensor]:
     size = tensor.shape[axis] // parts
-    return split(tensor, axis, [Band(i * size, size, i, 0) for i in range(parts)], parts)
+    return split(tensor, axis, interleaved([size] * parts), parts)
 
 
 def _halves(tensor: LogicalTensor, config: Mapping[str, Any]) -> list[LogicalTensor]:
@@ -113,21 +104,14 @@ def _thirds(tensor: LogicalTensor, config: Mapping[str, Any]) -> list[LogicalTen
 def _qkv_by_group(tensor: LogicalTensor, config: Mapping[str, Any]) -> list[LogicalTensor]:
     """Fused attention interleaved by query group: heads/groups queries, one key, one value, of head_dim rows each."""
     heads, groups, dim = (config[k] for k in ("heads", "groups", "head_dim"))
-    share = heads // groups
-    bands: list[Band] = []
-    for g in range(groups):
-        row = g * (share + 2) * dim
-        bands.append(Band(row, share * dim, 0, g * share * dim))
-        bands.append(Band(row + share * dim, dim, 1, g * dim))
-        bands.append(Band(row + (share + 1) * dim, dim, 2, g * dim))
-    return split(tensor, 0, bands, 3)
+    kv = groups * dim
+    return split(tensor, 0, interleaved([heads // groups * kv, kv, kv], groups), 3)
 
 
 def _qkv_blocks(tensor: LogicalTensor, config: Mapping[str, Any]) -> list[LogicalTensor]:
     """Fused attention stored as all q, all k, all v with fewer key and value heads than query heads."""
     heads, groups, dim = (config[k] for k in ("heads", "groups", "head_dim"))
-    q, kv = heads * dim, groups * dim
-    return split(tensor, 0, [Band(0, q, 0, 0), Band(q, kv, 1, 0), Band(q + kv, kv, 2, 0)], 3)
+    return split(tensor, 0, interleaved([heads * dim, groups * dim, groups * dim]), 3)
 
 
 def _rotary_pairs(tensor: LogicalTensor, config: Mapping[str, Any]) -> list[LogicalTensor]:

@@ -11,9 +11,9 @@ from typing import Any
 import orjson
 
 from trainprobe.dump_compare.command import compare_rank
-from trainprobe.dump_compare.conclude import Compared, Conclusion, conclude
 from trainprobe.dump_compare.pairing import RankPair, pair_ranks
 from trainprobe.dump_compare.renamed.mapping_files import MappingFile, read_mappings
+from trainprobe.dump_compare.verdict import Compared, Verdict, judge_runs
 from trainprobe.engine.storage.writer import flush_all
 from trainprobe.errors import FormatError, OutputError, UsageError
 
@@ -86,7 +86,7 @@ def _mapping_of(others: dict[str, Any]) -> MappingFile | None:
 
 def _compare(
     a: Path, b: Path, output: Path, suffix: str | None, xlsx: bool, advise: bool, mapping: MappingFile | None
-) -> Conclusion:
+) -> Verdict:
     """Compare what two paths hold. suffix: of the sheet's name; None, or several ranks, add the rank."""
     flush_all()  # a debugger of this process may be at work on its dumps
     pairs, missing = pair_ranks(a, b)
@@ -99,18 +99,18 @@ def _compare(
         return output / f"compare_result{middle}_{stamp}{'.xlsx' if xlsx else '.csv'}"
 
     ranks = [compare_rank(pair, sheet=sheet(pair), mapping=mapping) for pair in pairs]
-    conclusion = conclude(ranks, missing)
-    sys.stderr.write(f"trainprobe: {conclusion.sentence}; the sheets are in {output}\n")
+    verdict = judge_runs(ranks, missing)
+    sys.stderr.write(f"trainprobe: {verdict.sentence}; the sheets are in {output}\n")
     if advise:
-        _write(output / f"advisor_{stamp}.txt", advice(ranks, conclusion))
-    return conclusion
+        _write(output / f"advisor_{stamp}.txt", advice(ranks, verdict))
+    return verdict
 
 
-def advice(ranks: list[Compared], conclusion: Conclusion) -> str:
-    """Return what to look at, as text: the conclusion, where it was found, and what was called there."""
-    lines = [conclusion.sentence, *(f"  {detail}" for detail in conclusion.details)]
-    if conclusion.first is not None:
-        rank, first = conclusion.first
+def advice(ranks: list[Compared], verdict: Verdict) -> str:
+    """Return what to look at, as text: the verdict, where it was found, and what was called there."""
+    lines = [verdict.sentence, *(f"  {detail}" for detail in verdict.details)]
+    if verdict.first is not None:
+        rank, first = verdict.first
         lines += [f"Compared: {rank.at.a} (NPU) and {rank.at.b} (Bench), {len(rank.calls)} calls."]
         lines += [f"  {value.slot}: {value.interval.low:.1e} apart ({value.interval.evidence})" for value in first.values]
     return "\n".join(lines) + "\n"

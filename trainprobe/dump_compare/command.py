@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.progress import track
 
 from trainprobe.dump_compare import report
-from trainprobe.dump_compare.conclude import Compared, Conclusion, conclude
 from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.frameworks import pair_frameworks
 from trainprobe.dump_compare.judge import Judged, judge_calls
@@ -30,6 +29,7 @@ from trainprobe.dump_compare.renamed.user_mapping import renaming, with_mapped_v
 from trainprobe.dump_compare.result_schema import schema_text
 from trainprobe.dump_compare.sheet import sheet_path, write_sheet
 from trainprobe.dump_compare.spread import Run, suitable, without_agreeing
+from trainprobe.dump_compare.verdict import Compared, Verdict, judge_runs
 from trainprobe.dump_compare.vis_db import vis_of_rank, write_vis_db
 from trainprobe.engine.compare.uncollected import uncollected
 from trainprobe.engine.core.json_schema import prints
@@ -92,22 +92,22 @@ def dump_compare(
     make = {name: maker for name, path, maker in wanted if path is not None}
     at = None if sheets is None else lambda pair: sheet_path(sheets, pair.step, pair.rank, suffix)
     run = on_ray if ray else None
-    ranks, conclusion = compare_dumps(
+    ranks, verdict = compare_dumps(
         a, b, renamed, at, floor, high_precision, make, layout, run=run, all_calls=bool(json or make), mapping=mapped
     )
     if json is not None:
-        report.write_json(ranks, conclusion, json)
+        report.write_json(ranks, verdict, json)
     if html is not None:
-        write_comparison(ranks, conclusion, (a, b), html)
+        write_comparison(ranks, verdict, (a, b), html)
     if vis is not None:
         write_vis_db([rank.made["vis"] for rank in ranks], vis)
     console = Console()
     console = console if console.width >= report.WIDTH else Console(width=report.WIDTH)
     if quiet:
-        console.print(conclusion.sentence, markup=False, highlight=False, soft_wrap=True)
+        console.print(verdict.sentence, markup=False, highlight=False, soft_wrap=True)
     else:
-        report.show(ranks, conclusion, console)
-    return conclusion.code
+        report.show(ranks, verdict, console)
+    return verdict.code
 
 
 @uncollected()
@@ -124,7 +124,7 @@ def compare_dumps(
     run: Run[Any, Any] | None = None,
     all_calls: bool = True,
     mapping: MappingFile | None = None,
-) -> tuple[list[Compared], Conclusion]:
+) -> tuple[list[Compared], Verdict]:
     """Compare two dumps, rank by rank, or as one model each where their layouts differ.
 
     sheet: returns where the sheet of a rank and step is written. layout: a table of splits (see known_splits). run: carries out
@@ -146,7 +146,7 @@ def compare_dumps(
         ]
         run = run or suitable([folder for pair in pairs for folder in (pair.a, pair.b)])
         ranks = list(_with_progress(run(_carry_out, tasks), len(tasks)))
-    return ranks, conclude(ranks, missing)
+    return ranks, judge_runs(ranks, missing)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from trainprobe.dump_compare.conclude import Compared, Conclusion
 from trainprobe.dump_compare.judge import Judged
 from trainprobe.dump_compare.result_schema import ComparedCall, ComparedValue, Comparison
+from trainprobe.dump_compare.verdict import Compared, Verdict
 from trainprobe.engine.core.step_data import entry_name
 from trainprobe.errors import OutputError
 
@@ -21,17 +21,17 @@ WIDTH = 140
 _STYLE = {"identical": "green", "rounding": "cyan", "carried": "", "suspicious": "yellow", "bug": "bold red"}
 
 
-def show(ranks: Sequence[Compared], conclusion: Conclusion, console: Console, most: int = 20) -> None:
+def show(ranks: Sequence[Compared], verdict: Verdict, console: Console, most: int = 20) -> None:
     """Print the verdict and, from the first place where the runs part on, the calls that are apart."""
-    style = ("bold green", "bold cyan", "bold red", "bold yellow")[conclusion.code]
-    console.print(Text(conclusion.sentence, style=style), soft_wrap=True)
-    for line in conclusion.details[:most]:
+    style = ("bold green", "bold cyan", "bold red", "bold yellow")[verdict.code]
+    console.print(Text(verdict.sentence, style=style), soft_wrap=True)
+    for line in verdict.details[:most]:
         console.print(Text(f"  • {line}"), soft_wrap=True)
-    if len(conclusion.details) > most:
-        console.print(Text(f"  • … and {len(conclusion.details) - most} more (--json lists all)"))
-    if conclusion.first is None:
+    if len(verdict.details) > most:
+        console.print(Text(f"  • … and {len(verdict.details) - most} more (--json lists all)"))
+    if verdict.first is None:
         return
-    rank, first = conclusion.first
+    rank, first = verdict.first
     differing = [
         judged
         for judged in rank.calls
@@ -61,13 +61,13 @@ def _cells(judged: Judged, framework: str) -> tuple[str | Text, ...]:
     return name, worst.slot, apart, given, own, worst.interval.evidence, verdict
 
 
-def write_json(ranks: Sequence[Compared], conclusion: Conclusion, path: Path) -> None:
+def write_json(ranks: Sequence[Compared], verdict: Verdict, path: Path) -> None:
     """Write all calls (see result_schema). Infinities are null. Raises OutputError."""
-    first = conclusion.first
+    first = verdict.first
     document = Comparison(
-        code=conclusion.code,
-        verdict=conclusion.sentence,
-        details=list(conclusion.details),
+        code=verdict.code,
+        verdict=verdict.sentence,
+        details=list(verdict.details),
         first=None if first is None else _described(*first),
         calls=[_described(rank, judged) for rank in ranks for judged in rank.calls],
     )

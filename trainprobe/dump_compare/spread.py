@@ -1,6 +1,6 @@
 """Compares many ranks and steps at once: one after the other, on the cores of this machine, or on a Ray cluster.
 
-What comes back from another process is what the conclusion needs: calls that agree in everything are counted and left behind,
+What comes back from another process is what the verdict needs: calls that agree in everything are counted and left behind,
 unless all calls are wanted.
 """
 
@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trainprobe.dump_compare.conclude import Compared
 from trainprobe.dump_compare.judge import Judged, Outcome
+from trainprobe.dump_compare.verdict import Compared
 from trainprobe.engine.core.processes import cores, on_cores
 from trainprobe.engine.core.records import Call, Value
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from trainprobe.dump_compare.command import compare_dumps
-from trainprobe.dump_compare.conclude import Conclusion
+from trainprobe.dump_compare.verdict import Verdict
 from trainprobe.errors import FormatError, OutputError, ProbeError, UsageError
 from trainprobe.parity.layouts import TORCHRUN, Ran, last_lines, plan_of, read_layouts, run_layout
 
@@ -59,7 +59,7 @@ def parity(
         _tell_failure(runs[-1])
     found = {(a.layout.name, b.layout.name): _compared(a, b) for a, b in combinations(runs, 2)}
     _show([each.name for each in layouts], found)
-    return max(conclusion.code for conclusion in found.values())
+    return max(verdict.code for verdict in found.values())
 
 
 parity.context_settings = {"allow_interspersed_args": False}  # type: ignore[attr-defined]
@@ -81,20 +81,20 @@ def _tell_failure(ran: Ran) -> None:
         sys.stderr.write(f"trainprobe: {ran.layout.name} ended with exit code {ran.code}; it printed last:\n{lines}")
 
 
-def _compared(a: Ran, b: Ran) -> Conclusion:
+def _compared(a: Ran, b: Ran) -> Verdict:
     """Compare two layouts; one that did not run, or left nothing to compare, is no verdict."""
     failed = next((ran for ran in (a, b) if ran.code), None)
     if failed is not None:
-        return Conclusion(3, f"{failed.layout.name} ended with exit code {failed.code}", [])
+        return Verdict(3, f"{failed.layout.name} ended with exit code {failed.code}", [])
     try:
         return compare_dumps(a.folder, b.folder)[1]
     except FormatError as error:
-        return Conclusion(3, f"{error}; does the training reach the step, and is its loop one that trainprobe knows?", [])
+        return Verdict(3, f"{error}; does the training reach the step, and is its loop one that trainprobe knows?", [])
     except ProbeError as error:
-        return Conclusion(3, str(error), [])
+        return Verdict(3, str(error), [])
 
 
-def _show(names: list[str], found: dict[tuple[str, str], Conclusion]) -> None:
+def _show(names: list[str], found: dict[tuple[str, str], Verdict]) -> None:
     console = Console()
     console = console if console.width >= _WIDTH else Console(width=_WIDTH)
     table = Table(box=None, header_style="bold", pad_edge=False)
@@ -104,5 +104,5 @@ def _show(names: list[str], found: dict[tuple[str, str], Conclusion]) -> None:
         cells = [VERDICTS[found[name, other].code] if (name, other) in found else "" for other in names[1:]]
         table.add_row(name, *cells)
     console.print(table)
-    for (a, b), conclusion in found.items():
-        console.print(f"A {a}, B {b}: {conclusion.sentence}", markup=False, highlight=False, soft_wrap=True)
+    for (a, b), verdict in found.items():
+        console.print(f"A {a}, B {b}: {verdict.sentence}", markup=False, highlight=False, soft_wrap=True)

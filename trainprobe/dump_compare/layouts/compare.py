@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from trainprobe.dump_compare.call_slots import fill
-from trainprobe.dump_compare.conclude import Compared
 from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.intervals import ALIKE
 from trainprobe.dump_compare.judge import Judged, judge_calls
@@ -41,6 +40,7 @@ from trainprobe.dump_compare.pairing import CallPair, RankPair, pair_steps, rank
 from trainprobe.dump_compare.renamed.by_structure import Structure
 from trainprobe.dump_compare.renamed.fused import Fused
 from trainprobe.dump_compare.spread import Run, in_turn, suitable, without_agreeing
+from trainprobe.dump_compare.verdict import Compared
 from trainprobe.engine.core.records import Call, Value
 from trainprobe.errors import CompareError
 
@@ -168,10 +168,15 @@ class _Maker:
             there = parts_of(whole, of_whole, key, single)
             parts = [parts_of(split.calls[each], of_split, each, split) for each in keys]
             values: list[dict[str, Value]] = [{}, {}]
-            for slot, (one, several) in beside(there, parts, {slot: _role(key, slot) for slot in there}):
+            found = beside(there, parts, {slot: _role(key, slot) for slot in there})
+            for slot, (one, several) in found.joined.items():
                 if _role(key, slot) != "weight" or (_held(one.parts) and _held(several.parts)):
                     values[1 - fused.split][slot] = self._sides[1 - fused.split].add(one)
                     values[fused.split][slot] = self._sides[fused.split].add(several)
+            self._unjoined.update(dict.fromkeys(f"{slot} of {_text(key)}" for slot in found.unjoined))
+            self._values_alone[1 - fused.split].update(dict.fromkeys(f"{slot} of {_text(key)}" for slot in found.alone))
+            of_parts = [f"{slot} of {_text(keys[i])}" for i, slot in found.alone_in_parts]
+            self._values_alone[fused.split].update(dict.fromkeys(of_parts))
             if not values[0]:
                 continue
             named = (key[0], fused.name, key[2], key[3]), (key[0], fused.whole.name, key[2], key[3])

@@ -7,7 +7,7 @@ The order of rows is another in each family of models, so that statistics tell h
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 
 from trainprobe.dump_compare.layouts.joined import Join, Part
@@ -16,31 +16,60 @@ from trainprobe.dump_compare.renamed.fused import Fused
 
 Slots = Mapping[str, list[Part]]
 _SHARED = ("input", "kwargs")  # what all of them are given
+_SHARES = "grad_input"
 
 
-def beside(whole: Slots, parts: Sequence[Slots], role_of: Mapping[str, Role]) -> Iterator[tuple[str, tuple[Join, Join]]]:
-    """Yield slot of the one module → how its parts make a whole, and how those of the several do.
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """The values of modules that are one on one side and several on the other.
 
-    Left out are gradients at inputs, of which each of the several has a share, and what no way is known to join.
+    joined: slot of the one module → how its parts make a whole, and how those of the several do. alone: slots that the one
+    module has and one of the several has not. alone_in_parts: which of the several has a slot that the one has not. unjoined:
+    slots that both have and for which no way to join them is known.
     """
+
+    joined: Mapping[str, tuple[Join, Join]]
+    alone: Sequence[str]
+    alone_in_parts: Sequence[tuple[int, str]]
+    unjoined: Sequence[str]
+
+
+def beside(whole: Slots, parts: Sequence[Slots], role_of: Mapping[str, Role]) -> Beside:
+    """Return what the values of several modules come to beside those of one.
+
+    Left out are gradients at inputs, of which each of the several has a share.
+    """
+    joined: dict[str, tuple[Join, Join]] = {}
+    alone, unjoined, met = list[str](), list[str](), set[tuple[int, str]]()
     for slot, mine in whole.items():
-        if slot.startswith("grad_input"):
+        if slot.startswith(_SHARES):
             continue
-        theirs = [_at(slot, each, whole) for each in (parts[:1] if slot.startswith(_SHARED) else parts)]
-        found = [each for each in theirs if each is not None]
-        if len(found) == len(theirs):
-            made = _terms(mine, found) if role_of[slot] == "weight gradient" else _parts(mine, found, role_of[slot])
-            if made is not None:
-                yield slot, made
+        places = [(i, at) for i, each in enumerate(parts) if (at := _place(slot, each, whole)) is not None]
+        met.update(places)
+        if len(places) < len(parts):
+            alone += [slot] if _held(mine) else []
+            continue
+        theirs = [parts[i][at] for i, at in (places[:1] if slot.startswith(_SHARED) else places)]
+        made = _terms(mine, theirs) if role_of[slot] == "weight gradient" else _parts(mine, theirs, role_of[slot])
+        if made is not None:
+            joined[slot] = made
+        elif any(map(_held, (mine, *theirs))):
+            unjoined.append(slot)
+    own = ((i, at) for i, each in enumerate(parts) for at, of in each.items() if _held(of) and not at.startswith(_SHARES))
+    return Beside(joined, alone, [place for place in own if place not in met], unjoined)
 
 
-def _at(slot: str, there: Slots, whole: Slots) -> list[Part] | None:
-    """Return what stands where the one module has `slot`: by name, or as the only one of its sort."""
+def _held(parts: Sequence[Part]) -> bool:
+    return any(part.size for part in parts)
+
+
+def _place(slot: str, there: Slots, whole: Slots) -> str | None:
+    """Return the slot that stands where the one module has `slot`: the same, or the only one of its sort."""
     if slot in there:
-        return there[slot]
+        return slot
     sort = slot.partition(".")[0]
     alike = [[at for at in each if at.partition(".")[0] == sort] for each in (there, whole)]
-    return there[alike[0][0]] if len(alike[0]) == len(alike[1]) == 1 else None
+    return alike[0][0] if len(alike[0]) == len(alike[1]) == 1 else None
 
 
 def _parts(whole: Sequence[Part], parts: Sequence[Sequence[Part]], role: Role) -> tuple[Join, Join] | None:

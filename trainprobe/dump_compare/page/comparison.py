@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainprobe.dump_compare.conclude import Compared, Conclusion
 from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.judge import Judged
 from trainprobe.dump_compare.page.write import PackedRank, Shown, pack_rank, write_page
 from trainprobe.dump_compare.pairing import RankPair
+from trainprobe.dump_compare.verdict import Compared, Verdict
 
 
 def page_of_rank(pair: RankPair, judged: Sequence[Judged], sides: tuple[Side, Side]) -> PackedRank:
@@ -17,14 +17,14 @@ def page_of_rank(pair: RankPair, judged: Sequence[Judged], sides: tuple[Side, Si
     return pack_rank(pair.step, pair.rank, judged, sides)
 
 
-def write_comparison(ranks: Sequence[Compared], conclusion: Conclusion, paths: tuple[Path, Path], target: Path) -> Path:
+def write_comparison(ranks: Sequence[Compared], verdict: Verdict, paths: tuple[Path, Path], target: Path) -> Path:
     """Write the page of ranks that `page_of_rank` was worked out of. Raises OutputError."""
     first = None
-    if conclusion.first is not None:
-        rank, judged = conclusion.first
+    if verdict.first is not None:
+        rank, judged = verdict.first
         place = next(i for i, one in enumerate(rank.calls) if one is judged)
         first = next(i for i, other in enumerate(ranks) if other is rank), place
-    sentence = conclusion.sentence[:1].upper() + conclusion.sentence[1:]
+    sentence = verdict.sentence[:1].upper() + verdict.sentence[1:]
     title = f"{paths[0].name or paths[0]} and {paths[1].name or paths[1]}"
-    shown = Shown(title, sentence, conclusion.details, conclusion.code, [str(path) for path in paths], first)
+    shown = Shown(title, sentence, verdict.details, verdict.code, [str(path) for path in paths], first)
     return write_page(shown, [rank.made["page"] for rank in ranks], target)

@@ -33,7 +33,7 @@ class PackedRank:
 class Shown:
     """What stands above the tree.
 
-    sentence, details, code: the conclusion of a comparison (see conclude); of one dump, what it is. paths: of A and B, or of
+    sentence, details, code: the verdict of a comparison (see verdict); of one dump, what it is. paths: of A and B, or of
     the one dump. first: place of a rank in the list and of a call in it, where the runs part; None where they do not.
     """
 

@@ -120,7 +120,7 @@ def as_one(
             if whole is not None and len(split) == len(each.parts):
                 if not shares and whole.kind == "module" and whole.phase == "backward":
                     whole.out = None
-                joined = _joined(each, split, whole, sides[each.split])
+                joined = _joined(each, split, whole, sides[each.split], shares)
                 place = max(part.place for part in here) if each.split == 0 else pair.place
                 made.append(CallPair(place, *((joined, whole) if each.split == 0 else (whole, joined))))
                 gone |= {id(pair), *map(id, here)}
@@ -128,14 +128,16 @@ def as_one(
     return [CallPair(i, pair.a, pair.b) for i, pair in enumerate(sorted(kept, key=lambda pair: pair.place))]
 
 
-def _joined(fused: Fused, parts: Sequence[Call], whole: Call, side: Composed) -> Call:
+def _joined(fused: Fused, parts: Sequence[Call], whole: Call, side: Composed, shares: bool) -> Call:
     """Return the call that those of several modules make, with the slots of the call of the one."""
     first = parts[0]
     made = Call(first.kind, fused.name, first.call, first.phase, cls=first.cls, micro=first.micro, parent=first.parent)
     values: dict[str, Value] = {}
+    met: set[int] = set()
     for slot, like in slots(whole):
         found = [_at(part, slot, whole) for part in parts]
         there = [value for value in found if value is not None]
+        met.update(map(id, there))
         if slot.startswith(("input", "kwargs")) and there:
             one = there[0]
             same = tuple(one.shape) == tuple(like.shape)
@@ -143,6 +145,9 @@ def _joined(fused: Fused, parts: Sequence[Call], whole: Call, side: Composed) ->
         elif len(there) == len(parts):
             how = "added" if slot.startswith("grad_input") else "side by side"
             values[slot] = side.make(how, there, tuple(like.shape))
+    for slot, value in (of_part for part in parts for of_part in slots(part)):
+        if id(value) not in met and (shares or not slot.startswith("grad_input")):
+            values.setdefault(slot, value)  # in these alone
     fill(made, values)
     return made
 

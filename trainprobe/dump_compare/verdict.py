@@ -44,7 +44,7 @@ class Compared:
 
 
 @dataclass(frozen=True, slots=True)
-class Conclusion:
+class Verdict:
     """code: 0 identical, 1 within rounding, 2 differ, 3 not comparable or incomplete. first: where they part."""
 
     code: int
@@ -54,7 +54,7 @@ class Conclusion:
     counts: Mapping[Outcome, int] = field(default_factory=dict[Outcome, int])
 
 
-def conclude(ranks: Sequence[Compared], missing: Sequence[str]) -> Conclusion:
+def judge_runs(ranks: Sequence[Compared], missing: Sequence[str]) -> Verdict:
     """Return what to say of all ranks and steps. missing: steps and ranks that only one side has."""
     counts: Counter[Outcome] = Counter(judged.outcome for rank in ranks for judged in rank.calls)
     for rank in ranks:
@@ -70,20 +70,20 @@ def conclude(ranks: Sequence[Compared], missing: Sequence[str]) -> Conclusion:
         rank, judged = first
         surely = "the runs part at" if judged.outcome != "suspicious" else "the runs may part at"
         details = [*_hints(rank, judged), *details]
-        return Conclusion(2, f"{surely} {_where(rank, judged)}: {_what(judged)}", details, first, counts)
+        return Verdict(2, f"{surely} {_where(rank, judged)}: {_what(judged)}", details, first, counts)
     if counts["unknown"]:
         said = (
             f"{counts['unknown']} of {whole} calls cannot be compared: both dumps need statistics, or fingerprints of one kind"
         )
-        return Conclusion(3, said, details, None, counts)
+        return Verdict(3, said, details, None, counts)
     unread = any(rank.unread for rank in ranks)
     if missing or alone or unread:
         agrees = _ROUNDING if counts["rounding"] + counts["carried"] else "all that both dumps hold agrees"
         lacking = "stored values cannot be read" if unread else "parts of one have no partner in the other"
-        return Conclusion(3, f"{agrees}, but {lacking}", details, None, counts)
+        return Verdict(3, f"{agrees}, but {lacking}", details, None, counts)
     if counts["rounding"] or counts["carried"]:
-        return Conclusion(1, f"{_ROUNDING}: {whole} calls{of_them}", details, None, counts)
-    return Conclusion(0, f"all {whole} calls agree in all that the dumps hold of them{of_them}", details, None, counts)
+        return Verdict(1, f"{_ROUNDING}: {whole} calls{of_them}", details, None, counts)
+    return Verdict(0, f"all {whole} calls agree in all that the dumps hold of them{of_them}", details, None, counts)
 
 
 def _first(ranks: Sequence[Compared]) -> tuple[Compared, Judged] | None:
