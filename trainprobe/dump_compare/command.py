@@ -260,7 +260,8 @@ def _paired(
         sides, notes = (a, b), [*structure.note(), *notes]
         if structure.fused:
             sides = composed = Composed(a), Composed(b)
-            pairs = as_one(pairs, structure.fused, composed, shares=False)
+            pairs, said = as_one(pairs, structure.fused, composed, shares=False)
+            notes = [*notes, said]
         by_structure = structure.evidence()
     if mapping is not None and mapping.values:
         pairs, lost = with_mapped_values(pairs, *sides, mapping.values)

@@ -117,6 +117,10 @@ class Side:
             return None
         return array if np.shape(array) == tuple(value.shape) else None
 
+    def place_of(self, value: Value, at: Sequence[int]) -> str:
+        """Return where an element of a value is that is made of several: "", as this is one value."""
+        return ""
+
     def disagreement(self, value: Value) -> Any:
         """Return how far copies of a value are apart that several ranks hold: None, as this is one rank."""
         return None

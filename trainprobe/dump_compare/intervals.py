@@ -96,8 +96,9 @@ def intervals(a: Side, left: Sequence[Value], b: Side, right: Sequence[Value]) -
         if tuple(x.shape) != tuple(y.shape):
             found[i] = Interval(math.inf, math.inf, "shape", f"shapes {list(x.shape)} and {list(y.shape)}")
     for i in _stored(left, right, alike & (outcome != _IS_SAME)):
-        exact = _by_elements(a.array(left[i]), b.array(right[i]))
-        found[i] = found[i] if exact is None else exact
+        exact, at = _by_elements(a.array(left[i]), b.array(right[i]))
+        if exact is not None:
+            found[i] = exact if at is None else exact._replace(note=a.place_of(left[i], at) or b.place_of(right[i], at))
     if a.has_copies or b.has_copies:
         found = [_with_copies(far, a, x, b, y) for far, x, y in zip(found, left, right, strict=True)]
     return found
@@ -142,12 +143,15 @@ def _stored(left: Sequence[Value], right: Sequence[Value], among: Bools) -> Iter
     return (i for i in np.flatnonzero(among).tolist() if left[i].tensor is not None and right[i].tensor is not None)
 
 
-def _by_elements(x: npt.NDArray[Any] | None, y: npt.NDArray[Any] | None) -> Interval | None:
+def _by_elements(x: npt.NDArray[Any] | None, y: npt.NDArray[Any] | None) -> tuple[Interval | None, Sequence[int] | None]:
+    """Return how far two arrays are apart, and where most if they are; None where they cannot be compared."""
     if x is None or y is None or x.shape != y.shape:
-        return None
+        return None, None
     found = measure(x, y)
-    far = math.inf if found.misplaced else found.relative_l2
-    return Interval(far, far, "values", "NaN or infinities on one side alone" if found.misplaced else "")
+    if found.misplaced:
+        return Interval(math.inf, math.inf, "values", "NaN or infinities on one side alone"), None
+    far = found.relative_l2
+    return Interval(far, far, "values"), found.at if far else None
 
 
 def _with_copies(far: Interval, a: Side, left: Value, b: Side, right: Value) -> Interval:

@@ -225,7 +225,8 @@ def _far(value: Distance) -> str:
     if not 0 < far.low < math.inf:
         return f"{value.slot}: {far.note}"
     of_terms = f", {value.low:.1e} of what was summed to get it" if value.cancelled > 2 else ""
-    return f"{value.slot} is {exact}{far.low:.1e} apart{of_terms}"
+    at = f", {far.note}" if far.evidence == "values" and far.note else ""
+    return f"{value.slot} is {exact}{far.low:.1e} apart{of_terms}{at}"
 
 
 def _hints(rank: Compared, judged: Judged) -> list[str]:

@@ -1,6 +1,6 @@
 """Which module of A is which of B where their names say nothing: by their weights, and by the order in which they are called.
 
-1. Modules of equal names belong together.
+1. Modules of equal names belong together, and those of which maps of two families of models say so (see by_maps).
 2. A module that calls no other belongs to the one of its form (see modules) whose weights have the same extremes, if there is
    one alone on each side. That holds whatever the order is in which they are called.
 3. The others are aligned as sequences of forms, in the order of their calls, around those that are known.
@@ -13,7 +13,7 @@ belong together are different and never the same.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from typing import Literal
@@ -21,6 +21,7 @@ from typing import Literal
 import numpy as np
 
 from trainprobe.dump_compare.dump_side import Side
+from trainprobe.dump_compare.renamed.by_maps import pair_by_maps
 from trainprobe.dump_compare.renamed.fused import Fused, find_fused
 from trainprobe.dump_compare.renamed.modules import (
     Looks,
@@ -32,8 +33,9 @@ from trainprobe.dump_compare.renamed.modules import (
     passes_on,
 )
 
-Evidence = Literal["equal weights", "order of calls and shapes", "what it calls"]
+Evidence = Literal["names of both families", "equal weights", "order of calls and shapes", "what it calls"]
 _MOST_CELLS = 30_000_000  # of a table of all against all; beyond, difflib aligns
+_FUSED_BY = {"names of both families": "names of both families", "sizes that add up": "equal input and sizes that add up"}
 _KNOWN, _CLASS, _LAST = 8.0, 0.25, 0.5  # what a known partner, an equal class and an equal last name count beside a form's 1
 
 
@@ -60,7 +62,7 @@ class Structure:
 
     def evidence(self) -> dict[str, str]:
         """Return module of A that was not paired by name → what it was paired by."""
-        of_fused = {each.name if each.split == 0 else each.whole.name: "sizes that add up" for each in self.fused}
+        of_fused = {each.name if each.split == 0 else each.whole.name: each.evidence for each in self.fused}
         return {**{name: evidence for name, (_, evidence) in self.pairs.items()}, **of_fused}
 
     def note(self) -> list[str]:
@@ -71,14 +73,13 @@ class Structure:
             names = first.name, first.whole.name
             a, b = names if first.split == 0 else names[::-1]
             said.append(
-                f"{len(self.fused)} times several modules of one side are one of the other, by equal input and sizes that add "
-                f"up, the first {a} and {b}: they are compared by statistics, whatever the order of rows is"
+                f"{len(self.fused)} times several modules of one side are one of the other "
+                f"({_counted([_FUSED_BY[each.evidence] for each in self.fused])}), the first {a} and {b}"
             )
         return said
 
     def _said_of_pairs(self) -> list[str]:
-        counts = Counter(evidence for _, evidence in self.pairs.values())
-        counted = ", ".join(f"{count} by {evidence}" for evidence, count in counts.items())
+        counted = _counted([evidence for _, evidence in self.pairs.values()])
         name, (other, evidence) = next(iter(self.pairs.items()))
         said = [
             f"{len(self.pairs)} modules of A have other names in B and were paired by structure ({counted}), "
@@ -91,6 +92,10 @@ class Structure:
                     f"or pass on what they are given: {', '.join(sorted(names)[:3])}{', …' if len(names) > 3 else ''}"
                 )
         return said
+
+
+def _counted(evidence: Sequence[str]) -> str:
+    return ", ".join(f"{count} by {each}" for each, count in Counter(evidence).items())
 
 
 def pair_modules(a: Side, b: Side, rename: Callable[[str], str] = str) -> Structure:
@@ -110,16 +115,19 @@ def pair_trees(
     lone = [m for m in sides[0].values() if m.name not in known], [m for m in sides[1].values() if m.name not in taken]
     if not all(any(not is_root(module) for module in side) for side in lone):
         return Structure()
-    found = Structure()
-    _by_weights(found, in_order(lone[0]), in_order(lone[1]), looks)
+    pairs, fused = pair_by_maps(lone, sides, looks)
+    found = Structure(pairs={name: (other, "names of both families") for name, other in pairs.items()})
+    settled = [{*names, *(name for each in fused for name in each.names(i))} for i, names in enumerate((pairs, pairs.values()))]
+    _by_weights(found, *[_without(in_order(side), names) for side, names in zip(lone, settled, strict=True)], looks)
     partners = {**known, **{name: sides[1][other] for name, (other, _) in found.pairs.items()}}
-    _by_order(found, sides, partners, looks)
+    of_fused = [{name for each in fused for name in each.names(i)} for i in range(2)]
+    _by_order(found, [_without(in_order([*side.values()]), of_fused[i]) for i, side in enumerate(sides)], partners, looks)
     partners |= {name: sides[1][other] for name, (other, _) in found.pairs.items()}
     _by_what_they_call(found, lone, partners, looks)
     partners |= {name: sides[1][other] for name, (other, _) in found.pairs.items()}
-    paired = set(partners), {module.name for module in partners.values()}
+    paired = {*partners, *of_fused[0]}, {*of_fused[1], *(module.name for module in partners.values())}
     still = tuple([module for module in side if module.name not in names] for side, names in zip(lone, paired, strict=True))
-    found.fused = find_fused((still[0], still[1]), partners, looks)
+    found.fused = [*fused, *find_fused((still[0], still[1]), partners, looks)]
     if found:
         paired[0].update(name for each in found.fused for name in each.names(0))
         paired[1].update(name for each in found.fused for name in each.names(1))
@@ -128,6 +136,10 @@ def pair_trees(
     order = {name: i for i, name in enumerate(sides[0])}
     found.pairs = dict(sorted(found.pairs.items(), key=lambda pair: order[pair[0]]))
     return found
+
+
+def _without(modules: Sequence[Module], names: Set[str]) -> list[Module]:
+    return [module for module in modules if module.name not in names]
 
 
 def _by_weights(found: Structure, a: Sequence[Module], b: Sequence[Module], sides: tuple[Looks, Looks]) -> None:
@@ -150,12 +162,12 @@ def _by_look(modules: Sequence[Module], looks: Looks) -> dict[Hashable, list[Mod
 
 def _by_order(
     found: Structure,
-    sides: tuple[Mapping[str, Module], Mapping[str, Module]],
+    sides: Sequence[Sequence[Module]],
     partners: Mapping[str, Module],
     looks: tuple[Looks, Looks],
 ) -> None:
     """Pair modules of one form in the order of their calls, around those that are known."""
-    a, b = (in_order(list(side.values())) for side in sides)
+    a, b = sides
     theirs = {module.name for module in partners.values()}
     for mine, other in _aligned(a, b, partners, theirs, looks):
         if mine.name not in partners and other.name not in theirs and not is_root(mine) and not is_root(other):

@@ -1,9 +1,9 @@
 """Modules that one side has as one and the other as several: q, k and v as one projection, gate and up as one.
 
 Several modules belong to one where they run within the partner of what that one runs within, one after the other, are given the
-same tensor, and their results and weights together are as large as its. They are compared as one call: results, weights and
-gradients of these side by side, by their statistics, as the order of rows is another in each family; gradients at the input
-added.
+same tensor, and their results and weights together are as large as its; or maps of names say so (see by_maps). They are
+compared as one call: results, weights and gradients of these side by side, element by element where it is known how rows lie
+(see fused_rows) and else by their statistics; gradients at the input added.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 from trainprobe.dump_compare.call_slots import fill
 from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.pairing import CallPair
-from trainprobe.dump_compare.renamed.composed import Composed
+from trainprobe.dump_compare.renamed.composed import Beside, Composed
+from trainprobe.dump_compare.renamed.fused_rows import Rows, find_rows
 from trainprobe.dump_compare.renamed.modules import Looks, Module, has_weights, value_look
 from trainprobe.engine.core.records import Call, Value
 from trainprobe.engine.core.step_data import slots
@@ -27,11 +29,22 @@ _Key = tuple[str, str, int, int]  # kind, phase, number and micro-batch of a cal
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """Modules of one side that are one on the other. split: 0 where A has the parts, 1 where B has them."""
+    """Modules of one side that are one on the other. split: 0 where A has the parts, 1 where B has them.
+
+    named: whether maps of names say so (see by_maps), and the order of the parts with it; else their input and sizes do.
+    groups: in how many groups their rows are interleaved, 0 where no map says it (see fused_rows).
+    """
 
     parts: tuple[Module, ...]
     whole: Module
     split: int
+    named: bool = False
+    groups: int = 0
+
+    @property
+    def evidence(self) -> str:
+        """Return what it was paired by."""
+        return "names of both families" if self.named else "sizes that add up"
 
     @property
     def name(self) -> str:
@@ -65,7 +78,7 @@ def find_fused(
                 for module in several
                 if not module.within and has_weights(module) and _around(module, names) == (others[around] if around else "")
             ]
-            fitting = [parts for parts in _runs(here, looks[split]) if _make(parts, whole, looks, split)]
+            fitting = [parts for parts in _runs(here, looks[split]) if make(parts, whole, looks, split)]
             if len(fitting) == 1:
                 found.append(Fused(tuple(fitting[0]), whole, split))
     return found
@@ -92,7 +105,7 @@ def _given(module: Module, side: Side) -> Hashable:
     return module.name if look is None else look
 
 
-def _make(parts: Sequence[Module], whole: Module, looks: tuple[Looks, Looks], split: int) -> bool:
+def make(parts: Sequence[Module], whole: Module, looks: tuple[Looks, Looks], split: int) -> bool:
     """Return whether the results and the weights of modules are together as large as those of one."""
     of_parts = zip(*map(looks[split].sizes, parts), strict=True)
     return tuple(map(sum, of_parts)) == looks[1 - split].sizes(whole) and {part.calls for part in parts} == {whole.calls}
@@ -100,8 +113,10 @@ def _make(parts: Sequence[Module], whole: Module, looks: tuple[Looks, Looks], sp
 
 def as_one(
     pairs: Sequence[CallPair], fused: Sequence[Fused], sides: tuple[Composed, Composed], *, shares: bool = True
-) -> list[CallPair]:
-    """Return the pairs with the calls of such modules as one pair each. A call that lacks one of its parts stays alone.
+) -> tuple[list[CallPair], str]:
+    """Return the pairs with the calls of such modules as one pair each, and what is to be said of how these are compared.
+
+    A call that lacks one of its parts stays alone.
 
     shares: whether each module shows its share of the gradient at its input, so that these add up; else they are left out.
     """
@@ -112,7 +127,8 @@ def as_one(
                 calls[side, call.name][call.kind, str(call.phase), call.call, call.micro or 0] = pair
     gone: set[int] = set()
     made: list[CallPair] = []
-    for each in fused:
+    known = [_rows(each, sides) for each in fused]
+    for each, rows in zip(fused, known, strict=True):
         for key, pair in calls[1 - each.split, each.whole.name].items():
             here = [of[key] for part in each.parts if key in (of := calls[each.split, part.name])]
             whole = pair.b if each.split == 0 else pair.a
@@ -120,20 +136,56 @@ def as_one(
             if whole is not None and len(split) == len(each.parts):
                 if not shares and whole.kind == "module" and whole.phase == "backward":
                     whole.out = None
-                joined = _joined(each, split, whole, sides[each.split], shares)
+                joined = _joined(each, split, whole, sides[each.split], rows, shares)
                 place = max(part.place for part in here) if each.split == 0 else pair.place
                 made.append(CallPair(place, *((joined, whole) if each.split == 0 else (whole, joined))))
                 gone |= {id(pair), *map(id, here)}
     kept = [*(pair for pair in pairs if id(pair) not in gone), *made]
-    return [CallPair(i, pair.a, pair.b) for i, pair in enumerate(sorted(kept, key=lambda pair: pair.place))]
+    found = [CallPair(i, pair.a, pair.b) for i, pair in enumerate(sorted(kept, key=lambda pair: pair.place))]
+    return found, _about_rows(known)
 
 
-def _joined(fused: Fused, parts: Sequence[Call], whole: Call, side: Composed, shares: bool) -> Call:
+def _about_rows(known: Sequence[Rows | None]) -> str:
+    """Return what is to be said of how several modules are compared with the one that they are."""
+    count = sum(rows is not None for rows in known)
+    if not count:
+        return (
+            "several modules that are one are compared by statistics: neither a map of names nor weights that both dumps store "
+            "say how its rows lie"
+        )
+    of_all = "" if count == len(known) else f" in {count} of {len(known)} of them; the others are compared by statistics"
+    return f"how the rows of several modules lie in the one that they are is known{of_all}"
+
+
+def _rows(fused: Fused, sides: tuple[Composed, Composed]) -> Rows | None:
+    """Return how the rows of several modules lie in the one that they are."""
+    split, single = sides[fused.split], sides[1 - fused.split]
+    whole, *parts = [_matrix(module) for module in (fused.whole, *fused.parts)]
+    matrices = [part for part in parts if part is not None]
+    if whole is None or len(matrices) < len(parts):
+        return None
+
+    def load() -> tuple[Any, list[Any]] | None:
+        arrays = [single.array(whole), *[split.array(part) for part in matrices]]
+        return (arrays[0], arrays[1:]) if all(array is not None for array in arrays) else None
+
+    shapes = [tuple(part.shape) for part in matrices]
+    return find_rows(tuple(whole.shape), shapes, fused.groups, load, named=fused.named)
+
+
+def _matrix(module: Module) -> Value | None:
+    """Return the only matrix among the weights of a module."""
+    found = [value for slot, value in slots(module.first) if slot.startswith("parameters") and len(value.shape) == 2]
+    return found[0] if len(found) == 1 else None
+
+
+def _joined(fused: Fused, parts: Sequence[Call], whole: Call, side: Composed, rows: Rows | None, shares: bool) -> Call:
     """Return the call that those of several modules make, with the slots of the call of the one."""
     first = parts[0]
     made = Call(first.kind, fused.name, first.call, first.phase, cls=first.cls, micro=first.micro, parent=first.parent)
     values: dict[str, Value] = {}
     met: set[int] = set()
+    names = [part.name.rpartition(".")[2] for part in fused.parts]
     for slot, like in slots(whole):
         found = [_at(part, slot, whole) for part in parts]
         there = [value for value in found if value is not None]
@@ -144,7 +196,9 @@ def _joined(fused: Fused, parts: Sequence[Call], whole: Call, side: Composed, sh
             values[slot] = one if same else side.make("reshaped", [one], tuple(like.shape))
         elif len(there) == len(parts):
             how = "added" if slot.startswith("grad_input") else "side by side"
-            values[slot] = side.make(how, there, tuple(like.shape))
+            weights = first.kind == "parameter" or slot.startswith("parameters")
+            beside = None if rows is None or how == "added" else Beside(rows, names, weights)
+            values[slot] = side.make(how, there, tuple(like.shape), beside)
     for slot, value in (of_part for part in parts for of_part in slots(part)):
         if id(value) not in met and (shares or not slot.startswith("grad_input")):
             values.setdefault(slot, value)  # in these alone

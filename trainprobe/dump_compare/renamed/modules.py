@@ -139,6 +139,12 @@ def value_look(side: Side, value: Value) -> Hashable:
     return (tuple(value.shape), *sorted(numbers.items())) if numbers else None
 
 
+def weight_names(module: Module) -> list[str]:
+    """Return the names of a module's own weights, as the model calls them."""
+    short = [slot.partition(".")[2] for slot, _ in slots(module.first) if slot.startswith("parameters")]
+    return [name if is_root(module) else f"{module.name}.{name}" for name in short]
+
+
 def is_root(module: Module) -> bool:
     """Return whether this is the model itself."""
     return module.name == ROOT

@@ -34,7 +34,8 @@ def pair_renamed(
     paired = [pair for pair in pairs if pair.a is not None and pair.b is not None and pair.a.name in by_structure]
     with_same_slots(paired, composed[1], {name for name, (_, how) in by_structure.items() if how == "what it calls"})
     if fused:
-        pairs = as_one(pairs, fused, composed)
+        pairs, said = as_one(pairs, fused, composed)
+        left_out = [said, *left_out]
     return pairs, composed, [*structure.note(), *left_out], structure.evidence()
 
 
