@@ -10,6 +10,7 @@ PLANS = {
     "mix": {"level": "mix", "summary": "both"},
     "statistics": {"level": "mix"},
     "modules": {"level": "L0"},
+    "monitored": {"level": "L0", "monitor": {"parameters": True, "gradients": True}},
     "tensors": {"level": "mix", "task": "tensor"},
 }
 _SGD = {"momentum": 0.9}

@@ -32,7 +32,7 @@ class Plant:
         return step == self.step and re.search(self.first, entry) is not None
 
 
-_OPTIMIZER = r"^optimizer/"
+_OPTIMIZER = r"^optimizer/|^Parameter\."  # an operator of it, or what it is given or makes of a parameter
 _MOMENTUM = Way(algorithm="SGD", optimizer={"momentum": 0.9})
 PLANTS = [
     # forward

@@ -237,7 +237,9 @@ def compare_rank(
     made = {name: maker(pair, judged, sides) for name, maker in (make or {}).items()}
     unread = [*sides[0].unread, *sides[1].unread]
     frameworks = sides[0].step_data.framework, sides[1].step_data.framework
-    return Compared(pair, judged, *frameworks, unread, notes, made, by_structure=by_structure)
+    kinds = {call.parent if call.kind == "op" else call.kind for call in (one.call for one in judged)}
+    recorded = frozenset(name for name, kind in (("optimizer", "optimizer"), ("states", "state")) if kind in kinds)
+    return Compared(pair, judged, *frameworks, unread, notes, made, by_structure=by_structure, recorded=recorded)
 
 
 def _paired(

@@ -162,11 +162,19 @@ def _explain(judged: Sequence[Judged]) -> None:
             for each in (key, key[:2]):
                 if one.given >= arrived.get(each, 0.0):
                     arrived[each] = one.given
-        if call.kind == "op" and (_may_jump(one, noise) or (noise > 0 and _is_unseen(one))):
+        steps = call.kind == "state" and call.phase == "step"
+        if _makes_much_of_little(one, noise):
             one.given = math.inf
         for value in one.values:
-            if value.interval.low > 0 and value.result and noise < value.low < math.inf:
+            if value.interval.low > 0 and value.result and not steps and noise < value.low < math.inf:
                 noise = value.low
+
+
+def _makes_much_of_little(one: Judged, noise: float) -> bool:
+    """Return whether all is explained by what arrives. noise: the largest distance of a result before."""
+    if one.call.kind == "state":  # an optimizer divides by what it is given, and may be given more than was recorded
+        return one.call.phase == "step" and max(one.given, noise) > 0
+    return one.call.kind == "op" and (_may_jump(one, noise) or (noise > 0 and _is_unseen(one)))
 
 
 def _module_of(name: str, arrived: Mapping[Hashable, float]) -> tuple[Any, ...]:

@@ -28,6 +28,7 @@ class Compared:
     unread: why stored values could not be read. notes: what a third run lacks, or what was left out. made: what else was asked
     for of it, by name (see compare_rank). agreeing: how many calls agree and are not among `calls` (see spread).
     by_structure: module of A that was not paired by name → what it was paired by (see renamed).
+    recorded: "optimizer" where A holds operators of the optimizer, "states" where it holds gradients as that sees them.
     joined: whether these are calls of all ranks of two layouts, joined; `at` then names A's lowest rank and the steps' folders.
     """
 
@@ -41,6 +42,7 @@ class Compared:
     joined: bool = False
     agreeing: Mapping[Outcome, int] = field(default_factory=dict[Outcome, int])
     by_structure: Mapping[str, str] = field(default_factory=dict[str, str])
+    recorded: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +71,9 @@ def judge_runs(ranks: Sequence[Compared], missing: Sequence[str]) -> Verdict:
     if first is not None:
         rank, judged = first
         surely = "the runs part at" if judged.outcome != "suspicious" else "the runs may part at"
-        details = [*_hints(rank, judged), *details]
-        return Verdict(2, f"{surely} {_where(rank, judged)}: {_what(judged)}", details, first, counts)
+        between = _between_steps(ranks, rank, judged)
+        details = [*between[1:], *_hints(rank, judged), *details]
+        return Verdict(2, f"{surely} {_where(rank, judged)}: {_what(judged)}{''.join(between[:1])}", details, first, counts)
     if counts["unknown"]:
         said = (
             f"{counts['unknown']} of {whole} calls cannot be compared: both dumps need statistics, or fingerprints of one kind"
@@ -122,6 +125,27 @@ def first_of(calls: Sequence[Judged], explained: bool = False, later: bool = Fal
         if found is not None:
             return found
     return None
+
+
+def _between_steps(ranks: Sequence[Compared], rank: Compared, judged: Judged) -> list[str]:
+    """Return where weights parted that are others at the beginning of a step, and what to record; nothing for anything else.
+
+    The step that was compared before agrees in all that the dumps hold of it, or its place would have been named.
+    """
+    before = [other for other in ranks if other.at.step < rank.at.step and other.at.rank == rank.at.rank]
+    if not before or judged.outcome in ("bug", "suspicious") or given_another(judged, _is_a_weight) is None:
+        return []
+    last = max(before, key=lambda other: other.at.step)
+    behind = (
+        f"; step {last.at.step}, the last that was compared before, agrees in what both dumps hold: the runs part in the step "
+        "of the optimizer, or in what else changes weights, which was not recorded"
+    )
+    more = ["`monitor: {parameters: true, gradients: true}`"] if "states" not in last.recorded else []
+    more += ["`level: mix`"] if "optimizer" not in last.recorded else []
+    if rank.joined or not more:
+        return [behind]
+    steps = "" if rank.at.step - last.at.step == 1 else f", in every step from {last.at.step} to {rank.at.step}"
+    return [behind, f"to see which parameter, and whether its gradient is another, record {' or '.join(more)}{steps}"]
 
 
 def _other_weights(calls: Sequence[Judged], start: float) -> list[Judged]:
@@ -237,6 +261,8 @@ def _hints(rank: Compared, judged: Judged) -> list[str]:
         said.append(f"it runs within {entry_name(around, rank.framework)}")
     if any(word in f"{judged.call.name} {judged.call.cls}".lower() for word in _RANDOM):
         said.append("it draws random numbers: compare runs with equal generators, or with dropout off")
+    if judged.call.kind == "state" and judged.call.phase == "step":
+        said.append("this is what the optimizer makes of the parameter")
     worst = judged.worst
     if worst is not None and worst.from_truth is not None:
         far = worst.from_truth

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.pairing import CallPair, pair_calls
+from trainprobe.dump_compare.parameter_states import pair_states
 from trainprobe.dump_compare.renamed.by_structure import pair_modules
 from trainprobe.dump_compare.renamed.composed import Composed
 from trainprobe.dump_compare.renamed.fused import Fused, as_one
@@ -23,7 +24,8 @@ def pair_renamed(
     calls = a.step_data.calls, b.step_data.calls
     structure = pair_modules(a, b, rename)
     if not structure:
-        return pair_calls(*calls, rename), (a, b), [], {}
+        pairs = pair_calls(*calls, rename)
+        return [*pairs, *_states(a, b, rename, pairs)], (a, b), [], {}
     names, fused = structure.renaming(rename), structure.fused
     partners = {other for other, _ in structure.pairs.values()} | _around(fused, names)
     of_fused = {names(name) for each in fused for name in each.names(0)} | {name for each in fused for name in each.names(1)}
@@ -36,7 +38,13 @@ def pair_renamed(
     if fused:
         pairs, said = as_one(pairs, fused, composed)
         left_out = [said, *left_out]
+    pairs += _states(a, b, names, pairs)
     return pairs, composed, [*structure.note(), *left_out], structure.evidence()
+
+
+def _states(a: Side, b: Side, rename: Callable[[str], str], pairs: Sequence[CallPair]) -> list[CallPair]:
+    place = max((pair.place for pair in pairs), default=-1) + 1
+    return pair_states(a.step_data.states, b.step_data.states, rename, place)
 
 
 def _around(fused: Sequence[Fused], names: Callable[[str], str]) -> set[str]:
