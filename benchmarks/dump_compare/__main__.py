@@ -65,6 +65,7 @@ def foreign(only: str, plans: list[str], folder: Path) -> None:
 def planted(only: str, plans: list[str], folder: Path) -> None:
     """Print a line a planted difference and plan."""
     right: Counter[str] = Counter()
+    beside: Counter[str] = Counter()
     whole: Counter[str] = Counter()
     for plant in PLANTS:
         name = f"{plant.subject}: {plant.change}"
@@ -77,10 +78,14 @@ def planted(only: str, plans: list[str], folder: Path) -> None:
             found = judged(a, b)
             entry, step = place_of(found)
             named = found.code == 2 and plant.named(entry, step)
+            pointed = found.code == 2 and not named and plant.pointed_at(found.sentence, step)
             right[plan] += named
+            beside[plan] += pointed
             whole[plan] += 1
-            print(f"{'named' if named else 'MISSED'} {name} [{plan}] at {entry}, step {step}\n    {found.sentence}", flush=True)
-    print("planted differences named first: " + ", ".join(f"{right[plan]} of {whole[plan]} [{plan}]" for plan in whole))
+            word = "named" if named else "pointed at" if pointed else "MISSED"
+            print(f"{word} {name} [{plan}] at {entry}, step {step}\n    {found.sentence}", flush=True)
+    found = (f"{right[plan]} of {whole[plan]} [{plan}], pointed at in the first line {beside[plan]}" for plan in whole)
+    print(f"planted differences named first: {'; '.join(found)}")
 
 
 def hostile(only: str, plans: list[str], folder: Path) -> None:

@@ -10,7 +10,7 @@ PLANS = {
     "mix": {"level": "mix", "summary": "both"},
     "statistics": {"level": "mix"},
     "modules": {"level": "L0"},
-    "monitored": {"level": "L0", "monitor": {"parameters": True, "gradients": True}},
+    "monitored": {"level": "L0", "monitor": {"parameters": True, "gradients": True, "optimizer_state": True}},
     "tensors": {"level": "mix", "task": "tensor"},
 }
 _SGD = {"momentum": 0.9}

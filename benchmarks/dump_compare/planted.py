@@ -31,6 +31,13 @@ class Plant:
         """Return whether a place is the right one."""
         return step == self.step and re.search(self.first, entry) is not None
 
+    def pointed_at(self, sentence: str, step: int) -> bool:
+        """Return whether a first line says that it arises before what is named: within a module, or in the optimizer."""
+        where = sentence.partition("; ")[2]
+        if "in the step of the optimizer" in where:
+            return self.first == _OPTIMIZER and step == self.step + 1
+        return self.named(where, step)
+
 
 _OPTIMIZER = r"^optimizer/|^Parameter\."  # an operator of it, or what it is given or makes of a parameter
 _MOMENTUM = Way(algorithm="SGD", optimizer={"momentum": 0.9})
@@ -89,5 +96,5 @@ PLANTS = [
     Plant("gpt", "adam eps", _OPTIMIZER),
     Plant("conv", "nesterov", _OPTIMIZER, 0, _MOMENTUM),
     Plant("conv", "momentum", r"blocks\.1\.norm\.|batch_norm\.[25]\.forward"),
-    Plant("lstm", "gradients kept", r"parameters_grad|_foreach_norm", 1),
+    Plant("lstm", "gradients kept", r"parameters_grad|_foreach_norm|^Parameter\.", 1),
 ]

@@ -71,7 +71,7 @@ def judge_runs(ranks: Sequence[Compared], missing: Sequence[str]) -> Verdict:
     if first is not None:
         rank, judged = first
         surely = "the runs part at" if judged.outcome != "suspicious" else "the runs may part at"
-        between = _between_steps(ranks, rank, judged)
+        between = _between_steps(ranks, rank, judged) or _between_modules(rank, judged)
         details = [*between[1:], *_hints(rank, judged), *details]
         return Verdict(2, f"{surely} {_where(rank, judged)}: {_what(judged)}{''.join(between[:1])}", details, first, counts)
     if counts["unknown"]:
@@ -146,6 +146,24 @@ def _between_steps(ranks: Sequence[Compared], rank: Compared, judged: Judged) ->
         return [behind]
     steps = "" if rank.at.step - last.at.step == 1 else f", in every step from {last.at.step} to {rank.at.step}"
     return [behind, f"to see which parameter, and whether its gradient is another, record {' or '.join(more)}{steps}"]
+
+
+def _between_modules(rank: Compared, judged: Judged) -> list[str]:
+    """Return in which module a difference arises that one within it is the first to be given; nothing for anything else."""
+    around = next(enclosing(judged.pair.a), None)
+    outer = next((one for one in rank.calls if one.pair.a is around), None) if around is not None else None
+    given = given_another(judged)
+    if outer is None or given is None or given.slot.startswith("parameters") or judged.outcome in ("bug", "suspicious"):
+        return []
+    if outer.call.kind != "module" or not outer.values or given_another(outer, _is_no_weight) is not None:
+        return []
+    return [
+        f"; {entry_name(outer.call, rank.framework)}, which it runs within, is given the same: it arises there, between modules"
+    ]
+
+
+def _is_no_weight(call: Call, value: Distance) -> bool:
+    return not value.slot.startswith("parameters")
 
 
 def _other_weights(calls: Sequence[Judged], start: float) -> list[Judged]:
