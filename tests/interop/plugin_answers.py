@@ -18,27 +18,41 @@ def graph(path: Path) -> dict[str, Any]:
     GraphState.init_defaults()
     GraphState.set_global_value("runs", {"run": str(path.parent)})
     service = DbGraphService("run", path.name.removesuffix(".vis.db"))
-    where = {"rank": 0, "step": 0, "microStep": -1}
-    loaded = service.load_graph_data()
-    answers = {
-        "loaded": loaded,
-        "config": service.load_graph_config_info(),
-        "nodes": service.load_graph_all_node_list(where),
-        "matched": service.load_graph_matched_relations(where),
-    }
-    names = answers["nodes"]["data"]["npuNodeList"]
-    answers["info"] = {name: service.repo.query_node_info(name, "NPU", 0, 0) for name in names}
-    answers["above"] = list(service.repo.query_up_nodes("Functional.gelu.1.forward", "NPU", 0, 0))
+    answers: dict[str, Any] = {"loaded": service.load_graph_data(), "config": service.load_graph_config_info(), "graphs": []}
+    for step in answers["config"]["data"]["steps"]:
+        for rank in answers["config"]["data"]["ranks"]:
+            answers["graphs"].append({"step": step, "rank": rank, **_of_rank(service, step, rank)})
+    answers["above"] = list(service.repo.query_up_nodes("Functional.gelu.0.forward", "NPU", 0, 0))
     return answers
+
+
+def _of_rank(service: Any, step: int, rank: int) -> dict[str, Any]:
+    where = {"rank": rank, "step": step, "microStep": -1}
+    found = {"nodes": service.load_graph_all_node_list(where), "matched": service.load_graph_matched_relations(where)}
+    for source, key in (("NPU", "npuNodeList"), ("Bench", "benchNodeList")):
+        names = found["nodes"]["data"][key]
+        found[source] = {name: service.repo.query_node_info(name, source, rank, step) for name in names}
+    levels = ["critical", "high", "medium"]
+    found["overflows"] = service.search_node_by_overflow(where, levels)
+    return found
 
 
 def trend(path: Path) -> dict[str, Any]:
     from trend_analyzer.server.repositories.monvis_repo import MonvisRepo  # type: ignore[import-not-found]
 
     repo = MonvisRepo(str(path))
-    metric = repo.get_metric_id("parameter_grad")
-    rows = repo.query_trend_data_with_tags("norm", "t.rank = ?", (0,), metric)
-    return {"metrics": dict(repo.query_metrics_stat()), "ends": repo.query_global_stats(), "rows": rows}
+    ends, metrics = (
+        repo.query_global_stats(),
+        {name: text for name, text in dict(repo.query_metrics_stat()).items() if isinstance(text, str)},
+    )
+    rows = [
+        {"metric": metric, "statistic": statistic, "rank": rank, **row}
+        for metric, statistics in metrics.items()
+        for statistic in statistics.split(",")
+        for rank in range(ends["max_rank"] + 1)
+        for row in repo.query_trend_data_with_tags(statistic, "t.rank = ?", (rank,), repo.get_metric_id(metric))
+    ]
+    return {"metrics": metrics, "ends": ends, "rows": rows}
 
 
 sys.path.append(sys.argv[1])

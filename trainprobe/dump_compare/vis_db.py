@@ -2,6 +2,8 @@
 
 A is what it calls NPU, B what it calls Bench. A node is a call; a verdict is a precision index: 0 for what agrees or is
 explained, 0.5 for suspicious, 1 for a bug; a call without a partner has none, nor has one of which nothing can be compared.
+Calls that make, pass on or swallow NaN and infinities stand in that page's lists of overflows, and its jumps lead along
+collectives to the other ranks.
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ import orjson
 from trainprobe.dump_compare.distances import Distance
 from trainprobe.dump_compare.dump_side import Side, hexadecimal
 from trainprobe.dump_compare.judge import Judged, Outcome
+from trainprobe.dump_compare.page.document import holds_nonfinite
 from trainprobe.dump_compare.page.tree import build_tree
 from trainprobe.dump_compare.pairing import RankPair
 from trainprobe.dump_compare.sheet import classic_name
+from trainprobe.dump_compare.vis_links import Link, links_of, matched
 from trainprobe.engine.core.records import Call, Value
 from trainprobe.engine.core.step_data import entry_name, slots
 from trainprobe.errors import OutputError
@@ -62,13 +66,17 @@ CREATE INDEX nodes_distributed ON tb_nodes (is_distributed);
 
 @dataclass
 class VisRank:
-    """The nodes of one rank and step, and the stacks they refer to: rows of tb_nodes (see the columns there), id → lines."""
+    """The nodes of one rank and step, and the stacks they refer to: rows of tb_nodes (see the columns there), id → lines.
+
+    links: of each side, the collectives and messages that the rank takes part in.
+    """
 
     step: int
     rank: int
     micro_batches: int
     nodes: list[tuple[Any, ...]] = field(default_factory=list[tuple[Any, ...]])
     stacks: dict[str, str] = field(default_factory=dict[str, str])
+    links: tuple[list[Link], ...] = ()
 
 
 @dataclass
@@ -86,12 +94,21 @@ def vis_of_rank(pair: RankPair, judged: Sequence[Judged], sides: tuple[Side, Sid
     trees = [_tree(judged, side, which) for which, side in zip("ab", sides, strict=True)]
     micro_batches = len({one.call.micro for one in judged if one.call.micro is not None})
     found = VisRank(pair.step, pair.rank, max(1, micro_batches), stacks={"": "[]"})
+    found.links = tuple([links_of(_calls(tree, which), pair.rank) for which, tree in enumerate(trees)])
     for mine, theirs, source in zip(trees, reversed(trees), SOURCES, strict=True):
         by_call = {id(node.one): node for node in theirs if node.one is not None}
         for order, node in enumerate(mine):
             partner = theirs[0] if node.one is None else by_call.get(id(node.one))
             found.nodes.append(_row(found, node, order, source, [] if partner is None else partner.way, sides))
     return found
+
+
+def _calls(nodes: Sequence[_Node], which: int) -> Iterator[tuple[str, Call]]:
+    """Yield the calls of the nodes of one side by the names of these."""
+    for node in nodes:
+        call = None if node.one is None else (node.one.pair.a, node.one.pair.b)[which]
+        if call is not None:
+            yield node.name, call
 
 
 def _tree(judged: Sequence[Judged], side: Side, which: str) -> list[_Node]:
@@ -131,8 +148,31 @@ def _row(rank: VisRank, node: _Node, order: int, source: str, link: list[str], s
     data = _values(node.one, call, sides[which])
     stack = _stack(rank, call, sides[which], source)
     kind = "0" if call.kind in ("module", "parameter") else "1"
-    about += (kind, up, below, _INDEX.get(node.one.outcome), None, call.micro or 0, matched, stack, None, None, 0, *data)
+    level = _overflow_level(call, sides[which])
+    about += (kind, up, below, _INDEX.get(node.one.outcome), level, call.micro or 0, matched, stack, None, None, 0, *data)
     return (*about, source, str(sides[which].folder), rank.step, rank.rank, int(call.kind == "collective"))
+
+
+def _overflow_level(call: Call, side: Side) -> str | None:
+    """Return how a call has to do with NaN and infinities: critical where it makes them of finite numbers, None for not at all.
+
+    high: it is given some and gives some. medium: it gives none.
+    """
+    given, gives = (any(holds_nonfinite(value, side) for value in of) for of in _given_and_given_back(call))
+    return ("high" if given else "critical") if gives else "medium" if given else None
+
+
+def _given_and_given_back(call: Call) -> tuple[list[Value], list[Value]]:
+    found = slots(call)
+    results = [_is_result(call, slot) for slot, _ in found]
+    given, gives = (
+        [value for (_, value), result in zip(found, results, strict=True) if result == which] for which in (False, True)
+    )
+    return given, gives
+
+
+def _is_result(call: Call, slot: str) -> bool:
+    return call.kind in ("parameter", "saved") or slot.startswith(("output", "grad_input"))
 
 
 def _stack(rank: VisRank, call: Call, side: Side, source: str) -> str:
@@ -149,9 +189,8 @@ def _values(one: Judged, call: Call, side: Side) -> tuple[str, str]:
     given: dict[str, Any] = {}
     gives: dict[str, Any] = {}
     for slot, value in slots(call):
-        result = call.kind in ("parameter", "saved") or slot.startswith(("output", "grad_input"))
         name = classic_name(call, slot, side.step_data.framework)
-        (gives if result else given)[name] = _described(one, value, side, distances.get(slot))
+        (gives if _is_result(call, slot) else given)[name] = _described(one, value, side, distances.get(slot))
     return orjson.dumps(given).decode(), orjson.dumps(gives).decode()
 
 
@@ -178,7 +217,7 @@ def write_vis_db(ranks: Sequence[VisRank], path: Path) -> Path:
             database.executescript(_TABLES)
             database.execute(f"INSERT INTO tb_config VALUES ({', '.join('?' * 9)})", _config(ranks))
             database.executemany("INSERT OR IGNORE INTO tb_stack VALUES (?, ?)", _stacks(ranks))
-            rows = (row for rank in ranks for row in rank.nodes)
+            rows = _with_jumps(ranks)
             database.executemany(f"INSERT INTO tb_nodes VALUES ({', '.join('?' * 22)})", rows)
         draft.chmod(0o640)  # the page refuses files that others may write
         draft.replace(path)
@@ -186,6 +225,26 @@ def write_vis_db(ranks: Sequence[VisRank], path: Path) -> Path:
         draft.unlink(missing_ok=True)
         raise OutputError(f"cannot write {path}: {error}; choose another place with --vis") from error
     return path
+
+
+_NAME, _LEVEL, _INDEX_AT, _JUMPS, _SOURCE = 3, 8, 7, 13, 17  # places in a row of tb_nodes
+
+
+def _with_jumps(ranks: Sequence[VisRank]) -> Iterator[tuple[Any, ...]]:
+    """Yield the rows of all ranks; a collective's has those of the other ranks that take part in it."""
+    told = _LEVEL if _overflows(ranks) else _INDEX_AT
+    for step in sorted({rank.step for rank in ranks}):
+        here = [rank for rank in ranks if rank.step == step]
+        for which, source in enumerate(SOURCES):
+            rows = [(rank, row) for rank in here for row in rank.nodes if row[_SOURCE] == source]
+            indices = {(rank.rank, row[_NAME]): "NaN" if row[told] is None else str(row[told]) for rank, row in rows}
+            jumps = matched([link for rank in here for link in rank.links[which]], indices)
+            for rank, row in rows:
+                yield (*row[:_JUMPS], jumps.get((rank.rank, row[_NAME])), *row[_JUMPS + 1 :])
+
+
+def _overflows(ranks: Sequence[VisRank]) -> bool:
+    return any(row[_LEVEL] is not None for rank in ranks for row in rank.nodes)
 
 
 def _stacks(ranks: Sequence[VisRank]) -> Iterator[tuple[str, str]]:
@@ -200,4 +259,4 @@ def _config(ranks: Sequence[VisRank]) -> tuple[Any, ...]:
     colours, tips = orjson.dumps(_COLOURS).decode(), orjson.dumps(_TIPS).decode()
     micro = max((rank.micro_batches for rank in ranks), default=1)
     steps, of_ranks = {rank.step for rank in ranks}, {rank.rank for rank in ranks}
-    return "1", "compare", "summary", tips, micro, 0, colours, listed(of_ranks), listed(steps)
+    return "1", "compare", "summary", tips, micro, int(_overflows(ranks)), colours, listed(of_ranks), listed(steps)

@@ -58,7 +58,12 @@ def outcomes(judged: Sequence[Judged], sides: Sides) -> list[str]:
 
 
 def _holds_nonfinite(call: Call, side: Side) -> bool:
-    return any(not math.isfinite(number) for _, value in slots(call) for number in side.numbers(value).values())
+    return any(holds_nonfinite(value, side) for _, value in slots(call))
+
+
+def holds_nonfinite(value: Value, side: Side) -> bool:
+    """Return whether a dump says of a value that it holds NaN or infinities."""
+    return any(not math.isfinite(number) for number in side.numbers(value).values())
 
 
 def tree_document(judged: Sequence[Judged], sides: Sides) -> tuple[dict[str, Any], list[Node]]:
