@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from torch import nn
@@ -86,3 +88,21 @@ def test_weights_that_part_between_two_steps_point_at_what_was_not_recorded(dump
     assert "step 0, the last that was compared before, agrees in what both dumps hold" in first, first
     assert "the step of the optimizer" in first, first
     assert "record `monitor: {parameters: true, gradients: true}` or `level: mix`" in rest[0], said
+
+
+def test_a_gradient_that_cancels_is_held_against_those_beside_it(tmp_path, capsys):
+    """That of a bias before batch norm is zero but for rounding; no module's gradients are recorded at this level."""
+    for name, form in (("a", torch.contiguous_format), ("b", torch.channels_last)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3)).to(memory_format=form)
+        optimizer = torch.optim.AdamW(model.parameters())
+        x = torch.randn(6, 3, 12, 12).to(memory_format=form)
+        probe = trainprobe.watch(model, optimizer, output=tmp_path / name, console=False, level="L1", **MONITOR)
+        with probe, probe.step():
+            (model(x) ** 2).mean().backward()
+            optimizer.step()
+    code, said = compared(tmp_path / "a", tmp_path / "b", capsys, "--json", tmp_path / "all.json")
+    calls = json.loads((tmp_path / "all.json").read_text())["calls"]
+    (bias,) = [call for call in calls if call["a"] == "Parameter.0.bias.grad"]
+    assert max(value["low"] for value in bias["values"]) > 1e-3, "nothing to tell"
+    assert code == 1, said

@@ -40,8 +40,11 @@ class Terms:
         self._side, self._known_norms = side, side.known_norms
         self._forward: dict[Hashable, Call] = {}
         self._backward: dict[str, list[Call]] = defaultdict(list)
+        self._states: dict[str, list[Call]] = defaultdict(list)  # by the module whose parameters they are about
         for call in calls:
-            if call.phase == "backward" and call.kind == "module":
+            if call.kind == "state":
+                self._states[owner(call)].append(call)
+            elif call.phase == "backward" and call.kind == "module":
                 self._backward[call.name].append(call)
             elif call.phase == "forward" and call.kind in ("module", "op"):
                 self._forward[call.kind, call.name, call.call] = call
@@ -96,8 +99,14 @@ class Terms:
             kind = _kind_of(backward)
             terms = self._of_gradient(kind, gradients, given, result)
             found = math.hypot(found, terms or (max(map(self._norm, gradients), default=0.0) if "embedding" in kind else 0.0))
-        siblings = max((self._spread(value) for at, value in slots(call) if at != slot), default=0.0)
-        return found or siblings * math.sqrt(_size(result))
+        if found:
+            return found
+        others = (
+            [value for other in self._states[owner(call)] if other is not call for at, value in slots(other) if at == slot]
+            if call.kind == "state"
+            else [value for at, value in slots(call) if at != slot]
+        )
+        return max(map(self._spread, others), default=0.0) * math.sqrt(_size(result))
 
     def _product(self, operands: Iterable[Value], result: Value) -> float:
         a, b = operands

@@ -15,6 +15,7 @@ from rich.progress import track
 from trainprobe.dump_compare import report
 from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.frameworks import pair_frameworks
+from trainprobe.dump_compare.intervals import ALIKE
 from trainprobe.dump_compare.judge import Judged, judge_calls
 from trainprobe.dump_compare.layouts.compare import Maker, compare_other_layouts
 from trainprobe.dump_compare.page.comparison import page_of_rank, write_comparison
@@ -239,7 +240,10 @@ def compare_rank(
     frameworks = sides[0].step_data.framework, sides[1].step_data.framework
     kinds = {call.parent if call.kind == "op" else call.kind for call in (one.call for one in judged)}
     recorded = frozenset(name for name, kind in (("optimizer", "optimizer"), ("states", "state")) if kind in kinds)
-    return Compared(pair, judged, *frameworks, unread, notes, made, by_structure=by_structure, recorded=recorded)
+    alike = sum(value.interval is ALIKE for one in judged if one.outcome == "identical" for value in one.values)
+    return Compared(
+        pair, judged, *frameworks, unread, notes, made, by_structure=by_structure, recorded=recorded, by_statistics=alike
+    )
 
 
 def _paired(

@@ -222,10 +222,16 @@ def _see_cancellation(judged: Sequence[Judged], a: Side, b: Side) -> None:
             continue
         for i, value in enumerate(one.values):
             if value.result and value.epsilon and not value.floor and SLACK * one.own < value.interval.low < math.inf:
-                terms = terms or (Terms(a.step_data.calls, a), Terms(b.step_data.calls, b))
+                terms = terms or (Terms(_calls(judged, 0, a), a), Terms(_calls(judged, 1, b), b))
                 times = cancelled(((mine, value.slot, terms[0]), (theirs, value.slot, terms[1])))
                 if times != 1:
                     one.values[i] = value._replace(cancelled=times)
+
+
+def _calls(judged: Sequence[Judged], which: int, side: Side) -> Iterator[Call]:
+    """Yield the calls of one side, and what it holds of parameters beside them."""
+    yield from side.step_data.calls
+    yield from (call for one in judged if (call := one.pair[1 + which]) is not None and call.kind == "state")
 
 
 def enclosing(call: Call | None) -> Iterator[Call]:

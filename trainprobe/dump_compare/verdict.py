@@ -28,6 +28,7 @@ class Compared:
     unread: why stored values could not be read. notes: what a third run lacks, or what was left out. made: what else was asked
     for of it, by name (see compare_rank). agreeing: how many calls agree and are not among `calls` (see spread).
     by_structure: module of A that was not paired by name → what it was paired by (see renamed).
+    by_statistics: how many values are equal in all statistics that both dumps hold, and nothing else tells of them.
     recorded: "optimizer" where A holds operators of the optimizer, "states" where it holds gradients as that sees them.
     joined: whether these are calls of all ranks of two layouts, joined; `at` then names A's lowest rank and the steps' folders.
     """
@@ -43,6 +44,7 @@ class Compared:
     agreeing: Mapping[Outcome, int] = field(default_factory=dict[Outcome, int])
     by_structure: Mapping[str, str] = field(default_factory=dict[str, str])
     recorded: frozenset[str] = frozenset()
+    by_statistics: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,9 @@ def judge_runs(ranks: Sequence[Compared], missing: Sequence[str]) -> Verdict:
         between = _between_steps(ranks, rank, judged) or _between_modules(rank, judged)
         details = [*between[1:], *_hints(rank, judged), *details]
         return Verdict(2, f"{surely} {_where(rank, judged)}: {_what(judged)}{''.join(between[:1])}", details, first, counts)
+    if whole == counts["missing"]:
+        said = "no call of one has a partner in the other" if whole else "neither dump holds a call"
+        return Verdict(3, f"nothing was compared: {said}", details, None, counts)
     if counts["unknown"]:
         said = (
             f"{counts['unknown']} of {whole} calls cannot be compared: both dumps need statistics, or fingerprints of one kind"
@@ -86,6 +91,10 @@ def judge_runs(ranks: Sequence[Compared], missing: Sequence[str]) -> Verdict:
         return Verdict(3, f"{agrees}, but {lacking}", details, None, counts)
     if counts["rounding"] or counts["carried"]:
         return Verdict(1, f"{_ROUNDING}: {whole} calls{of_them}", details, None, counts)
+    alike = sum(rank.by_statistics for rank in ranks)
+    if alike:
+        told = "are told by statistics alone, which the same numbers in another order have too"
+        details = [f"{alike} values {told}: `summary: both` compares bits", *details]
     return Verdict(0, f"all {whole} calls agree in all that the dumps hold of them{of_them}", details, None, counts)
 
 
