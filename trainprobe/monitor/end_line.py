@@ -10,6 +10,7 @@ from pathlib import Path
 
 from trainprobe.engine.core.findings import place_in_words
 from trainprobe.engine.core.records import Finding, Place
+from trainprobe.engine.core.words import counted
 from trainprobe.errors import FormatError
 from trainprobe.monitor.run_folder import read_findings
 from trainprobe.monitor.watcher import causes
@@ -41,7 +42,7 @@ def end_line(run: Run, findings: Sequence[Finding]) -> str:
     """Return the line, without the tool's name. findings: of this rank; what other ranks wrote in this run is added."""
     found = [f for f in causes([*findings, *_of_other_ranks(run)]) if _matters(f)]
     if found:
-        outcome = f"{_number(len(found), 'finding')} ({_by_rule(found)}); {_first(found)}"
+        outcome = f"{counted(len(found), 'finding')} ({_by_rule(found)}); {_first(found)}"
     else:
         outcome = "no findings" if run.judged else "nothing judged (monitor=True and audit=True judge the steps)"
     return f"{_steps(run)}, {outcome}; {_where(run, bool(found))}"
@@ -49,7 +50,7 @@ def end_line(run: Run, findings: Sequence[Finding]) -> str:
 
 def _steps(run: Run) -> str:
     all_of_them = run.steps == run.collected
-    seen = _number(run.steps, "step") + (" watched" if all_of_them else f", {run.collected} of them watched")
+    seen = counted(run.steps, "step") + (" watched" if all_of_them else f", {run.collected} of them watched")
     if run.stopped:
         return f"{seen}, then disabled by a fault of its own"
     return seen + (f" (without {' and '.join(run.left_out)}, left out after a fault)" if run.left_out else "")
@@ -90,7 +91,3 @@ def _where(run: Run, found: bool) -> str:
     if found:
         return f"for all: trainprobe judge {folder}, as a page: trainprobe report {folder}"
     return f"output in {folder}"
-
-
-def _number(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"

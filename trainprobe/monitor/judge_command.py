@@ -17,9 +17,10 @@ from rich.text import Text
 from trainprobe.engine.core.findings import in_folder, place_in_words, schema_text
 from trainprobe.engine.core.json_schema import prints
 from trainprobe.engine.core.records import Finding
+from trainprobe.engine.core.words import counted
 from trainprobe.errors import FormatError, PlanError
 from trainprobe.monitor.findings_of_run import JudgedFinding, all_findings
-from trainprobe.monitor.fleet.words import counted, ranks_in_words
+from trainprobe.monitor.fleet.words import ranks_in_words
 from trainprobe.monitor.frames import Frame
 from trainprobe.monitor.plan import make_rules
 from trainprobe.monitor.remote_run import as_given, origin, run_folder

@@ -18,8 +18,8 @@ from operator import getitem
 import numpy as np
 import numpy.typing as npt
 
-from trainprobe.engine.core.findings import spans
 from trainprobe.engine.core.records import Finding, Place
+from trainprobe.engine.core.words import numbered
 from trainprobe.monitor.frames import Series
 from trainprobe.monitor.history import History
 from trainprobe.monitor.report.run_view import Curve, MadeWhenAsked, Metric, RunView, Table
@@ -118,9 +118,9 @@ def notes_on(a: Histories, b: Histories, name: str, found: Sequence[Departure]) 
 def _told(ranks: Set[int], series: Set[tuple[int, Series]], steps: Set[int]) -> str:
     names = sorted({str(one) for _, one in series})
     found = [
-        f"rank{'s' if len(ranks) > 1 else ''} {spans(sorted(ranks))}" if ranks else "",
+        numbered("rank", ranks) if ranks else "",
         f"{len(names)} series (such as {names[0]})" if names else "",
-        f"step{'s' if len(steps) > 1 else ''} {spans(sorted(steps))}" if steps else "",
+        numbered("step", steps) if steps else "",
     ]
     return ", ".join(part for part in found if part)
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import orjson
 
-from trainprobe.engine.core.findings import Count, counted_all, merged, ranks_of, recount, spans
+from trainprobe.engine.core.findings import Count, counted_all, merged, ranks_of, recount
 from trainprobe.engine.core.guard import Part, simply
 from trainprobe.engine.core.records import Finding, StepData
+from trainprobe.engine.core.words import numbered
 from trainprobe.engine.storage.safe_files import LARGEST_STATE, read_bounded, set_aside, write_whole
 from trainprobe.errors import FormatError
 from trainprobe.monitor.audit.relations import STAGES, load_relation, relation_names
@@ -229,7 +230,7 @@ def _reaching(finding: Finding, ranks: Set[int]) -> Finding:
     if not ranks:
         every = _is_handed_over(finding) and finding.place is not None and len(ranks_of(finding)) == finding.place.world_size
         return replace(finding, message=f"{finding.message}; no rank gave it, the collective made it") if every else finding
-    made, reached = (f"rank{'s' if len(each) > 1 else ''} {spans(sorted(each))}" for each in (ranks_of(finding), ranks))
+    made, reached = (numbered("rank", each) for each in (ranks_of(finding), ranks))
     message = f"{finding.message}; {made} made it, and it reached {reached}"
     return replace(finding, ranks=tuple(sorted({*ranks_of(finding), *ranks})), message=message)
 

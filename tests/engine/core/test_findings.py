@@ -7,10 +7,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import orjson
-import pytest
 
 from trainprobe.cli import main
-from trainprobe.engine.core.findings import counted, merged, place_in_words, schema, schema_text, spans, with_last_counts
+from trainprobe.engine.core.findings import counted, merged, place_in_words, schema, schema_text, with_last_counts
 from trainprobe.engine.core.records import Finding, Place, Site
 from trainprobe.monitor.findings_of_run import all_findings
 from trainprobe.monitor.run_folder import finding_of, read_findings
@@ -63,13 +62,6 @@ def test_a_later_line_with_a_new_count_stands_for_the_earlier_one():
     first, other = at(8), at(8, rule="movement")
     second = counted(first, 10)
     assert with_last_counts([first, other, second, counted(second, 12), at(40)]) == [counted(second, 12), other, at(40)]
-
-
-@pytest.mark.parametrize(
-    ("numbers", "text"), [((4,), "4"), ((0, 1), "0, 1"), ((0, 1, 2, 3, 7), "0–3, 7"), ((0, 2, 4), "0, 2, 4")]
-)
-def test_ranks_are_written_briefly(numbers, text):
-    assert spans(numbers) == text
 
 
 def test_causes_come_before_consequences_by_step_and_then_by_where_in_the_step_they_arise():

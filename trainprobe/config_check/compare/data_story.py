@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainprobe.config_check.compare.entries import STATISTICS, Batch, batch_key, same_tensor
-from trainprobe.config_check.compare.verdicts import counted
 from trainprobe.config_check.pack import BESIDE
+from trainprobe.engine.core.words import counted
 
 
 def explain(a: Sequence[Batch], b: Sequence[Batch], first: int) -> str:

@@ -10,8 +10,9 @@ from trainprobe.config_check.compare.data_story import explain, samples
 from trainprobe.config_check.compare.entries import Batch, batch_key, describe, same_tensor
 from trainprobe.config_check.compare.pair import absent, rank_findings, rank_pairs
 from trainprobe.config_check.compare.values import same
-from trainprobe.config_check.compare.verdicts import Check, Finding, Level, counted, number_ranges, shown, which_ranks
+from trainprobe.config_check.compare.verdicts import Check, Finding, Level, number_ranges, shown, which_ranks
 from trainprobe.config_check.pack import BESIDE, Pack, RankPack
+from trainprobe.engine.core.words import counted
 
 COLUMNS = ("micro-step", "rank", "tensor", "bench checksum", "cmp checksum", "bench", "cmp", "level")
 _SEEDS = ("setting seed", "setting data_seed", "random seed", "generator seed")

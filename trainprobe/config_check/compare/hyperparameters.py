@@ -12,9 +12,10 @@ from trainprobe.config_check.compare.model_state import state_findings
 from trainprobe.config_check.compare.pair import BENCH, CMP, absent, rank_findings, rank_pairs
 from trainprobe.config_check.compare.step_schedule import schedule_findings
 from trainprobe.config_check.compare.values import meaning, same
-from trainprobe.config_check.compare.verdicts import Check, Finding, Level, counted, shown, which_ranks
+from trainprobe.config_check.compare.verdicts import Check, Finding, Level, shown, which_ranks
 from trainprobe.config_check.names import load_names
 from trainprobe.config_check.pack import Pack, RankPack
+from trainprobe.engine.core.words import counted
 
 COLUMNS = ("source", "bench name", "cmp name", "bench", "cmp", "matched by", "ranks", "level")
 _KINDS = {

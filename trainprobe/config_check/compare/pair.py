@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from trainprobe.config_check.compare.verdicts import Check, Finding, number_ranges
 from trainprobe.config_check.pack import Pack, RankPack
+from trainprobe.engine.core.words import plural
 
 Pair = tuple[str, str]
 BENCH, CMP = "bench", "cmp"
@@ -49,6 +50,6 @@ def rank_findings(name: str, bench: Pack, cmp: Pack) -> list[Finding]:
             r for r, content in other.ranks.items() if content.has(name) and not (r in pack.ranks and pack.ranks[r].has(name))
         ]
         if lost and pack.world_size == other.world_size:
-            word = "rank" if len(lost) == 1 else "ranks"
-            found.append(Finding("error", f"{name}: {word} {number_ranges(lost)} missing in {side}", f"missing {name} ranks"))
+            missing = f"{plural(len(lost), 'rank')} {number_ranges(lost)} missing in {side}"
+            found.append(Finding("error", f"{name}: {missing}", f"missing {name} ranks"))
     return found

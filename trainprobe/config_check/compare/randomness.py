@@ -13,9 +13,10 @@ from typing import Any
 from trainprobe.config_check.capture.switch_table import switches
 from trainprobe.config_check.compare.pair import absent, rank_findings, rank_pairs
 from trainprobe.config_check.compare.values import same
-from trainprobe.config_check.compare.verdicts import Check, Finding, Level, counted, shown, which_ranks
+from trainprobe.config_check.compare.verdicts import Check, Finding, Level, shown, which_ranks
 from trainprobe.config_check.names import load_names
 from trainprobe.config_check.pack import AT_FIRST_LAYER, AT_MODEL, Pack
+from trainprobe.engine.core.words import counted
 
 COLUMNS = ("what", "rank", "bench", "cmp", "bench place", "cmp place", "level")
 _SEEDS = ("seed", "manual_seed", "manual_seed_all", "default_rng", "set_seed")

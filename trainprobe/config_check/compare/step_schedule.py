@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainprobe.config_check.compare.verdicts import Finding, counted
+from trainprobe.config_check.compare.verdicts import Finding
 from trainprobe.config_check.pack import RankPack
+from trainprobe.engine.core.words import counted
 
 
 def schedule_findings(a: RankPack, b: RankPack) -> list[Finding]:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from trainprobe.engine.core.words import plural
+
 Level = Literal["note", "warning", "error"]
 Verdict = Literal["pass", "warning", "error"]
 LEVELS: tuple[Level, ...] = ("note", "warning", "error")
@@ -66,11 +68,6 @@ class Comparison:
         return max({"pass": 0, "warning": 1, "error": 2}[check.verdict] for check in self.checks)
 
 
-def counted(number: int, noun: str) -> str:
-    """Return `1 rank`, `3 ranks`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
 def number_ranges(numbers: Sequence[int]) -> str:
     """Return sorted numbers as `0 to 3, 7`."""
     runs: list[list[int]] = []
@@ -90,9 +87,8 @@ def which_ranks(differing: Sequence[int], all_ranks: Sequence[int]) -> str:
     if len(rest) < len(differing) and len(rest) <= 3:
         return f" on all ranks except {number_ranges(rest)}"
     if len(differing) <= 3 < len(all_ranks):
-        word = "rank" if len(differing) == 1 else "ranks"
-        return f" on {word} {number_ranges(differing)} (ranks {number_ranges(rest)} agree)"
-    return f" on {'rank' if len(differing) == 1 else 'ranks'} {number_ranges(differing)}"
+        return f" on {plural(len(differing), 'rank')} {number_ranges(differing)} (ranks {number_ranges(rest)} agree)"
+    return f" on {plural(len(differing), 'rank')} {number_ranges(differing)}"
 
 
 def shown(value: Any, longest: int = 60) -> str:

@@ -9,8 +9,9 @@ from typing import Any
 from trainprobe.config_check.compare.entries import STATISTICS, describe, same_tensor
 from trainprobe.config_check.compare.pair import BENCH, CMP, absent, common_ranks, rank_findings
 from trainprobe.config_check.compare.values import close
-from trainprobe.config_check.compare.verdicts import Check, Finding, counted, shown, which_ranks
+from trainprobe.config_check.compare.verdicts import Check, Finding, shown, which_ranks
 from trainprobe.config_check.pack import Pack
+from trainprobe.engine.core.words import counted
 
 COLUMNS = ("micro-step", "rank", "weight", "name in cmp", "bench checksum", "cmp checksum", "bench", "cmp", "level")
 INITIAL = (

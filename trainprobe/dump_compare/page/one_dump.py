@@ -12,6 +12,7 @@ from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.judge import Judged
 from trainprobe.dump_compare.page.write import PackedRank, Shown, pack_rank, write_page
 from trainprobe.dump_compare.pairing import CallPair, ranks_of
+from trainprobe.engine.core.words import counted
 
 
 def show(
@@ -31,7 +32,7 @@ def show(
         packed.append(_pack(step, rank, side))
     calls, bad = sum(sum(each.counts.values()) for each in packed), sum(each.counts.get("nonfinite", 0) for each in packed)
     steps, ranks = len(found), len({rank for _, rank, _ in folders})
-    sentence = f"{calls:,} calls in {_counted(steps, 'step')} of {_counted(ranks, 'rank')}"
+    sentence = f"{counted(calls, 'call')} in {counted(steps, 'step')} of {counted(ranks, 'rank')}"
     sentence += f", {bad:,} of them hold NaN or infinities" if bad else ", all numbers are finite" if measured else ""
     target = output or (dump if dump.is_dir() else dump.parent) / "dump.html"
     page = write_page(Shown(str(dump), sentence, [], 0, [str(dump)]), packed, target, "-o")
@@ -42,7 +43,3 @@ def show(
 def _pack(step: int, rank: int, side: Side) -> PackedRank:
     judged = [Judged(CallPair(i, call, None)) for i, call in enumerate(side.step_data.calls)]
     return pack_rank(step, rank, judged, (side, None))
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -15,6 +15,7 @@ from typing import Any
 
 from trainprobe.engine.core.json_schema import schema_of, text_of
 from trainprobe.engine.core.records import Finding
+from trainprobe.engine.core.words import numbered
 
 Cause = tuple[str, str, str, str]
 _NUMBERS = re.compile(r"[-+]?\d[\d.,e+-]*")
@@ -120,24 +121,13 @@ def place_in_words(finding: Finding) -> str:
     """Say at which step, on which ranks and how often: "step 8, ranks 0–3, also at 7 later steps until step 93"."""
     ranks = ranks_of(finding)
     words = [f"step {finding.step}"] if finding.step is not None else []
-    words += [f"rank{'s' if len(ranks) > 1 else ''} {spans(ranks)}"] if ranks else []
+    words += [numbered("rank", ranks)] if ranks else []
     if finding.count > 1 and finding.last_step is not None:
         later = finding.count - 1
         words.append(f"also at {later} later step{'s until' if later > 1 else ','} step {finding.last_step}")
     elif finding.last_step is not None:
         words.append(f"until step {finding.last_step}")
     return ", ".join(words)
-
-
-def spans(numbers: Sequence[int]) -> str:
-    """Write ascending numbers briefly: "0–3, 7"."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
-    return ", ".join(str(p[0]) if len(p) == 1 else f"{p[0]}{'–' if len(p) > 2 else ', '}{p[-1]}" for p in parts)
 
 
 def schema() -> dict[str, Any]:

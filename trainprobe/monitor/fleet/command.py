@@ -11,11 +11,11 @@ from rich.text import Text
 
 from trainprobe.engine.core.ray_cluster import on_ray
 from trainprobe.engine.core.records import Finding
+from trainprobe.engine.core.words import counted
 from trainprobe.errors import UsageError
 from trainprobe.monitor.findings_of_run import JudgedFinding
 from trainprobe.monitor.fleet.spread import in_turn, survey
 from trainprobe.monitor.fleet.verdict import Verdict, judge_fleet
-from trainprobe.monitor.fleet.words import counted
 from trainprobe.monitor.remote_run import is_copy, origin
 
 SHOWN = 20  # findings in the terminal; --json prints all

@@ -11,9 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from trainprobe.engine.core.findings import ranks_of
+from trainprobe.engine.core.words import counted
 from trainprobe.engine.storage.html_page import make_page, shared, write_text
 from trainprobe.monitor.fleet.verdict import Verdict, bad_counts, differing_counts
-from trainprobe.monitor.fleet.words import counted, place_in_words
+from trainprobe.monitor.fleet.words import place_in_words
 
 COLUMNS = 1_000  # of the map: a longer run joins neighbouring steps
 NAMED_ROWS = 40  # ranks that have a row with their name

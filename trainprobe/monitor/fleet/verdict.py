@@ -11,13 +11,14 @@ import numpy as np
 
 from trainprobe.engine.core.findings import in_folder
 from trainprobe.engine.core.records import Finding, Site
+from trainprobe.engine.core.words import counted
 from trainprobe.engine.storage.run_log.schema import kind_of_address
 from trainprobe.monitor.fleet.clocks import Timetable, late_ranks, missing_steps
 from trainprobe.monitor.fleet.groups import Group
 from trainprobe.monitor.fleet.origin import first_not_finite
 from trainprobe.monitor.fleet.scalars import deviating_scalars
 from trainprobe.monitor.fleet.spread import Survey
-from trainprobe.monitor.fleet.words import counted, place_in_words, ranks_in_words
+from trainprobe.monitor.fleet.words import place_in_words, ranks_in_words
 from trainprobe.monitor.remote_run import origin
 
 _GRAVITY = {"error": 0, "warning": 1, "info": 2}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from trainprobe.engine.core.findings import spans
 from trainprobe.engine.core.records import Place
+from trainprobe.engine.core.words import spans
 
 _AXES = {
     "pp": "pipeline stage",
@@ -43,8 +43,3 @@ def _shortened(ranks: list[int]) -> str:
 def place_in_words(place: Place) -> str:
     """Say where a rank stands: "dp 307, tp 0, pp 0"."""
     return ", ".join(f"{axis} {index}" for axis, (index, size) in place.axes.items() if size > 1)
-
-
-def counted(number: int, what: str) -> str:
-    """Return "1 rank", "4,096 ranks"."""
-    return f"{number:,} {what}{'' if number == 1 else 's'}"

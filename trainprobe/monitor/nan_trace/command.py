@@ -12,11 +12,10 @@ import typer
 from rich.console import Console
 
 from trainprobe.engine.core.addresses import Address
-from trainprobe.engine.core.findings import spans
 from trainprobe.engine.core.naming import ROOT
 from trainprobe.engine.core.records import Call
 from trainprobe.engine.core.step_data import entry_name
-from trainprobe.monitor.fleet.words import counted
+from trainprobe.engine.core.words import counted, numbered
 from trainprobe.monitor.nan_trace.steps import RankStep, steps_of
 from trainprobe.monitor.nan_trace.trace import RankTrace, RunTrace, reached, trace_run
 from trainprobe.monitor.rules.nonfinite import describe, is_given
@@ -98,7 +97,7 @@ def _how(first: RankTrace, found: RunTrace) -> str:
     ]
     if not also:
         return first.how
-    return f"{first.how}; rank{'s' if len(also) > 1 else ''} {spans(sorted(also))} made one at the same place"
+    return f"{first.how}; {numbered('rank', also)} made one at the same place"
 
 
 def _about_call(trace: RankTrace) -> Iterator[str]:

@@ -1,0 +1,31 @@
+"""Numbers of things in words, the same in every message: "1 rank", "4,096 ranks", "rank 3", "steps 0–3, 7"."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+
+def plural(number: int, noun: str) -> str:
+    """Return the noun for so many of it: "rank", "ranks"."""
+    return noun if number == 1 else f"{noun}s"
+
+
+def counted(number: int, noun: str) -> str:
+    """Return "1 rank", "4,096 ranks"."""
+    return f"{number:,} {plural(number, noun)}"
+
+
+def numbered(noun: str, numbers: Collection[int]) -> str:
+    """Return "rank 3", "ranks 0–3, 7"; the numbers come in any order."""
+    return f"{plural(len(numbers), noun)} {spans(sorted(numbers))}"
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """Write ascending numbers briefly: "0–3, 7"."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ", ".join(str(p[0]) if len(p) == 1 else f"{p[0]}{'–' if len(p) > 2 else ', '}{p[-1]}" for p in parts)
