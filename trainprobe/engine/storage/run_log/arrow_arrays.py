@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -38,23 +38,35 @@ def lists(n: int, known: Mapping[int, Any]) -> pa.Array:
     return pa.Array.from_buffers(kind, n, [_bits(valid), offsets], children=[numbers(pa.float64(), np.concatenate(arrays))])
 
 
+class _Numbers(dict[str | None, int]):
+    """String → its number, which a new one is given when it is first asked for; written: those that the column holds."""
+
+    def __init__(self) -> None:
+        super().__init__({None: -1})
+        self.written: dict[str, int] = {}
+
+    def __missing__(self, word: str) -> int:
+        text = word.encode(errors="backslashreplace").decode()
+        self[word] = self.written.setdefault(text, len(self.written))
+        return self[word]
+
+
 class StringDictionary:
     """The distinct strings of one column, numbered as they come; null is number -1."""
 
     def __init__(self) -> None:
-        self._numbers: dict[str, int] = {}
+        self._numbers = _Numbers()
         self._array = texts(0, {})
 
-    def number(self, word: str | None) -> int:
-        """Return the number of a string."""
-        if word is None:
-            return -1
-        return self._numbers.setdefault(word.encode(errors="backslashreplace").decode(), len(self._numbers))
+    def numbers(self, words: Iterable[str | None]) -> list[int]:
+        """Return the number of each string."""
+        return list(map(self._numbers.__getitem__, words))
 
     def column(self, codes: npt.NDArray[np.int32]) -> pa.DictionaryArray:
         """Return numbers [n] as a column of strings."""
-        if len(self._array) < len(self._numbers):
-            self._array = texts(len(self._numbers), {i: word.encode() for i, word in enumerate(self._numbers)})
+        words = self._numbers.written
+        if len(self._array) < len(words):
+            self._array = texts(len(words), {i: word.encode() for i, word in enumerate(words)})
         known = codes >= 0
         indices = numbers(pa.int32(), codes, None if known.all() else known)
         return pa.DictionaryArray.from_arrays(indices, self._array, safe=False)

@@ -126,7 +126,7 @@ class Rows:
         columns = {name: np.full(n, -1, np.int32) for name in (*words, *numbers)}
         for name, texts in words.items():
             known = [texts] if isinstance(texts, str) else texts
-            columns[name][: len(known)] = [self._words[name].number(word) for word in known]
+            columns[name][: len(known)] = self._words[name].numbers(known)
         for name, given in numbers.items():
             columns[name][: len(given)] = [-1 if number is None else number for number in given]
         return columns

@@ -35,13 +35,15 @@ def live_table(folder: Path) -> pa.Table | None:
 
 def _joined(batches: Sequence[pa.RecordBatch]) -> pa.Table:
     """Return batches of one stream as a table of one chunk. Dictionaries of a stream only grow: the last has all words."""
-    last = batches[-1]
+    last, rows = batches[-1], sum(batch.num_rows for batch in batches)
     columns: list[pa.Array] = []
-    for i, name in enumerate(last.schema.names):
+    for i, field in enumerate(last.schema):
         arrays = [batch.column(i) for batch in batches]
-        if name in WORDS:
+        if field.name in WORDS:
             codes = pa.concat_arrays([array.indices for array in arrays])
             columns.append(pa.DictionaryArray.from_arrays(codes, arrays[-1].dictionary))
+        elif all(array.null_count == len(array) for array in arrays):
+            columns.append(pa.nulls(rows, field.type))
         else:
             columns.append(pa.concat_arrays(arrays))
     return pa.Table.from_arrays(columns, schema=last.schema)
@@ -76,7 +78,7 @@ def write_segment(path: Path, table: pa.Table) -> None:
     handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINK | getattr(os, "O_BINARY", 0), 0o644)
     with os.fdopen(handle, "wb") as file:
         pq.write_table(
-            table.take(pa.array(_order(table))),
+            _sorted(table),
             file,
             row_group_size=ROW_GROUP,
             write_batch_size=1 << 15,  # a tenth less CPU than by default, 1024
@@ -92,8 +94,23 @@ def write_segment(path: Path, table: pa.Table) -> None:
     draft.replace(path)
 
 
+def _sorted(table: pa.Table) -> pa.Table:
+    order = pa.array(_order(table))
+    columns = [one if one.null_count == len(one) else one.take(order) for one in table.columns]
+    return pa.Table.from_arrays(columns, schema=table.schema)
+
+
 def _order(table: pa.Table) -> npt.NDArray[np.int64]:
-    return np.lexsort([_key(table[name]) for name in reversed(_SORTED)])
+    """Return the rows as `_SORTED` sorts them: the first keys as one number, as far as they fit into 63 bits, then the next."""
+    joined: list[tuple[npt.NDArray[np.int64], int]] = []
+    for name in _SORTED:
+        key = _key(table[name])
+        least, values = (int(key.min()), int(np.ptp(key)) + 1) if key.size else (0, 1)
+        if joined and joined[-1][1] * values < 1 << 63:
+            joined[-1] = joined[-1][0] * values + (key - least), joined[-1][1] * values
+        else:
+            joined.append((key - least, values))
+    return np.lexsort([key for key, _ in reversed(joined)])
 
 
 def _key(column: pa.ChunkedArray) -> npt.NDArray[np.int64]:
