@@ -11,9 +11,8 @@ from trainprobe.cli import main
 from trainprobe.engine.core.console import PRINTED_PER_RULE, Console
 from trainprobe.engine.core.records import Finding, Place, Site
 from trainprobe.monitor.plan import make_rules
-from trainprobe.monitor.program import OF_THE_LOSS
 from trainprobe.monitor.run_folder import read_findings, read_frames
-from trainprobe.monitor.watcher import judge_frames
+from trainprobe.monitor.watcher import OF_THE_LOSS, judge_frames
 
 
 def train(probe, model, steps=3):

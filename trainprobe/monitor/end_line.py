@@ -41,11 +41,16 @@ class Run:
 def end_line(run: Run, findings: Sequence[Finding]) -> str:
     """Return the line, without the tool's name. findings: of this rank; what other ranks wrote in this run is added."""
     found = [f for f in causes([*findings, *_of_other_ranks(run)]) if _matters(f)]
-    if found:
-        outcome = f"{counted(len(found), 'finding')} ({_by_rule(found)}); {_first(found)}"
-    else:
-        outcome = "no findings" if run.judged else "nothing judged (monitor=True and audit=True judge the steps)"
+    outcome = f"{counted(len(found), 'finding')} ({_by_rule(found)}); {_first(found)}" if found else _nothing_found(run)
     return f"{_steps(run)}, {outcome}; {_where(run, bool(found))}"
+
+
+def _nothing_found(run: Run) -> str:
+    if not run.judged:
+        return "nothing judged (monitor=True and audit=True judge the steps)"
+    if run.steps and not run.collected:
+        return "nothing judged (none of them is among the steps that the plan names)"
+    return "no findings" if run.steps else "nothing judged"
 
 
 def _steps(run: Run) -> str:

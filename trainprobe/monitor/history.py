@@ -25,6 +25,7 @@ class History:
         self.every = 1  # how many collected steps a column joins
         self.series: list[Series] = []
         self.last_step: int | None = None
+        self.highest_step: int | None = None
         self._selected = selected
         self._row_of = np.zeros(0, dtype=np.int64)  # series number of the table → row, -1 not selected
         self._table: SeriesTable | None = None
@@ -45,6 +46,7 @@ class History:
         self._values[column, rows] = new
         self._present[column, rows] = True
         self.last_step = frame.step
+        self.highest_step = frame.step if self.highest_step is None else max(self.highest_step, frame.step)
 
     def get(self, series: Series) -> tuple[I64, F64]:
         """Return (steps [n], values [n]) of a series; empty for one that was never seen."""
@@ -53,6 +55,12 @@ class History:
         row = self.series.index(series)
         there = self._present[: self._columns, row]
         return self.steps[there], self._values[: self._columns, row][there].astype(np.float64)
+
+    def by_step(self, series: Series) -> tuple[I64, F64]:
+        """Return what `get` does, ascending: of a step that was recorded twice, as the run went back to it, the later value."""
+        steps, values = self.get(series)
+        unique, last = np.unique(steps[::-1], return_index=True)
+        return unique, values[::-1][last]
 
     @property
     def steps(self) -> I64:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -20,8 +18,7 @@ from trainprobe.engine.core.records import Finding
 from trainprobe.engine.core.words import counted
 from trainprobe.errors import FormatError, PlanError
 from trainprobe.monitor.findings_of_run import JudgedFinding, all_findings
-from trainprobe.monitor.fleet.words import ranks_in_words
-from trainprobe.monitor.frames import Frame
+from trainprobe.monitor.looked_at import LookedAt
 from trainprobe.monitor.plan import make_rules
 from trainprobe.monitor.remote_run import as_given, origin, run_folder
 from trainprobe.monitor.rules import RuleOptions, rule_names
@@ -59,60 +56,31 @@ def judge(
         return judge_all_ranks(folder, ray, json)
     chosen = read_rules(rules)
     recorded = [f for f in read_findings(folder) if rules is None or f.rule in chosen]
-    seen = _Seen()
-    found, too_short = _judge_again(folder, chosen, seen, bool(recorded))
+    seen = LookedAt()
+    found, unjudged = _judge_again(folder, chosen, seen, bool(recorded))
     findings = all_findings(recorded, found)
     if json:
         for one in findings:
             typer.echo(orjson.dumps(one.to_json(), default=str).decode())
     else:
-        _show(findings, seen, chosen, too_short)
+        _show(findings, seen, chosen, unjudged)
     return int(any(one.finding.severity != "info" for one in findings))
 
 
-@dataclass(slots=True)
-class _Seen:
-    """What there was to judge. steps: rank → how many. world_size: ranks of the job."""
-
-    steps: Counter[int] = field(default_factory=Counter[int])
-    world_size: int = 1
-
-    def add(self, frame: Frame) -> None:
-        self.steps[frame.place.rank] += 1
-        self.world_size = max(self.world_size, frame.place.world_size)
-
-    def lacking(self) -> str:
-        """Return sentences on ranks without steps and with fewer than others; "" where all have as many."""
-        most = max(self.steps.values(), default=0)
-        absent = [rank for rank in range(self.world_size) if rank not in self.steps] if self.steps else []
-        fewer = sorted(rank for rank, n in self.steps.items() if n < most)
-        said = [
-            *([f"Of {ranks_in_words(absent, {})} nothing is there"] if absent else []),
-            *([f"{ranks_in_words(fewer, {}).capitalize()} had fewer steps: {self.steps[fewer[0]]}"] if fewer else []),
-        ]
-        return "".join(f". {sentence}" for sentence in said)
-
-
-def _judge_again(folder: Path, rules: dict[str, RuleOptions], seen: _Seen, recorded: bool) -> tuple[list[Finding], str]:
+def _judge_again(folder: Path, rules: dict[str, RuleOptions], seen: LookedAt, recorded: bool) -> tuple[list[Finding], str]:
     """Apply the rules to the record and note the steps of each rank; see `judge_run`.
 
     Raises FormatError when there is no record, unless the run recorded findings, which can be shown by themselves.
     """
-
-    def frames() -> Iterator[Frame]:
-        for frame in read_frames(folder):
-            seen.add(frame)
-            yield frame
-
     try:
-        found, too_short = judge_run(frames(), rules)
+        found, unjudged = judge_run(seen.passing(read_frames(folder)), rules)
     except FormatError:
-        if not recorded or seen.steps:
+        if not recorded or seen:
             raise
         return [], ""
-    if not seen.steps and not recorded:
+    if not seen and not recorded:
         raise FormatError(f"{folder} holds no step that could be judged: the run wrote none before it ended, or not to here")
-    return [in_folder(finding, origin(folder)) for finding in found], too_short
+    return [in_folder(finding, origin(folder)) for finding in found], unjudged
 
 
 def read_rules(text: str | None) -> dict[str, RuleOptions]:
@@ -135,7 +103,7 @@ def read_rules(text: str | None) -> dict[str, RuleOptions]:
     return make_rules(names)
 
 
-def _show(findings: list[JudgedFinding], seen: _Seen, rules: dict[str, RuleOptions], too_short: str) -> None:
+def _show(findings: list[JudgedFinding], seen: LookedAt, rules: dict[str, RuleOptions], unjudged: str) -> None:
     console = Console(highlight=False, soft_wrap=True)
     for one in findings:
         finding, where = one.finding, place_in_words(one.finding)
@@ -146,7 +114,5 @@ def _show(findings: list[JudgedFinding], seen: _Seen, rules: dict[str, RuleOptio
             console.print(Text(f"        → {finding.next}", style="dim"))
     count = Counter(one.finding.severity for one in findings)
     found = ", ".join(f"{n} info" if severity == "info" else counted(n, severity) for severity, n in count.items())
-    steps = seen.steps
-    what = f"{counted(max(steps.values(), default=0), 'step')} of {counted(len(steps), 'rank')}"
-    what += f", {counted(len(rules), 'rule')}" if steps else " to judge again"
-    console.print(f"{what}: {found or 'nothing found'}{seen.lacking()}{f'. {too_short}' if too_short else ''}")
+    what = f"{seen.amount()}, {counted(len(rules), 'rule')}" if seen else f"{seen.amount()} to judge again"
+    console.print(". ".join(filter(None, [f"{what}: {found or 'nothing found'}", *seen.lacking(), unjudged])))

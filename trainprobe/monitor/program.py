@@ -14,9 +14,7 @@ from trainprobe.errors import StopTraining
 from trainprobe.monitor.actions import Alerts, decide
 from trainprobe.monitor.chosen_calls import chosen_calls
 from trainprobe.monitor.plan import MonitorPlan, validate
-from trainprobe.monitor.watcher import Watcher, keep_state, resume_state, too_few_steps
-
-OF_THE_LOSS = frozenset({"blow_up", "drift", "plateau", "spike"})  # rules that judge it
+from trainprobe.monitor.watcher import NO_LOSS, OF_THE_LOSS, Watcher, keep_state, resume_state, too_few_steps
 
 
 class MonitorProgram(Program):
@@ -86,7 +84,7 @@ class MonitorProgram(Program):
         stages = self._probe.place.axes.get("pp", (0, 1))[1]
         if self.watcher.knows_loss or stages > 1 or not self._probe.collected or not OF_THE_LOSS & self.plan.rules.keys():
             return ""
-        return 'Not judged: the loss, which no step recorded (`probe.note("loss", loss)` records it).'
+        return NO_LOSS
 
     def _state_file(self, name: str = "monitor_state.json") -> Path:
         return self._probe.plan.output / f"rank{self._probe.place.rank}" / name

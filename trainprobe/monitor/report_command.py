@@ -13,6 +13,7 @@ from trainprobe.engine.core.findings import in_folder
 from trainprobe.errors import UsageError
 from trainprobe.monitor.findings_of_run import of_rules
 from trainprobe.monitor.history import History
+from trainprobe.monitor.looked_at import LookedAt
 from trainprobe.monitor.plan import make_rules
 from trainprobe.monitor.remote_run import as_given, is_copy, origin, run_folder
 from trainprobe.monitor.report import write_page
@@ -56,16 +57,16 @@ def report(
     histories: dict[int, History] = {}
     recorded = read_findings(folder)
     judged = judge or not of_rules(recorded)
-    frames = collect_histories(read_frames(folder), histories)
-    judged_now, too_short = judge_run(frames, make_rules(None) if judged else {})
+    seen = LookedAt()
+    frames = seen.passing(collect_histories(read_frames(folder), histories))
+    judged_now, unjudged = judge_run(frames, make_rules(None) if judged else {})
     found = [in_folder(finding, origin(folder)) for finding in judged_now]
     findings = found if judge else [*recorded, *found]
     by = ["the run itself"] if recorded and not judge else []
     by += ["rules applied when this page was written"] if judged else []
     meta = {"findings by": ", ".join(by)}
     view = view_of(title or folder.resolve().name, histories, findings, meta)
-    if too_short:
-        view = replace(view, notes=(*view.notes, too_short))
+    view = replace(view, notes=[*view.notes, *(f"{sentence}." for sentence in seen.lacking()), *filter(None, [unjudged])])
     console = Console(highlight=False, soft_wrap=True)
     if beside is not None:
         view = _with_another_run(view, histories, run_folder(beside), floor and run_folder(floor), console)

@@ -21,12 +21,13 @@ from trainprobe.engine.storage.dumps.record_log import decode
 from trainprobe.monitor.findings_of_run import all_findings, of_rules
 from trainprobe.monitor.frames import F64, Frame, SeriesTable, frame_of_step
 from trainprobe.monitor.history import History
+from trainprobe.monitor.looked_at import LookedAt
 from trainprobe.monitor.plan import make_rules
 from trainprobe.monitor.remote_run import as_given, origin, refresh, run_folder
 from trainprobe.monitor.report.from_run import worst_offenders
 from trainprobe.monitor.run_folder import find_logs, read_findings, read_frames
 from trainprobe.monitor.scalar_names import role_of
-from trainprobe.monitor.watcher import Watcher
+from trainprobe.monitor.watcher import Watcher, unjudged
 
 if TYPE_CHECKING:
     from trainprobe.monitor.frames_of_run_log import RunLog
@@ -79,10 +80,12 @@ class View:
         self.histories: dict[int, History] = {}
         self.judged: list[Finding] = []
         self._watchers: dict[int, Watcher] = {}
+        self._seen = LookedAt()
 
     def add(self, frame: Frame) -> None:
         """Take one step in."""
         rank = frame.place.rank
+        self._seen.add(frame)
         self.histories.setdefault(rank, History(capacity=1024, selected=lambda t: t.statistic in ("norm", "value"))).add(frame)
         self.judged += self._watchers.setdefault(rank, Watcher(make_rules(None))).judge(frame)
 
@@ -94,7 +97,14 @@ class View:
         head = Text.assemble(
             (origin(self.folder), "bold"), f"   last step {max(steps) if steps else '—'}   ranks {len(self.histories)}"
         )
-        return Group(head, self._scalars(), self._offenders(), _finding_panel([entry.finding for entry in found]))
+        panel = _finding_panel([entry.finding for entry in found], self._not_seen())
+        return Group(head, self._scalars(), self._offenders(), panel)
+
+    def _not_seen(self) -> list[str]:
+        """Return sentences on what the findings do not speak of."""
+        if not self._seen:
+            return ["No step was recorded yet."]
+        return [*(f"{sentence}." for sentence in self._seen.lacking()), *filter(None, [unjudged(self._watchers.values())])]
 
     def _scalars(self) -> Table:
         table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
@@ -118,15 +128,16 @@ class View:
         return Panel(table, title="farthest from their own median", title_align="left", border_style="dim")
 
 
-def _finding_panel(findings: list[Finding]) -> Panel:
+def _finding_panel(findings: list[Finding], not_seen: list[str]) -> Panel:
     lines = [
         Text.assemble((f"{f.severity:<8}", _COLOURS[f.severity]), (f"{f.rule} ", "bold"), f"({place_in_words(f)}): {f.message}")
         for f in findings[:SHOWN]
     ]
     if len(findings) > SHOWN:
         lines.append(Text(f"and {len(findings) - SHOWN} more: trainprobe judge", style="dim"))
-    body = Group(*lines) if lines else Text("nothing found", style="green")
-    return Panel(body, title=f"findings: {len(findings)}", title_align="left", border_style="dim")
+    lines += [Text("nothing found", style="" if not_seen else "green")] if not findings else []
+    lines += [Text(sentence, style="dim") for sentence in not_seen]
+    return Panel(Group(*lines), title=f"findings: {len(findings)}", title_align="left", border_style="dim")
 
 
 def spark(values: F64, width: int = 48) -> str:

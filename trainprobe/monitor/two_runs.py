@@ -74,7 +74,7 @@ def departures(a: Histories, b: Histories, floor: Histories | None = None) -> li
 
 
 def _by_series(history: History | None) -> dict[Series, Curve]:
-    return {} if history is None else {series: history.get(series) for series in _compared(history)}
+    return {} if history is None else {series: history.by_step(series) for series in _compared(history)}
 
 
 def _compared(history: History) -> list[Series]:

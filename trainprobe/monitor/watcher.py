@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from trainprobe.monitor.scalar_names import role_of, scalar
 
 FORMAT = 1
 _STEPS = "collected steps"  # in the memory of each rule
+OF_THE_LOSS = frozenset({"blow_up", "drift", "plateau", "spike"})  # rules that judge it
+NO_LOSS = 'Not judged: the loss, which no step recorded (`probe.note("loss", loss)` records it).'
 
 
 class Watcher:
@@ -156,8 +158,7 @@ def judge_frames(frames: Iterable[Frame], rules: Mapping[str, RuleOptions]) -> l
 def judge_run(frames: Iterable[Frame], rules: Mapping[str, RuleOptions]) -> tuple[list[Finding], str]:
     """Judge a recorded run of one or several ranks: frames in any order of ranks, each rank's own in order of steps.
 
-    The frames of one rank share one `SeriesTable`. Return the findings, and a sentence on the rules that the run is too short
-    for on every rank, or "".
+    The frames of one rank share one `SeriesTable`. Return the findings, and what `unjudged` says.
     """
     watchers: dict[int, Watcher] = {}
     found: list[Finding] = []
@@ -171,10 +172,15 @@ def judge_run(frames: Iterable[Frame], rules: Mapping[str, RuleOptions]) -> tupl
             watcher = watchers[frame.place.rank] = Watcher(rules)
             watcher.count = count
         found += watcher.judge(frame)
-    longest = min(
-        (watcher.not_judged() for watcher in watchers.values()), key=lambda missing: sum(missing.values()), default={}
-    )
-    return in_order(found), too_few_steps(longest)
+    return in_order(found), unjudged(watchers.values())
+
+
+def unjudged(watchers: Collection[Watcher]) -> str:
+    """Return sentences on what no watcher of a run has judged: rules that every rank is too short for, and the loss; or ""."""
+    longest = min((watcher.not_judged() for watcher in watchers), key=lambda missing: sum(missing.values()), default={})
+    needed = any(OF_THE_LOSS & watcher.rules.keys() for watcher in watchers)
+    no_loss = needed and not any(watcher.knows_loss for watcher in watchers)
+    return " ".join(filter(None, [too_few_steps(longest), NO_LOSS if no_loss else ""]))
 
 
 def too_few_steps(missing: Mapping[str, int]) -> str:

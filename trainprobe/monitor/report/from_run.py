@@ -77,7 +77,7 @@ def view_of(title: str, histories: dict[int, History], findings: Sequence[Findin
     steps = [s.steps for s in histories.values() if s.steps.size]
     facts = dict(meta)
     if steps:
-        facts |= {"steps": f"{min(int(s[0]) for s in steps)} to {max(s.last_step or 0 for s in histories.values())}"}
+        facts |= {"steps": f"{min(int(s.min()) for s in steps)} to {max(s.highest_step or 0 for s in histories.values())}"}
     facts |= {"ranks": str(len(histories)), "series": str(sum(len(s.series) for s in histories.values()))}
     notes = [
         f"rank {rank}: each column of the map joins {s.every} collected steps and shows the worst of them"
@@ -93,7 +93,7 @@ def _scalars(histories: dict[int, History]) -> dict[str, Curve]:
     for _, one in sorted(histories.items()):
         for series in one.series:
             if series.address.kind == "scalar" and series.address.name not in found:
-                found[series.address.name] = one.get(series)
+                found[series.address.name] = one.by_step(series)
     order = {role: i for i, role in enumerate(_FIRST)}
     return dict(sorted(found.items(), key=lambda pair: order.get(role_of(pair[0]) or "", len(order))))
 

@@ -1,0 +1,98 @@
+"""What was not looked at is said by `judge`, by the page and by `top`, and never passes as nothing found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import trainprobe
+from trainprobe import Probe
+from trainprobe.cli import main
+from trainprobe.engine.core.records import Place
+from trainprobe.monitor.history import History
+from trainprobe.monitor.report.from_run import collect_histories, view_of
+from trainprobe.monitor.run_folder import read_frames
+
+NO_LOSS = 'Not judged: the loss, which no step recorded (`probe.note("loss", loss)` records it).'
+
+
+def train(folder: Path, steps: Iterable[int], place: Place | None = None, losses: float | None = 1.0, **fields) -> None:
+    """Train a layer; losses: times the number of the step is noted as the loss."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    probe = Probe({"output": folder, "level": "off", "monitor": True, "on_existing": "continue", **fields}, place=place)
+    probe.open(model, [optimizer])
+    for step in steps:
+        with probe.step(step):
+            optimizer.zero_grad()
+            model(torch.randn(3, 4)).square().mean().backward()
+            optimizer.step()
+            if losses is not None:
+                probe.note("loss", losses * (step + 1))
+    probe.close()
+
+
+def told(folder: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """What `judge`, the page and `top` say, each on one line without frames and marks."""
+    capsys.readouterr()
+    main(["judge", str(folder)])
+    said = [capsys.readouterr().out]
+    main(["report", str(folder)])
+    said.append((folder / "report.html").read_text().replace("\\", ""))
+    capsys.readouterr()
+    main(["top", "--once", str(folder)])
+    said.append(capsys.readouterr().out)
+    return [" ".join(text.replace("│", " ").split()) for text in said]
+
+
+@pytest.mark.parametrize(
+    ("steps", "sentence"),
+    [({0: 6}, "Of ranks 1–3 nothing is there"), ({0: 6, 1: 3, 2: 6, 3: 2}, "Ranks 1, 3 had fewer steps: down to 2")],
+)
+def test_ranks_that_died_are_named(steps, sentence, tmp_path, capsys):
+    for rank, count in steps.items():
+        train(tmp_path, range(count), Place(rank, 4, {"dp": (rank, 4)}))
+    assert [sentence in text for text in told(tmp_path, capsys)] == [True] * 3
+
+
+def test_a_loss_that_no_step_recorded_is_named(tmp_path, capsys):
+    train(tmp_path / "without", range(80), losses=None)
+    assert [NO_LOSS in text for text in told(tmp_path / "without", capsys)] == [True] * 3
+    train(tmp_path / "with", range(80), losses=0.0)
+    assert [NO_LOSS in text for text in told(tmp_path / "with", capsys)] == [False] * 3
+
+
+def test_rules_that_a_run_is_too_short_for_are_named(tmp_path, capsys):
+    train(tmp_path, range(6))
+    assert all("spike (59 more)" in text for text in told(tmp_path, capsys))
+
+
+def test_steps_that_were_recorded_twice_are_named_and_the_later_value_is_shown(tmp_path, capsys):
+    train(tmp_path, range(10, 40))
+    train(tmp_path, range(5, 20), losses=100.0)
+    sentence = "The run went back: steps 10–19 were recorded more than once"
+    assert [sentence in text for text in told(tmp_path, capsys)] == [True] * 3
+    histories: dict[int, History] = {}
+    for _ in collect_histories(read_frames(tmp_path), histories):
+        pass
+    view = view_of("", histories, [], {})
+    steps, values = view.scalars["loss"]
+    assert np.asarray(steps).tolist() == list(range(5, 40))
+    assert np.asarray(values).tolist() == [100.0 * (s + 1) if s < 20 else s + 1.0 for s in range(5, 40)]
+    assert view.meta["steps"] == "5 to 39"
+
+
+def test_a_run_whose_plan_names_none_of_its_steps_has_no_findings_to_be_glad_of(tmp_path, capfd):
+    train(tmp_path, range(6), monitor={"step": "100-200"})
+    assert (
+        "6 steps, 0 of them watched, nothing judged (none of them is among the steps that the plan names)"
+        in capfd.readouterr().err
+    )
+    with trainprobe.watch(torch.nn.Linear(2, 2), output=tmp_path / "none", level="off", monitor=True):
+        pass
+    assert "0 steps watched, nothing judged" in capfd.readouterr().err

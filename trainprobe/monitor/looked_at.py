@@ -1,0 +1,58 @@
+"""What of a recorded run there was to look at: steps of each rank, ranks that are not there, steps that were recorded twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from trainprobe.engine.core.words import counted, numbered
+from trainprobe.monitor.fleet.words import ranks_in_words
+from trainprobe.monitor.frames import Frame
+
+
+class LookedAt:
+    """Counts frames as they pass."""
+
+    def __init__(self) -> None:
+        self._steps: dict[int, set[int]] = {}
+        self._again: dict[int, set[int]] = {}  # rank → steps that came once more
+        self._world_size = 1
+
+    def __bool__(self) -> bool:
+        return bool(self._steps)
+
+    def add(self, frame: Frame) -> None:
+        """Count a frame."""
+        seen = self._steps.setdefault(frame.place.rank, set())
+        if frame.step in seen:
+            self._again.setdefault(frame.place.rank, set()).add(frame.step)
+        seen.add(frame.step)
+        self._world_size = max(self._world_size, frame.place.world_size)
+
+    def passing(self, frames: Iterable[Frame]) -> Iterator[Frame]:
+        """Count frames and pass them on."""
+        for frame in frames:
+            self.add(frame)
+            yield frame
+
+    def amount(self) -> str:
+        """Return "40 steps of 2 ranks"."""
+        most = max(map(len, self._steps.values()), default=0)
+        return f"{counted(most, 'step')} of {counted(len(self._steps), 'rank')}"
+
+    def lacking(self) -> list[str]:
+        """Return sentences on ranks without steps, with fewer steps than others, and on steps that were recorded twice."""
+        numbers = {rank: len(steps) for rank, steps in self._steps.items()}
+        most = max(numbers.values(), default=0)
+        absent = [rank for rank in range(self._world_size) if rank not in numbers] if numbers else []
+        fewer = {rank: n for rank, n in numbers.items() if n < most}
+        least = f"{'' if len(set(fewer.values())) == 1 else 'down to '}{min(fewer.values(), default=0)}"
+        again = set[int]().union(*self._again.values())
+        return [
+            *([f"Of {ranks_in_words(absent, {})} nothing is there"] if absent else []),
+            *([f"{ranks_in_words(fewer, {}).capitalize()} had fewer steps: {least}"] if fewer else []),
+            *([f"The run went back: {numbered('step', again)} {_was(again)} recorded more than once"] if again else []),
+        ]
+
+
+def _was(steps: set[int]) -> str:
+    return "was" if len(steps) == 1 else "were"
