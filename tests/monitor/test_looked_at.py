@@ -15,7 +15,7 @@ from trainprobe.cli import main
 from trainprobe.engine.core.records import Place
 from trainprobe.monitor.history import History
 from trainprobe.monitor.report.from_run import collect_histories, view_of
-from trainprobe.monitor.run_folder import read_frames
+from trainprobe.monitor.run_folder import read_findings, read_frames
 
 NO_LOSS = 'Not judged: the loss, which no step recorded (`probe.note("loss", loss)` records it).'
 
@@ -96,3 +96,24 @@ def test_a_run_whose_plan_names_none_of_its_steps_has_no_findings_to_be_glad_of(
     with trainprobe.watch(torch.nn.Linear(2, 2), output=tmp_path / "none", level="off", monitor=True):
         pass
     assert "0 steps watched, nothing judged" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("sinks", [["dump"], ["csv"], ["tensorboard"]])
+@pytest.mark.parametrize("judge", ["monitor", "audit"])
+def test_findings_are_kept_under_every_sink(sinks, judge, tmp_path, capsys):
+    """The rules find a NaN, at a step that the dump does not hold, and the audit a parameter that no optimizer holds."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.01)
+    plan = {"output": tmp_path, "level": "L0", "step": "0-1", judge: True, "sinks": sinks, "console": False}
+    with trainprobe.watch(model, optimizer, plan) as probe:
+        for step in range(4):
+            with probe.step(step):
+                optimizer.zero_grad()
+                model(torch.full((3, 4), float("nan") if step == 3 else 1.0)).square().mean().backward()
+                optimizer.step()
+    found = {finding.rule for finding in probe.findings if finding.severity != "info"}
+    assert ("nonfinite" if judge == "monitor" else "ownership") in found
+    assert {finding.rule for finding in read_findings(tmp_path)} >= found
+    assert main(["judge", str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert all(rule in out for rule in found)

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from trainprobe.engine.core.records import Record
+from trainprobe.engine.core.words import counted
 from trainprobe.engine.storage.sinks.tensorboard import TensorboardSink, tag
 from trainprobe.engine.storage.writer import flush_all
 from trainprobe.errors import FormatError, UsageError
@@ -29,7 +30,10 @@ def csv2tb(
     target = output or (folder if folder.is_dir() else folder.parent) / "tensorboard"
     steps, ranks = _write([folder], target)
     console = Console(highlight=False, soft_wrap=True)
-    console.print(f"{steps} steps of {ranks} ranks → {target}; see them with: tensorboard --logdir {target}", markup=False)
+    console.print(
+        f"{counted(steps, 'step')} of {counted(ranks, 'rank')} → {target}; see them with: tensorboard --logdir {target}",
+        markup=False,
+    )
     return 0
 
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from trainprobe.engine.core.words import counted
 from trainprobe.monitor.remote_run import as_given, run_folder
 from trainprobe.monitor.run_folder import read_frames
 from trainprobe.monitor.trend_db import write_trend_db
@@ -21,5 +22,7 @@ def export(
 ) -> int:
     """Write the series of the run in DIR for another tool. Exit code 0."""
     ranks, steps = write_trend_db(read_frames(run_folder(folder)), trend)
-    Console(highlight=False, soft_wrap=True).print(f"{trend}: {steps} steps of {ranks} ranks", markup=False)
+    Console(highlight=False, soft_wrap=True).print(
+        f"{trend}: {counted(steps, 'step')} of {counted(ranks, 'rank')}", markup=False
+    )
     return 0

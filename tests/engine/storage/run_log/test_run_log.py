@@ -339,3 +339,14 @@ def test_runs_lists_what_a_folder_holds(trained, tmp_path, capsys):
     assert "3 (3 to 5)" in capsys.readouterr().out
     (tmp_path / "empty").mkdir()
     assert main(["runs", str(tmp_path / "empty")]) == 3
+
+
+def test_steps_after_a_clock_that_was_set_back_follow_those_before(tmp_path, monkeypatch):
+    log = RunLog(tmp_path / "rank0")
+    fill(tmp_path, [small_step(1), small_step(2)])
+    assert [frame.step for frame in log.frames()] == [1, 2]
+    now = time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: now() - 3600 * 10**9)
+    fill(tmp_path, [small_step(3), small_step(4)], on_existing="continue")
+    assert [frame.step for frame in log.frames()] == [3, 4]  # as `top` follows a run
+    assert steps_in(tmp_path / "rank0") == [1, 2, 3, 4]

@@ -54,12 +54,15 @@ class _Layout:
 
 
 class Rows:
-    """Turns collected steps into record batches with the columns of the run log."""
+    """Turns collected steps into record batches with the columns of the run log.
 
-    def __init__(self) -> None:
+    after: the time of the last step that stands in the log, in microseconds since 1970; a clock may have been set back since.
+    """
+
+    def __init__(self, after: int = 0) -> None:
         self._words = {name: StringDictionary() for name in WORDS}
         self._written: set[str] = set()
-        self._time = 0
+        self._time = after
 
     def forget_layouts(self) -> None:
         """Write each layout once more when it is next met, because another file begins."""

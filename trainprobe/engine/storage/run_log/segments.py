@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from trainprobe.engine.storage.dumps.layout import LIVE_FILE, find_segments, next_segment
 from trainprobe.engine.storage.run_log.live import STREAM, read_stream
-from trainprobe.engine.storage.run_log.schema import FLOATS, WORDS
+from trainprobe.engine.storage.run_log.schema import COLUMNS, FLOATS, SCHEMA, WORDS
 from trainprobe.engine.storage.safe_files import NO_LINK
 
 ROW_GROUP = 1 << 17
@@ -61,6 +61,19 @@ def close_segment(folder: Path) -> Path | None:
         write_segment(segment, table)
     (folder / LIVE_FILE).unlink(missing_ok=True)
     return segment
+
+
+def last_time(folder: Path) -> int:
+    """Return the time of the last step in the segments of a rank, in microseconds since 1970; 0 where there is none."""
+    try:
+        footers = [pq.read_metadata(segment) for segment in find_segments(folder)[-1:]]
+    except (pa.ArrowInvalid, OSError):
+        return 0  # a damaged one is named where it is read
+    groups = [
+        footer.row_group(i).column(SCHEMA.get_field_index("time")) for footer in footers for i in range(footer.num_row_groups)
+    ]
+    times = [group.statistics.max for group in groups if group.statistics is not None]
+    return max((int(pa.scalar(time, COLUMNS["time"][0]).value) for time in times), default=0)
 
 
 def _made_of(segment: Path, stream: pa.Schema) -> bool:

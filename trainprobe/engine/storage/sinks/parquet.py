@@ -63,9 +63,10 @@ class ParquetSink:
         """Return what makes rows and the stream that they go to."""
         from trainprobe.engine.storage.run_log.live import LiveStream
         from trainprobe.engine.storage.run_log.rows import Rows
+        from trainprobe.engine.storage.run_log.segments import last_time
 
         if self._rows is None:
-            self._rows = Rows()
+            self._rows = Rows(last_time(self._folder))
         if self._live is None:
             self._rows.forget_layouts()
             self._folder.mkdir(parents=True, exist_ok=True)
