@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import Any
@@ -16,7 +16,14 @@ from trainprobe.op_check.cases import Case, NotChecked, Tensor, flat, mapped
 from trainprobe.op_check.double_double.tensor import DoubleDouble
 from trainprobe.op_check.functions import api, function, is_in_place
 from trainprobe.op_check.noise import UNIT, Noise
-from trainprobe.op_check.references import Sum, formulas, is_wide, known_rounding, sum_of_products
+from trainprobe.op_check.references import (
+    Sum,
+    formulas,
+    is_wide,
+    known_rounding,
+    rounding_of_gradients,
+    sum_of_products,
+)
 from trainprobe.op_check.references.matrices import by_norms
 
 SINGLE = 2.0**-24  # what kernels calculate in, for all formats up to float32
@@ -135,20 +142,48 @@ class Run:
         known = known_rounding(api(self.case.name)) if self.source == "formula" and not self.backward else None
         if known is None or any(t.is_complex() for t in self.case.tensors()):
             return None
-        wide = _format_of_sizes(accumulate) == torch.float64
-
-        def given(t: Tensor) -> Tensor:
-            return self._widened(t, None) if wide or self.low is not None or t.dtype != torch.float32 else t.detach()
-
         with without_dispatch():
-            args, kwargs = mapped((tuple(self.case.args), dict(self.case.kwargs)), given, _wide_dtype)
+            args, kwargs = self._given_for_sizes(accumulate)
             size = known(*args, **kwargs)
         return _finite([(size, accumulate)])
 
+    def _given_for_sizes(self, accumulate: float, *more: Tensor | None) -> Any:
+        """Return the arguments, and more of their kind, as sizes are worked out of them."""
+        wide = _format_of_sizes(accumulate)
+
+        def given(t: Tensor) -> Tensor:
+            return t.detach() if t.dtype == wide and self.low is None else self._widened(t, None).to(wide)
+
+        def one(t: Tensor) -> Tensor:
+            return given(t) if t.is_floating_point() else t
+
+        tree = mapped((tuple(self.case.args), dict(self.case.kwargs)), one, _wide_dtype)
+        return (*tree, *(None if t is None else one(t) for t in more))
+
+    def _of_gradients(self, accumulate: float) -> list[Size] | None:
+        """Return how far each gradient is off at least, where the formula tells; None where that has to be tried."""
+        known = rounding_of_gradients(api(self.case.name)) if self.source == "formula" and self.backward else None
+        given = self.case.gradients or ()
+        if known is None or len(given) != 1 or given[0] is None or any(t.is_complex() for t in self.case.tensors()):
+            return None
+        with without_dispatch():
+            args, kwargs, g = self._given_for_sizes(accumulate, given[0])
+            sizes: Mapping[str, Tensor] | None = known(g, *args, **kwargs)
+        if sizes is None:
+            return None
+        names = [name for name, _ in named_tensors(self.case)]
+        edges = range(len(names)) if self.edges is None else self.edges
+        return _finite([(_NONE, 0.0) if e is None or names[e] not in sizes else (sizes[names[e]], accumulate) for e in edges])
+
     def rounding_by_norms(self, accumulate: float) -> list[Size] | None:
-        """Return u‖a‖‖b‖ for each element of a product of matrices, from the norms of rows and columns; None for all else."""
+        """Return u‖a‖‖b‖ for each element of a product of matrices, from the norms of rows and columns.
+
+        Of other operators what their formula tells of gradients, None where it tells nothing.
+        """
         known = sum_of_products(api(self.case.name)) if self.source == "formula" else None
-        if known is None or any(t.is_complex() for t in self.case.tensors()):
+        if known is None:
+            return self._of_gradients(accumulate)
+        if any(t.is_complex() for t in self.case.tensors()):
             return None
         with without_dispatch(), Noise(0, SINGLE, SINGLE, backward=self.backward, still=True), by_norms():
             sizes = self._evaluated(None, False, _format_of_sizes(accumulate))

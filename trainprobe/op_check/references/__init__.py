@@ -32,6 +32,7 @@ class Sum:
 Known = Callable[..., Any]
 _FORMULAS: dict[str, Formula] = {}
 _KNOWN: dict[str, Known] = {}
+_GRADIENTS: dict[str, Known] = {}
 _RESULTS: dict[str, int] = {}
 _SUMS: dict[str, Sum] = {}
 _POINTWISE: set[str] = set()
@@ -47,6 +48,7 @@ def formula(
     wide: bool = False,
     rounding: Known | None = None,
     rows: bool = False,
+    gradients: Known | None = None,
 ) -> Callable[[Formula], Formula]:
     """Register a formula for operators of these names (see functions.api).
 
@@ -54,7 +56,8 @@ def formula(
     pointwise: each element of the result comes of the elements at its place alone. wide: for results of float32 and wider
     alone, because kernels of 16 bits round partial sums in an order of their own. rounding: tells from the arguments how far
     a kernel may be off, in units of what it calculates in. rows: a row of the result is made of sums over rows, so that an
-    element may be off by the rounding of its whole row.
+    element may be off by the rounding of its whole row. gradients: tells from the gradient of the result and the arguments how
+    far the gradient of each argument is off at least, by the argument's name: most are not further off, and need not be tried.
     """
 
     def register(function: Formula) -> Formula:
@@ -65,6 +68,7 @@ def formula(
         _WIDE.update(names if wide else ())
         _ROWS.update(names if rows else ())
         _KNOWN.update({} if rounding is None else dict.fromkeys(names, rounding))
+        _GRADIENTS.update({} if gradients is None else dict.fromkeys(names, gradients))
         return function
 
     return register
@@ -74,6 +78,12 @@ def known_rounding(name: str) -> Known | None:
     """Return what tells how far an operator may be off, None where that has to be tried."""
     formulas()
     return _KNOWN.get(name)
+
+
+def rounding_of_gradients(name: str) -> Known | None:
+    """Return what tells how far an operator's gradients are off at least, None where that has to be tried."""
+    formulas()
+    return _GRADIENTS.get(name)
 
 
 def sum_of_products(name: str) -> Sum | None:

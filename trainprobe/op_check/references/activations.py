@@ -6,7 +6,7 @@ import math
 
 from trainprobe.op_check.noise import from_input, from_result
 from trainprobe.op_check.references import formula
-from trainprobe.op_check.references.primitives import Tensor, clamp, erf, exp, expm1, log1p, ones_like, tanh, where, zeros_like
+from trainprobe.op_check.references.primitives import Tensor, abs, clamp, erf, exp, expm1, log1p, ones_like, tanh, where, zeros_like
 
 
 def _sigmoid(x: Tensor) -> Tensor:
@@ -44,7 +44,12 @@ def silu(input: Tensor, inplace: bool = False) -> Tensor:
     return input * _sigmoid(input)
 
 
-@formula("gelu", pointwise=True)
+def _of_gelus_gradient(gradient: Tensor, input: Tensor, approximate: str = "none") -> dict[str, Tensor]:
+    """Of Φ, whose error function vector code takes with 8 u, twice its size near 0."""
+    return {"input": abs(gradient) * clamp(abs(input), max=1.0).mul_(2)}
+
+
+@formula("gelu", pointwise=True, gradients=_of_gelus_gradient)
 def gelu(input: Tensor, approximate: str = "none") -> Tensor:
     """x · Φ(x), with Φ the normal distribution, or its approximation by tanh."""
     if approximate == "tanh":

@@ -10,10 +10,53 @@ import torch
 from trainprobe.op_check.cases import NotChecked
 from trainprobe.op_check.noise import gradients_alone, kept, rough, stored
 from trainprobe.op_check.references import formula
-from trainprobe.op_check.references.primitives import Tensor, exp, log, matmul, ones, sum, where, zeros_like
+from trainprobe.op_check.references.primitives import Tensor, abs, exp, log, matmul, ones, sum, where, zeros_like
 
 
-@formula("scaled_dot_product_attention", rows=True)
+def _scores(
+    query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return s · Q Kᵀ + mask, and what is seen of it; None for all."""
+    factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    scores = stored(matmul(query, key.mT) * factor)
+    if is_causal:
+        return scores, ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        return scores, attn_mask
+    return (scores if attn_mask is None else stored(scores + attn_mask)), None
+
+
+def _of_gradients(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> dict[str, Tensor] | None:
+    """The last products of the backward: √K times the root of the sum of their squares."""
+    if not query.shape[:-2] == key.shape[:-2] == value.shape[:-2] or query.ndim < 2:
+        return None
+    scores, seen = _scores(query, key, attn_mask, is_causal, scale)
+    if seen is not None:
+        scores = scores.masked_fill(~seen, -math.inf)
+    weights = scores.softmax(-1).nan_to_num_(0.0)
+    of_scores = matmul(gradient, value.mT).mul_(weights)
+    of_scores = of_scores.sub_(weights * sum(of_scores, -1, True)).square_()
+    off = (matmul(abs(gradient), abs(value.mT)) * weights).square_().mul_(gradient.shape[-1])  # where the difference cancels
+    factor = (1 / query.shape[-1]) if scale is None else scale**2
+    rows, columns = of_scores.shape[-2:]
+    return {
+        "query": matmul((of_scores * columns).add_(off).mul_(factor), key.square()).sqrt_(),
+        "key": matmul((of_scores * rows).add_(off).mul_(factor).mT, query.square()).sqrt_(),
+        "value": matmul(weights.square_().mT, gradient.square()).mul_(rows).sqrt_(),
+    }
+
+
+@formula("scaled_dot_product_attention", rows=True, gradients=_of_gradients)
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -30,18 +73,10 @@ def scaled_dot_product_attention(
     """
     if dropout_p:
         raise NotChecked("attention with dropout: the dump does not hold which weights were dropped")
-    factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
-    scores = stored(matmul(query, key.mT) * factor)
-    seen = None
-    if is_causal:
-        seen = ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
-    elif attn_mask is not None and attn_mask.dtype == torch.bool:
-        seen = attn_mask
-    elif attn_mask is not None:
-        scores = stored(scores + attn_mask)
+    scores, seen = _scores(query, key, attn_mask, is_causal, scale)
     if seen is not None:
         scores = scores.masked_fill(~seen, -math.inf)
     return _Weighing.apply(scores, value)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from trainprobe.op_check.noise import kept, stored
 from trainprobe.op_check.references import formula
-from trainprobe.op_check.references.primitives import Tensor, mean, rsqrt, sqrt, sum
+from trainprobe.op_check.references.primitives import Tensor, abs, mean, rsqrt, sqrt, sum
 
 
 def _normal(x: Tensor, dims: Sequence[int], eps: float) -> Tensor:
@@ -24,7 +25,32 @@ def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: Sequen
     return x
 
 
-@formula("layer_norm")
+def _of_layer_norms_gradients(
+    gradient: Tensor,
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> dict[str, Tensor]:
+    """Its sums of K products, √K times the sum of their sizes."""
+    count = 1 if isinstance(normalized_shape, int) else len(normalized_shape)
+    dims = [*range(-count, 0)]
+    rows = [*range(input.ndim - count)]
+    normal = _normal(input, dims, eps)
+    scaled = abs(gradient if weight is None else gradient * weight)
+    deviation = rsqrt(mean((input - mean(input, dims, True)).square_(), dims, True) + eps)
+    root = math.prod(input.shape[: input.ndim - count]) ** 0.5
+    along = [sum(t, rows).mul_(root) if rows else t for t in (abs(gradient * normal), abs(gradient))]
+    return {
+        "input": (scaled + mean(scaled.square(), dims, True).sqrt_()) * deviation,
+        "weight": along[0],
+        "bias": along[1],
+    }
+
+
+@formula("layer_norm", gradients=_of_layer_norms_gradients)
 def layer_norm(
     input: Tensor,
     normalized_shape: Any,
