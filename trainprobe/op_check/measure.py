@@ -17,6 +17,7 @@ except ImportError:
 
 Tensor = torch.Tensor
 NEAR = 4.0  # bounds
+_LEAST = 5e-324  # half of it is 0, and a bound of 0 would make the distance of what is right no number
 _SPAN = 1 << 15  # elements: what is worked out of them stays in the caches
 
 
@@ -79,7 +80,7 @@ class Allowance:
 def bounds(y: Tensor, r: Tensor, noise: Tensor | None) -> Tensor:
     """Return the bound of each element, float64: what a correct kernel may be off."""
     info = torch.finfo(y.dtype)
-    bound = r.abs().mul_(UNIT[y.dtype]).nan_to_num_(0, 0, 0).add_(info.tiny * info.eps / 2)
+    bound = r.abs().mul_(UNIT[y.dtype]).nan_to_num_(0, 0, 0).add_(max(info.tiny * info.eps / 2, _LEAST))
     return bound if noise is None else bound.add_(noise)
 
 

@@ -188,11 +188,22 @@ def _error_function_near_zero(x: Pair) -> Pair:
 
 
 def _complement_of_far(x: Pair) -> Pair:
-    """Return erfc x = e^(−x²)/√π · 1/(x + ½/(x + 1/(x + 3/2/(x + …)))) of x ≥ 2.5."""
+    """Return erfc x = e^(−x²) times what follows, of x ≥ 2.5."""
+    return multiply(exponential(negative(multiply(x, x))), _scaled_complement_of_far(x))
+
+
+def _scaled_complement_of_far(x: Pair) -> Pair:
+    """Return 1/√π · 1/(x + ½/(x + 1/(x + 3/2/(x + …)))) of x ≥ 2.5."""
     below = x
     for k in range(130, 0, -1):
         below = add(x, divide(constant(k / 2), below))
-    return divide(multiply(exponential(negative(multiply(x, x))), constant(*_ONE_OVER_ROOT_PI)), below)
+    return divide(constant(*_ONE_OVER_ROOT_PI), below)
+
+
+def scaled_complementary_error_function(x: Pair) -> Pair:
+    """Return e^(x²) (1 − erf x)."""
+    near = lambda x: multiply(exponential(multiply(x, x)), complementary_error_function(x))  # noqa: E731
+    return finite(*_where(x[0] < _TAIL, x, near, _scaled_complement_of_far), torch.special.erfcx(x[0]))
 
 
 def sine_and_cosine(x: Pair) -> tuple[Pair, Pair]:

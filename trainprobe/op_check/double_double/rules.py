@@ -29,7 +29,7 @@ MOVES: dict[str, int | None] = {
     as_strided narrow split split_with_sizes chunk unbind cat stack index index_select gather where tril triu flip roll repeat
     diagonal diag_embed unfold select_backward slice_backward diagonal_backward slice_scatter select_scatter lift
     lift_fresh rot90 movedim pixel_shuffle pixel_unshuffle channel_shuffle embedding _embedding masked_select
-    broadcast_to squeeze_ unsqueeze_ t_ transpose_ as_strided_scatter diagonal_scatter _chunk_cat
+    broadcast_to masked_scatter squeeze_ unsqueeze_ t_ transpose_ as_strided_scatter diagonal_scatter _chunk_cat
     """.split()  # noqa: SIM905
     ),
     "constant_pad_nd": 2,
@@ -48,7 +48,8 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     return register
 
 
-def _pair(x: Any) -> Pair:
+def pair_of(x: Any) -> Pair:
+    """Return an argument as a pair."""
     if isinstance(x, Numbers):
         return x
     return exactly(x.to(torch.float64)) if isinstance(x, Tensor) else arithmetic.constant(float(x))
@@ -77,52 +78,57 @@ _functions()
 
 @rule("add")
 def _add(func: Any, a: Any, b: Any, alpha: Any = 1) -> Numbers:
-    second = _pair(b) if alpha == 1 else arithmetic.multiply(_pair(b), _pair(alpha))
-    return Numbers(arithmetic.add(_pair(a), second))
+    second = pair_of(b) if alpha == 1 else arithmetic.multiply(pair_of(b), pair_of(alpha))
+    return Numbers(arithmetic.add(pair_of(a), second))
 
 
 @rule("sub")
 def _subtract(func: Any, a: Any, b: Any, alpha: Any = 1) -> Numbers:
-    second = _pair(b) if alpha == 1 else arithmetic.multiply(_pair(b), _pair(alpha))
-    return Numbers(arithmetic.subtract(_pair(a), second))
+    second = pair_of(b) if alpha == 1 else arithmetic.multiply(pair_of(b), pair_of(alpha))
+    return Numbers(arithmetic.subtract(pair_of(a), second))
 
 
 @rule("rsub")
 def _reversed_difference(func: Any, a: Any, b: Any, alpha: Any = 1) -> Numbers:
-    return Numbers(arithmetic.subtract(_pair(b), arithmetic.multiply(_pair(a), _pair(alpha))))
+    return Numbers(arithmetic.subtract(pair_of(b), arithmetic.multiply(pair_of(a), pair_of(alpha))))
 
 
 @rule("mul")
 def _multiply(func: Any, a: Any, b: Any) -> Numbers:
-    return Numbers(arithmetic.multiply(_pair(a), _pair(b)))
+    return Numbers(arithmetic.multiply(pair_of(a), pair_of(b)))
 
 
 @rule("div", "true_divide")
 def _divide(func: Any, a: Any, b: Any, rounding_mode: Any = None) -> Numbers:
     if rounding_mode is not None:
-        raise NotImplementedError("division to whole numbers")
-    return Numbers(arithmetic.divide(_pair(a), _pair(b)))
+        return Numbers(exactly(torch.div(*_exact(func, a, b), rounding_mode=rounding_mode)))
+    return Numbers(arithmetic.divide(pair_of(a), pair_of(b)))
 
 
 @rule("pow")
 def _power(func: Any, a: Any, b: Any) -> Numbers:
-    return Numbers(functions.power(_pair(a), _pair(b)))
+    return Numbers(functions.power(pair_of(a), pair_of(b)))
+
+
+@rule("floor_divide")
+def _divided_to_whole(func: Any, a: Any, b: Any) -> Numbers:
+    return Numbers(exactly(torch.floor_divide(*_exact(func, a, b))))
 
 
 @rule("lerp")
 def _lerp(func: Any, start: Any, end: Any, weight: Any) -> Numbers:
-    change = arithmetic.multiply(_pair(weight), arithmetic.subtract(_pair(end), _pair(start)))
-    return Numbers(arithmetic.add(_pair(start), change))
+    change = arithmetic.multiply(pair_of(weight), arithmetic.subtract(pair_of(end), pair_of(start)))
+    return Numbers(arithmetic.add(pair_of(start), change))
 
 
 @rule("addcmul")
 def _add_product(func: Any, a: Any, b: Any, c: Any, value: Any = 1) -> Numbers:
-    return Numbers(arithmetic.add(_pair(a), arithmetic.multiply(_pair(value), arithmetic.multiply(_pair(b), _pair(c)))))
+    return Numbers(arithmetic.add(pair_of(a), arithmetic.multiply(pair_of(value), arithmetic.multiply(pair_of(b), pair_of(c)))))
 
 
 @rule("addcdiv")
 def _add_quotient(func: Any, a: Any, b: Any, c: Any, value: Any = 1) -> Numbers:
-    return Numbers(arithmetic.add(_pair(a), arithmetic.multiply(_pair(value), arithmetic.divide(_pair(b), _pair(c)))))
+    return Numbers(arithmetic.add(pair_of(a), arithmetic.multiply(pair_of(value), arithmetic.divide(pair_of(b), pair_of(c)))))
 
 
 _COMPARED: dict[str, Callable[[Pair, Pair], Tensor]] = {
@@ -134,7 +140,7 @@ _COMPARED: dict[str, Callable[[Pair, Pair], Tensor]] = {
     "ne": lambda a, b: ~arithmetic.equal(a, b),
 }
 for _name, _compare in _COMPARED.items():
-    RULES[_name] = lambda func, a, b, compare=_compare: compare(_pair(a), _pair(b))
+    RULES[_name] = lambda func, a, b, compare=_compare: compare(pair_of(a), pair_of(b))
 
 
 @rule("isnan", "isinf", "_local_scalar_dense", "sign", "sgn", "signbit", "item", "is_nonzero", "logical_not", "isfinite")
@@ -166,13 +172,13 @@ def _copied(func: Any, a: Any, *, dtype: Any = None, **named: Any) -> Any:
 
 @rule("copy")
 def _taken_over(func: Any, a: Any, source: Any, non_blocking: bool = False) -> Numbers:
-    high, low = _pair(source)
+    high, low = pair_of(source)
     return Numbers((high.expand(a[0].shape), low.expand(a[0].shape)))
 
 
 @rule("fill")
 def _filled(func: Any, a: Any, value: Any) -> Numbers:
-    high, low = _pair(value)
+    high, low = pair_of(value)
     return Numbers((high.expand(a[0].shape), low.expand(a[0].shape)))
 
 
@@ -183,7 +189,7 @@ def _zeroed(func: Any, a: Any) -> Numbers:
 
 @rule("masked_fill")
 def _masked(func: Any, a: Any, mask: Tensor, value: Any) -> Numbers:
-    return Numbers(chosen(mask, _pair(value), _pair(a)))
+    return Numbers(chosen(mask, pair_of(value), pair_of(a)))
 
 
 @rule("relu")
@@ -193,29 +199,29 @@ def _relu(func: Any, a: Any) -> Numbers:
 
 @rule("threshold_backward")
 def _past_threshold(func: Any, gradient: Any, a: Any, threshold: Any) -> Numbers:
-    return Numbers(chosen(_pair(a)[0] <= threshold, arithmetic.constant(0.0), _pair(gradient)))
+    return Numbers(chosen(pair_of(a)[0] <= threshold, arithmetic.constant(0.0), pair_of(gradient)))
 
 
 @rule("softshrink_backward", "hardshrink_backward")
 def _past_both_limits(func: Any, gradient: Any, a: Any, limit: Any) -> Numbers:
-    inside = _pair(a)[0].abs() <= limit
-    return Numbers(chosen(inside, arithmetic.constant(0.0), _pair(gradient)))
+    inside = pair_of(a)[0].abs() <= limit
+    return Numbers(chosen(inside, arithmetic.constant(0.0), pair_of(gradient)))
 
 
 @rule("hypot")
 def _hypotenuse(func: Any, a: Any, b: Any) -> Numbers:
-    a, b = _pair(a), _pair(b)
+    a, b = pair_of(a), pair_of(b)
     return Numbers(arithmetic.root(arithmetic.add(arithmetic.multiply(a, a), arithmetic.multiply(b, b))))
 
 
 @rule("maximum")
 def _larger(func: Any, a: Any, b: Any) -> Numbers:
-    return Numbers(_largest(_pair(a), _pair(b)))
+    return Numbers(_largest(pair_of(a), pair_of(b)))
 
 
 @rule("minimum")
 def _smaller(func: Any, a: Any, b: Any) -> Numbers:
-    return Numbers(_least(_pair(a), _pair(b)))
+    return Numbers(_least(pair_of(a), pair_of(b)))
 
 
 def _largest(a: Pair, b: Pair) -> Pair:
@@ -233,8 +239,8 @@ def _clamped(func: Any, a: Any, *given: Any, min: Any = None, max: Any = None) -
         max = given[0]
     elif given:
         min, max = given[0], given[1] if len(given) > 1 else max
-    found = a if min is None else _largest(a, _pair(min))
-    found = found if max is None else _least(found, _pair(max))
+    found = a if min is None else _largest(a, pair_of(min))
+    found = found if max is None else _least(found, pair_of(max))
     return Numbers(chosen(a[0].isnan(), a, found))
 
 
@@ -307,15 +313,125 @@ def _place(func: Any, a: Any, *given: Any, **named: Any) -> Any:
     return func(a[0], *given, **named)
 
 
-@rule("floor", "ceil", "round", "trunc", "frac", "fmod", "remainder")
+def whole_below(a: Pair) -> Tensor:
+    """Return the largest whole number that is not above a."""
+    high = torch.floor(a[0])
+    return torch.where(high == a[0], high + torch.floor(a[1]), high)
+
+
+@rule("floor", "ceil", "trunc", "frac", "round")
 def _whole(func: Any, a: Any, *given: Any, **named: Any) -> Numbers:
-    if (
-        bool((a[1] != 0).any())
-        or any(isinstance(x, Numbers) for x in given)
-        or func.overloadpacket.__name__ in ("fmod", "remainder")
-    ):
-        raise NotImplementedError(f"{func.overloadpacket.__name__} of rounded numbers")
+    name = func.overloadpacket.__name__
+    if name == "floor":
+        return Numbers(exactly(whole_below(a)))
+    if name == "ceil":
+        return Numbers(exactly(-whole_below(arithmetic.negative(a))))
+    if bool((a[1] != 0).any()):
+        raise NotImplementedError(f"{name} of rounded numbers")
     return Numbers(exactly(func(a[0], *given, **named)))
+
+
+def _exact(func: Any, *given: Any) -> list[Tensor]:
+    """Return arguments as numbers of float64, which they are where nothing was rounded before."""
+    pairs = [pair_of(x) for x in given]
+    if any(bool((low != 0).any()) for _, low in pairs):
+        raise NotImplementedError(f"{func.overloadpacket.__name__} of rounded numbers")
+    return [high for high, _ in pairs]
+
+
+@rule("fmod", "remainder")
+def _rest(func: Any, a: Any, b: Any) -> Numbers:
+    """The rest of a division is exact; that of the other sign is moved by the divisor."""
+    a, b = _exact(func, a, b)
+    rest = torch.fmod(a, b)
+    if func.overloadpacket.__name__ == "fmod":
+        return Numbers(exactly(rest))
+    moved = (rest != 0) & (torch.signbit(rest) != torch.signbit(b))
+    return Numbers(arithmetic.add(exactly(rest), exactly(torch.where(moved, b, 0.0))))
+
+
+@rule("fmax", "fmin")
+def _extreme_of_numbers(func: Any, a: Any, b: Any) -> Numbers:
+    a, b = pair_of(a), pair_of(b)
+    least = func.overloadpacket.__name__ == "fmin"
+    second = (arithmetic.less(b, a) if least else arithmetic.less(a, b)) | a[0].isnan()
+    return Numbers(chosen(second & ~b[0].isnan(), b, a))
+
+
+@rule("put")
+def _put_flat(func: Any, a: Any, index: Tensor, source: Any, accumulate: bool = False) -> Numbers:
+    a, (high, low) = pair_of(a), pair_of(source)
+    if accumulate:
+        return added_at_places(a, index % max(1, a[0].numel()), (high, low))
+    return Numbers((torch.put(a[0], index, high), torch.put(a[1], index, low)))
+
+
+@rule("scatter_reduce")
+def _scatter_reduce(
+    func: Any, a: Any, dim: int, index: Tensor, source: Any, reduce: str, *, include_self: bool = True
+) -> Numbers:
+    a = pair_of(a)
+    if reduce in ("amax", "amin"):
+        a, source = _exact(func, a, source)
+        return Numbers(exactly(torch.scatter_reduce(a, dim, index, source, reduce, include_self=include_self)))
+    if reduce == "prod":
+        raise NotImplementedError("scatter_reduce of products")
+    ones = torch.ones(index.shape, dtype=torch.float64)
+    counts = torch.scatter_reduce(torch.zeros_like(a[0]), dim, index, ones, "sum")
+    start = a if include_self else chosen(counts > 0, exactly(torch.zeros_like(a[0])), a)
+    total = _scattered(func, Numbers(start), dim, index, source)
+    if reduce == "sum":
+        return total
+    counts = counts + 1 if include_self else counts.clamp_min(1)
+    return Numbers(arithmetic.divide(total, exactly(counts)))
+
+
+@rule("_trilinear")
+def _products_of_three(func: Any, a: Any, b: Any, c: Any, *dims: Sequence[int] | int) -> Numbers:
+    each: list[Pair] = []
+    for one, added in zip((a, b, c), dims[:3], strict=True):
+        high, low = pair_of(one)
+        for d in added:  # pyright: ignore[reportGeneralTypeIssues]
+            high, low = high.unsqueeze(d), low.unsqueeze(d)
+        each.append((high, low))
+    whole = arithmetic.multiply(arithmetic.multiply(each[0], each[1]), each[2])
+    along: Any = dims[3]
+    return _without(arithmetic.added_up(whole, [*along]), [*along], False) if along else Numbers(whole)
+
+
+def _distance(apart: Pair, p: float) -> Numbers:
+    return _norm(None, apart, p, [-1])
+
+
+@rule("_cdist_forward")
+def _distances(func: Any, a: Any, b: Any, p: float, mode: Any = None) -> Numbers:
+    (ah, al), (bh, bl) = pair_of(a), pair_of(b)
+    return _distance(arithmetic.subtract((ah.unsqueeze(-2), al.unsqueeze(-2)), (bh.unsqueeze(-3), bl.unsqueeze(-3))), p)
+
+
+def _of_distances(g: Pair, apart: Pair, distance: Pair, p: float) -> Pair:
+    """Return the gradient of each difference: of no distance none."""
+    if p not in (1, 2):
+        raise NotImplementedError(f"the gradient of distances with p = {p:g}")
+    if p == 1:
+        return arithmetic.multiply(g, exactly(torch.sign(apart[0])))
+    none = distance[0] == 0
+    return arithmetic.multiply(apart, chosen(none, arithmetic.constant(0.0), arithmetic.divide(g, distance)))
+
+
+@rule("_cdist_backward")
+def _gradient_of_distances(func: Any, g: Any, a: Any, b: Any, p: float, distances: Any) -> Numbers:
+    a, b, g, distances = (pair_of(x) for x in (a, b, g, distances))
+    apart = arithmetic.subtract((a[0].unsqueeze(-2), a[1].unsqueeze(-2)), (b[0].unsqueeze(-3), b[1].unsqueeze(-3)))
+    wide: list[Pair] = [(x[0].unsqueeze(-1), x[1].unsqueeze(-1)) for x in (g, distances)]
+    found = arithmetic.added_up(_of_distances(wide[0], apart, wide[1], p), [-2])
+    return Numbers((found[0].squeeze(-2), found[1].squeeze(-2)))
+
+
+@rule("_pdist_forward")
+def _distances_of_pairs(func: Any, a: Any, p: float = 2) -> Numbers:
+    first, second = torch.triu_indices(len(a[0]), len(a[0]), 1)
+    return _distance(arithmetic.subtract((a[0][first], a[1][first]), (a[0][second], a[1][second])), p)
 
 
 @rule("cumsum")
@@ -364,29 +480,29 @@ def _norm(func: Any, a: Any, ord: Any = 2, dim: Any = None, keepdim: bool = Fals
 
 
 def _scaled(a: Any, factor: Any) -> Pair:
-    return _pair(a) if factor == 1 else arithmetic.multiply(_pair(a), _pair(factor))
+    return pair_of(a) if factor == 1 else arithmetic.multiply(pair_of(a), pair_of(factor))
 
 
 @rule("mm", "bmm")
 def _matrices(func: Any, a: Any, b: Any) -> Numbers:
-    return _in_order(product(_pair(a), _pair(b)))
+    return _in_order(product(pair_of(a), pair_of(b)))
 
 
 @rule("mv")
 def _matrix_and_vector(func: Any, a: Any, b: Any) -> Numbers:
-    (ah, al), (bh, bl) = _pair(a), _pair(b)
+    (ah, al), (bh, bl) = pair_of(a), pair_of(b)
     high, low = product((ah, al), (bh.unsqueeze(1), bl.unsqueeze(1)))
     return Numbers((high.squeeze(1), low.squeeze(1)))
 
 
 @rule("dot", "vdot")
 def _inner(func: Any, a: Any, b: Any) -> Numbers:
-    return _without(arithmetic.added_up(arithmetic.multiply(_pair(a), _pair(b)), [0]), [0], False)
+    return _without(arithmetic.added_up(arithmetic.multiply(pair_of(a), pair_of(b)), [0]), [0], False)
 
 
 @rule("addbmm")
 def _added_to_all_products(func: Any, a: Any, b: Any, c: Any, beta: Any = 1, alpha: Any = 1) -> Numbers:
-    found = arithmetic.added_up(product(_pair(b), _pair(c)), [0])
+    found = arithmetic.added_up(product(pair_of(b), pair_of(c)), [0])
     whole = _scaled(_without(found, [0], False), alpha)
     return Numbers(whole if beta == 0 else arithmetic.add(whole, _scaled(a, beta)))
 
@@ -408,10 +524,11 @@ def _at_rows(a: Pair, dim: int, index: Tensor, source: Pair) -> Pair:
 
 @rule("index_add")
 def _added_to_rows(func: Any, a: Any, dim: int, index: Tensor, source: Any, alpha: Any = 1) -> Numbers:
-    return Numbers(_at_rows(_pair(a), dim, index, _scaled(source, alpha)))
+    return Numbers(_at_rows(pair_of(a), dim, index, _scaled(source, alpha)))
 
 
-def _at_places(a: Pair, places: Tensor, source: Pair) -> Numbers:
+def added_at_places(a: Pair, places: Tensor, source: Pair) -> Numbers:
+    """Return a with numbers added at its places, counted from its first."""
     flat = (a[0].reshape(-1), a[1].reshape(-1))
     high, low = arithmetic.added_at(flat, places.reshape(-1), (source[0].reshape(-1), source[1].reshape(-1)))
     return Numbers((high.view(a[0].shape), low.view(a[0].shape)))
@@ -423,24 +540,24 @@ def _numbered(a: Pair) -> Tensor:
 
 @rule("scatter_add")
 def _scattered(func: Any, a: Any, dim: int, index: Tensor, source: Any) -> Numbers:
-    a, (high, low) = _pair(a), _pair(source)
+    a, (high, low) = pair_of(a), pair_of(source)
     if not index.ndim or not a[0].ndim:
         raise NotImplementedError("scatter_add of one number")
     part = tuple(slice(0, size) for size in index.shape)
     numbers = _numbered(a)
     reach = tuple(slice(None) if d == dim % index.ndim else slice(0, size) for d, size in enumerate(index.shape))
-    return _at_places(a, torch.gather(numbers[reach], dim, index), (high[part], low[part]))
+    return added_at_places(a, torch.gather(numbers[reach], dim, index), (high[part], low[part]))
 
 
 @rule("index_put", "_unsafe_index_put", "_index_put_impl")
 def _put(func: Any, a: Any, indices: Sequence[Any], values: Any, accumulate: bool = False, unsafe: bool = False) -> Numbers:
-    a, (high, low) = _pair(a), _pair(values)
+    a, (high, low) = pair_of(a), pair_of(values)
     places = _numbered(a)[tuple(slice(None) if i is None else i for i in indices)]
     if any(i is None for i in indices[:-1]) and sum(i is not None for i in indices) > 1:
         places = torch.ops.aten.index(_numbered(a), list(indices))
     high, low = high.expand(places.shape), low.expand(places.shape)
     if accumulate:
-        return _at_places(a, places, (high, low))
+        return added_at_places(a, places, (high, low))
     out = a[0].clone().reshape(-1), a[1].clone().reshape(-1)
     out[0][places.reshape(-1)], out[1][places.reshape(-1)] = high.reshape(-1), low.reshape(-1)
     return Numbers((out[0].view(a[0].shape), out[1].view(a[0].shape)))
@@ -450,7 +567,7 @@ def _put(func: Any, a: Any, indices: Sequence[Any], values: Any, accumulate: boo
 def _embedding_backward(func: Any, g: Any, index: Tensor, rows: int, padding_idx: int, by_frequency: bool) -> Numbers:
     if by_frequency:
         raise NotImplementedError("an embedding's gradient scaled by frequency")
-    high, low = (x.reshape(-1, x.shape[-1]) for x in _pair(g))
+    high, low = (x.reshape(-1, x.shape[-1]) for x in pair_of(g))
     index = index.reshape(-1)
     seen = index != padding_idx
     zeros = exactly(torch.zeros(rows, high.shape[1], dtype=torch.float64))

@@ -6,7 +6,19 @@ import math
 
 from trainprobe.op_check.noise import from_input, from_result
 from trainprobe.op_check.references import formula
-from trainprobe.op_check.references.primitives import Tensor, abs, clamp, erf, exp, expm1, log1p, ones_like, tanh, where, zeros_like
+from trainprobe.op_check.references.primitives import (
+    Tensor,
+    abs,
+    clamp,
+    erf,
+    exp,
+    expm1,
+    log1p,
+    ones_like,
+    tanh,
+    where,
+    zeros_like,
+)
 
 
 def _sigmoid(x: Tensor) -> Tensor:
