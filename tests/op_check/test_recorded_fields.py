@@ -14,11 +14,14 @@ from torch import nn
 
 import trainprobe
 from trainprobe.cli import main
+from trainprobe.engine.core.records import Value
 from trainprobe.engine.core.step_data import slots
 from trainprobe.engine.storage.dumps import read
-from trainprobe.op_check.cases import Case, laid
+from trainprobe.op_check.cases import Case, flat, laid, strides_of
 from trainprobe.op_check.check import check
 from trainprobe.op_check.dump import check_dump, rank_folders
+from trainprobe.op_check.functions import function
+from trainprobe.op_check.made import made, run_here
 from trainprobe.op_check.recorded import RecordedRank
 
 RIGHT = ("exact", "rounding")
@@ -188,13 +191,96 @@ def test_other_readers_pass_over_what_is_new(dump: tuple[Mixed, Path], capsys: p
     assert set(norm.params) == {"written"}
 
 
-def test_statistics_alone_hold_none_of_it(tmp_path: Path) -> None:
-    plan: Any = {"level": "mix", "output": tmp_path, "console": False, "sinks": ["dump"]}
-    model = Mixed()
+class Turned(nn.Module):
+    """Gives operators inputs that are turned, cut, spread, interleaved or in another memory format."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = x.view(2, 6, 3, 2, 4).permute(2, 0, 3, 1, 4).unbind(0)
+        seen = torch.matmul(q, k.transpose(-2, -1)) + x[:, None, :, ::4].expand(2, 2, 6, 6)
+        last = torch.matmul(seen, v)[..., ::2, 1:]
+        image = x.view(2, 6, 4, 6).contiguous(memory_format=torch.channels_last)
+        return F.relu(last).sum() + F.avg_pool2d(image, 2).sum() + x.unfold(1, 3, 1).mul(2.0).sum()
+
+
+class LayoutsAtCalls(torch.overrides.TorchFunctionMode):
+    """What torch itself says of the arguments of each call, in order: shapes and, where a tensor is not contiguous, strides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[str, list[list[tuple[int, ...] | None]]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [None if t.is_contiguous() else t.stride() for t in flat((args, kwargs or {}))]
+        self.calls.setdefault(getattr(func, "__name__", ""), []).append(given)
+        return func(*args, **(kwargs or {}))
+
+
+def statistics(folder: Path, model: nn.Module, x: torch.Tensor) -> Path:
+    plan: Any = {"level": "mix", "output": folder, "console": False, "sinks": ["dump"]}
     with trainprobe.watch(model, **plan) as probe, probe.step():
-        model(torch.randn(4, 3, 9, 9)).sum().backward()
-    text = (tmp_path / "step0/rank0/dump.json").read_text(encoding="utf-8")
+        model(x).sum().backward()
+    return folder / "step0/rank0"
+
+
+def test_statistics_alone_hold_layouts_and_nothing_else_of_it(tmp_path: Path) -> None:
+    text = (statistics(tmp_path, Mixed(), torch.randn(4, 3, 9, 9)) / "dump.json").read_text(encoding="utf-8")
     entries = json.loads(text)["data"]
     assert {"Functional.dropout.0.forward", "Functional.batch_norm.0.forward"} <= {*entries}
     assert not any({"written", "generator"} & {*entry} for entry in entries.values())
-    assert '"stride"' not in text
+    x, weight, _ = entries["Torch.conv2d.0.forward"]["input_args"][:3]
+    assert x["stride"] == [243, 1, 27, 3]
+    assert "stride" not in weight
+
+
+@pytest.fixture(scope="module")
+def turned(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list[list[tuple[int, ...] | None]]], RecordedRank]:
+    torch.manual_seed(0)
+    x = torch.randn(2, 6, 24, requires_grad=True)
+    with LayoutsAtCalls() as told:
+        Turned()(x).sum()
+    return told.calls, RecordedRank.read(statistics(tmp_path_factory.mktemp("turned"), Turned(), x))
+
+
+def test_statistics_alone_hold_the_layout_that_each_call_was_given(turned: Any) -> None:
+    told, rank = turned
+    units = {unit.entry: unit for unit in rank.units() if unit.direction == "forward"}
+    compared = 0
+    for entry, unit in units.items():
+        name, number = entry.split(".")[1:3]
+        if name in told:
+            given = [strides_of(value) for value in values_in([unit.call.args, unit.call.kwargs])]
+            assert given == told[name][int(number)], entry
+            compared += sum(strides is not None for strides in given)
+    assert compared >= 9
+
+
+def values_in(tree: Any) -> list[Value]:
+    if isinstance(tree, Value):
+        return [tree]
+    items = tree if isinstance(tree, list) else [*tree.values()] if isinstance(tree, dict) else []
+    return [value for item in items for value in values_in(item)]
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_made_inputs_reach_the_operator_in_the_layout_that_it_was_given(turned: Any, backward: bool) -> None:
+    told, rank = turned
+    seen: dict[str, list[tuple[int, ...] | None]] = {}
+    for unit in rank.units():
+        if unit.direction == "forward" and unit.call.name.rpartition(".")[2] in ("matmul", "relu", "avg_pool2d", "mul"):
+            one = rank.made_case(unit)
+            original, name = function(one.name), f"{one.name.rpartition('.')[2]}.{unit.call.call}"
+
+            def told_by_torch(*args: Any, original: Any = original, name: str = name, **kwargs: Any) -> Any:
+                seen[name] = [None if t.is_contiguous() else t.stride() for t in flat((args, kwargs))]
+                return original(*args, **kwargs)
+
+            run_here(replace(one, function=told_by_torch), backward)
+    assert seen == {name: told[name.split(".")[0]][int(name.split(".")[1])] for name in seen}
+    assert {"matmul.0", "relu.0", "avg_pool2d.0", "mul.0"} <= {*seen}
+
+
+def test_made_inputs_that_share_memory_keep_both_limits() -> None:
+    for strides in ([0, 1], [1, 0], [1, 4], [1, 1], [40, 2]):
+        value = Value(0, "torch.float32", (4, 9), extra={"stride": strides})
+        t = laid(made(value, (-3.0, 5.0)), strides)
+        assert (t.stride(), t.min(), t.max()) == (tuple(strides), -3.0, 5.0)

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from trainprobe.engine.core.records import Value
+
 Tensor = torch.Tensor
 
 
@@ -44,6 +46,13 @@ class Case:
     def tensors(self) -> list[Tensor]:
         """Return the tensors among the arguments, in order."""
         return [*flat((self.args, dict(self.kwargs)))]
+
+
+def strides_of(value: Value) -> tuple[int, ...] | None:
+    """Return the strides that a dump holds of a value, or None where it lay in order, or what stands there are none."""
+    strides = (value.extra or {}).get("stride")
+    whole = isinstance(strides, list) and len(strides) == len(value.shape) and all(type(s) is int and s >= 0 for s in strides)
+    return tuple(strides) if whole else None
 
 
 def laid(t: Tensor, strides: Sequence[int]) -> Tensor:

@@ -9,31 +9,32 @@ import torch
 
 from trainprobe.engine.arrays.without_dispatch import without_dispatch
 from trainprobe.engine.core.records import Value
-from trainprobe.op_check.cases import Case, NotChecked, Tensor, flat, mapped
+from trainprobe.op_check.cases import Case, NotChecked, Tensor, flat, laid, mapped, strides_of
 from trainprobe.op_check.functions import function
 
 
 def made(value: Value, limits: tuple[float, float], seed: int = 0) -> Tensor:
-    """Return a tensor of the value's shape and dtype, uniform between its recorded limits, which are its first and last
-    element.
+    """Return a tensor of the value's shape and dtype, uniform between its recorded limits, which are two of its elements: those
+    that it keeps when it is laid out with the value's strides.
 
-    Whole numbers stay valid as indices, signs and the range are kept; distribution, order and layout are not.
+    Whole numbers stay valid as indices, signs and range are kept; distribution and order are not.
     """
     dtype = getattr(torch, value.dtype.rpartition(".")[2].lower(), None)
     if not isinstance(dtype, torch.dtype) or dtype.is_complex:
         raise NotChecked(f"no inputs are made of dtype {value.dtype}")
     drawn = torch.Generator().manual_seed(seed + zlib.crc32(repr((value.row, value.shape)).encode()))
-    least, most = limits
+    (least, most), shape = limits, value.shape
     if dtype == torch.bool:
-        return torch.rand(value.shape, generator=drawn) < (least + most) / 2
+        return torch.rand(shape, generator=drawn) < (least + most) / 2
     if not dtype.is_floating_point:
-        return torch.randint(int(least), int(most) + 1, value.shape, generator=drawn, dtype=torch.int64).to(dtype)
+        return torch.randint(int(least), int(most) + 1, shape, generator=drawn, dtype=torch.int64).to(dtype)
     if not least <= most:  # NaN
-        return torch.full(value.shape, float("nan"), dtype=dtype)
+        return torch.full(shape, float("nan"), dtype=dtype)
     low, high = max(least, -torch.finfo(dtype).max), min(most, torch.finfo(dtype).max)
-    numbers = torch.rand(value.shape, generator=drawn, dtype=torch.float64) * (high - low) + low
+    numbers = torch.rand(shape, generator=drawn, dtype=torch.float64) * (high - low) + low
     if numbers.numel():
-        numbers.view(-1)[0], numbers.view(-1)[-1] = least, most
+        numbers[(0,) * numbers.ndim] = least
+        numbers[tuple(0 if step == 0 else -1 for step in strides_of(value) or (1,) * numbers.ndim)] = most
     return numbers.to(dtype)
 
 
@@ -46,7 +47,8 @@ def run_here(case: Case, backward: bool) -> Case:
 
     def entered(t: Tensor) -> Tensor:
         needs = next(wanted, True) and t.is_floating_point() and backward
-        return t.detach().clone().requires_grad_(needs).clone()
+        copy = t.detach().clone().requires_grad_(needs).clone()
+        return copy if copy.stride() == t.stride() else laid(copy, t.stride())  # a copy leaves out what lies between
 
     try:
         with without_dispatch(), torch.set_grad_enabled(backward):

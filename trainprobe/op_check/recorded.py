@@ -19,7 +19,7 @@ from trainprobe.engine.core.records import Call, Opaque, StepData, Value
 from trainprobe.engine.core.step_data import GENERATOR, WRITTEN, entry_name, leaves, numbers_of_rows
 from trainprobe.engine.storage.dumps import TensorStore, read
 from trainprobe.errors import FormatError, UnsafeFile
-from trainprobe.op_check.cases import Case, NotChecked, Tensor, laid
+from trainprobe.op_check.cases import Case, NotChecked, Tensor, laid, strides_of
 from trainprobe.op_check.functions import api
 from trainprobe.op_check.made import made
 
@@ -157,7 +157,7 @@ class RecordedRank:
         yield from (value.device for _, value in leaves([unit.call.args, unit.call.kwargs], "") if value.device)
 
     def made_case(self, unit: Unit, seed: int = 0) -> Case:
-        """Return a call with made inputs that keep shape, dtype and range of a dump with statistics; it has no outputs yet."""
+        """Return a call with made inputs that keep shape, dtype, layout and range of a dump of statistics; no outputs yet."""
         self._maker: Callable[[Value], Tensor] | None = lambda value: made(value, self._range(value), seed)
         try:
             return self.case(unit)
@@ -238,8 +238,7 @@ class RecordedRank:
 
     def _tree(self, tree: Any) -> Any:
         if isinstance(tree, Value):
-            strides = (tree.extra or {}).get("stride")
-            return self._tensor(tree) if strides is None else laid(self._tensor(tree), strides)
+            return self._tensor(tree)
         if isinstance(tree, list):
             return [self._tree(item) for item in tree]
         if isinstance(tree, dict):
@@ -252,8 +251,10 @@ class RecordedRank:
         )
 
     def _tensor(self, value: Value) -> Tensor:
-        if self._maker is not None:
-            return self._maker(value)
+        tensor, strides = (self._maker or self._stored)(value), strides_of(value)
+        return tensor if strides is None else laid(tensor, strides)
+
+    def _stored(self, value: Value) -> Tensor:
         if value.tensor is None:
             raise NotChecked(
                 f"the dump does not hold the values of an argument: {value.note or 'a plan with `task: tensor` records them'}"

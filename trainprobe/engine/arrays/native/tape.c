@@ -370,6 +370,20 @@ static Py_ssize_t row_of(Tape *self, PyObject *t, long long version, const Job *
     return row;
 }
 
+/* Say how the elements of a tensor lie in memory, where that is not one after the other. */
+static int note_layout(PyObject *t, Geometry *at, Value *value) {
+    if (value->extra || !at->nd || geometry_strides(t, at)) return PyErr_Occurred() ? -1 : 0;
+    if (geometry_is_contiguous(at)) return 0;
+    PyObject *strides = PyList_New(at->nd);
+    for (int i = 0; strides && i < at->nd; i++) {
+        PyObject *stride = PyLong_FromLongLong(at->strides[i]);
+        if (stride) PyList_SetItem(strides, i, stride);
+        else Py_CLEAR(strides);
+    }
+    value->extra = strides ? Py_BuildValue("{sN}", "stride", strides) : NULL;
+    return value->extra ? 0 : -1;
+}
+
 /* A Value of a tensor that was not seen, or not with these flags. NULL without an exception: not for the kernel. */
 static Value *reduced(Tape *self, PyObject *t, PyObject *shape, Geometry *at, long long version, long flags) {
     const Dtype *dtype = dtype_of(self, t, at->kind);
@@ -385,7 +399,7 @@ static Value *reduced(Tape *self, PyObject *t, PyObject *shape, Geometry *at, lo
         value->type = Py_NewRef(kind), value->device = Py_NewRef(cpu), value->dtype = Py_NewRef(text);
         value->shape = Py_NewRef(shape), value->requires_grad = Py_NewRef(grad);
         value->row = row_of(self, t, version, &job, rows);
-        if (value->row == -2 || PyList_Append(owned, (PyObject *)value)) {
+        if (value->row == -2 || note_layout(t, at, value) || PyList_Append(owned, (PyObject *)value)) {
             Py_DECREF(value);
             value = NULL;
         } else if (self->journal && value->row >= 0) {
@@ -435,6 +449,7 @@ static PyObject *tape_look(Tape *self, PyObject *t, long flags, int held) {
         PyErr_Clear(); /* on another device, or without data of its own (torch.func), or nested */
         answer = by_python(self->slow, t, flags);
         reuse = reuse && answer && Py_TYPE(answer) == value_type;
+        if (shape && answer && Py_TYPE(answer) == value_type && note_layout(t, &at, (Value *)answer)) PyErr_Clear(); /* it cannot say */
     }
     if (answer && reuse && shape && seen_note(&self->seen, (Seen){t, NULL, shape, (Value *)answer, at.data, version, flags, held})) Py_CLEAR(answer);
     Py_XDECREF(shape);
@@ -490,30 +505,10 @@ PyObject *key_text(PyObject *key) {
     return in_utf8(text);
 }
 
-/* Say how the elements of a tensor lie in memory, where that is not one after the other: its file holds them in logical order. */
-static int note_layout(PyObject *t, Value *value) {
-    Geometry at;
-    if (geometry_read(t, &at)) return PyErr_Occurred() ? PyErr_Clear(), 0 : 0; /* without memory of its own */
-    if (at.nd == 0 || geometry_strides(t, &at)) return PyErr_Occurred() ? -1 : 0;
-    if (geometry_is_contiguous(&at)) return 0;
-    PyObject *strides = PyList_New(at.nd);
-    for (int i = 0; strides && i < at.nd; i++) {
-        PyObject *stride = PyLong_FromLongLong(at.strides[i]);
-        if (stride) PyList_SetItem(strides, i, stride);
-        else Py_CLEAR(strides);
-    }
-    value->extra = strides ? Py_BuildValue("{sN}", "stride", strides) : NULL;
-    return value->extra ? 0 : -1;
-}
-
 static PyObject *kept_tensor(Tape *self, PyObject *x, long flags, PyObject *path, int held) {
     PyObject *value = tape_look(self, x, flags & KINDS, held);
     if (!value || Py_TYPE(value) != value_type) return value;
     if (((Value *)value)->tensor == NULL && ((Value *)value)->note == NULL && self->keep != Py_None) {
-        if (!((Value *)value)->extra && note_layout(x, (Value *)value)) {
-            Py_DECREF(value);
-            return NULL;
-        }
         int kept = flags >> CUT ? 0 : tape_gather(self, x, (Value *)value, path);
         PyObject *cut = kept == 0 ? PyLong_FromLong(flags >> CUT) : NULL;
         if (kept >= 0) ((Value *)value)->tensor = Py_NewRef(path);
