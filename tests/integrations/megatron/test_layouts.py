@@ -339,14 +339,23 @@ def test_the_dump_of_a_layout_agrees_with_that_of_one_process(folder, layout, ca
     assert " bug" not in said
 
 
+def assert_weights_are_the_same_bits(found: dict) -> None:
+    """Whatever way the ranks hold them."""
+    weights = [call for call in found["calls"] if call["a"].startswith("Parameter.") and ".grad" not in call["a"]]
+    told = {call["a"]: (value["evidence"], value["high"]) for call in weights for value in call["values"]}
+    assert told and set(told.values()) == {("bits", 0.0)}, {name: way for name, way in told.items() if way != ("bits", 0.0)}
+
+
 @pytest.mark.proves("Megatron-core", {"cp2": "CP 2"}, ranks=2)
 @pytest.mark.proves("Megatron-core", {"etp2": "EP 2 × expert TP 2"}, ranks=4)
 @pytest.mark.parametrize("layout", HEALTHY)
 def test_a_step_of_context_or_expert_parallelism_agrees_with_one_process(folder, layout, capsys):
-    code = main(["dump-compare", str(folder / f"{HEALTHY[layout]} whole probe"), str(folder / f"{layout} whole probe")])
+    sides = str(folder / f"{HEALTHY[layout]} whole probe"), str(folder / f"{layout} whole probe")
+    code = main(["dump-compare", *sides, "--json", str(folder / "all.json")])
     said = capsys.readouterr().out
     assert code == 1, said
     assert " bug" not in said
+    assert_weights_are_the_same_bits(json.loads((folder / "all.json").read_text()))
 
 
 def test_the_dumps_of_two_layouts_agree(folder, capsys):

@@ -254,7 +254,7 @@ def dump_faulty(folder: Path, layout: str, fault: str) -> None:
 
 def dump_step(training: Training, folder: Path, **plan) -> None:
     """Dump the first step of a training, and end it. plan: fields beside those of PLAN."""
-    plan = {**PLAN, "step": [0], "sinks": ["dump"], "output": str(folder), **plan}
+    plan = {**PLAN, "step": [0], "sinks": ["dump"], "summary": "both", "output": str(folder), **plan}
     with megatron.attach(training.chunks, training.optimizer, plan):
         training.a.steps = 1
         training.run()
