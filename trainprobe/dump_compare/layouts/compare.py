@@ -195,8 +195,9 @@ class _Maker:
         a, b = self._tables
         whole = set(mine) == set(a.pieces) and set(theirs) == set(b.pieces)
         if not whole or in_expert(key[1]):
-            if not whole and a.micros == b.micros and len(groups) == a.micros:
-                return groups
+            shared = all(not mine.keys().isdisjoint(of_a) and not theirs.keys().isdisjoint(of_b) for _, of_a, of_b in groups)
+            if not whole and a.micros == b.micros and len(groups) == a.micros and shared:
+                return groups  # else a gradient that is reduced with the last micro-batch alone, say
             return [(0, sorted(mine), sorted(theirs))]
         return groups
 

@@ -142,12 +142,17 @@ def settle_averaging(a: Table, b: Table) -> str:
 
 
 def _norm_of_loss_gradients(table: Table) -> float:
-    """Return the norm of all gradients that reach the model's outputs, NaN or 0 where the dump does not say it."""
-    squares = 0.0
+    """Return the norm of all gradients that reach the model's outputs, NaN or 0 where the dump does not say it.
+
+    Those at outputs are of other samples each; those at a loss are terms of one, however many micro-batches there are.
+    """
+    found: list[tuple[float, bool]] = []
     for heres in table.calls.get(("module", ROOT, "backward", 0), {}).values():
         last = max(heres, key=lambda here: (here.stage, -here.tensor))
-        squares += sum(last.side.norm(value) ** 2 for at, value in slots(last.call) if at.startswith("grad_output"))
-    return math.sqrt(squares) if math.isfinite(squares) else 0.0
+        given = [value for at, value in slots(last.call) if at.startswith("grad_output")]
+        found += [(last.side.norm(value), math.prod(value.shape) == 1) for value in given]
+    norm = sum(each for each, _ in found) if all(single for _, single in found) else math.hypot(*(each for each, _ in found))
+    return norm if math.isfinite(norm) else 0.0
 
 
 def _tied(side: Side) -> dict[str, str]:
