@@ -133,7 +133,8 @@ def compare_dumps(
     where it is None. all_calls: whether calls that agree are wanted too. Others are as for `compare_rank`. Raises FormatError
     where there is no dump, CompareError where nothing belongs together, and UsageError for what another layout does not allow.
     """
-    across = compare_other_layouts(a, b, rename, make or {}, layout, run, all_calls=all_calls)
+    joins = not any((sheet, floor, high_precision, mapping))
+    across = compare_other_layouts(a, b, rename, make or {}, layout, run, all_calls=all_calls, joins=joins)
     ranks, missing = list(across.compared), list(across.missing)
     if ranks:
         _refuse_of_layouts({"--sheets": sheet, "--floor": floor, "--high-precision": high_precision, "--mapping": mapping})

@@ -20,10 +20,12 @@ from trainprobe.dump_compare.layouts.grouping import (
     Key,
     Piece,
     Table,
+    by_micro_batch,
     first_of,
     in_expert,
     match_pieces,
     order_of,
+    other_micro_batches,
     owner_of,
     parts_of,
     settle_averaging,
@@ -34,8 +36,8 @@ from trainprobe.dump_compare.layouts.known_splits import Rule, Splits, splits
 from trainprobe.dump_compare.layouts.names import pair_names, renamed_parameter
 from trainprobe.dump_compare.layouts.operator_pairs import OperatorPairs
 from trainprobe.dump_compare.layouts.splits import Role, joins
-from trainprobe.dump_compare.layouts.states import add_states, cuts_of_weights, held_gradients
-from trainprobe.dump_compare.layouts.topology import other_layouts
+from trainprobe.dump_compare.layouts.states import add_states, are_cut_otherwise, cuts_of_weights, held_gradients
+from trainprobe.dump_compare.layouts.topology import layout_of, other_layouts
 from trainprobe.dump_compare.pairing import CallPair, RankPair, pair_steps, ranks_of
 from trainprobe.dump_compare.renamed.by_structure import Structure
 from trainprobe.dump_compare.renamed.fused import Fused
@@ -77,6 +79,10 @@ def compare_layouts(
     at = RankPair(step, a[0].step_data.place.rank, a[0].folder.parent, b[0].folder.parent)
     unread = [text for rank in (*a, *b) for text in rank.unread]
     said = f"A is {tables[0].layout} and B is {tables[1].layout}: the shards of each tensor were joined"
+    if tables[0].layout == tables[1].layout and tables[0].micros != tables[1].micros:
+        said = f"A has {tables[0].micros} micro-batches a step and B {tables[1].micros}: those of each step were joined"
+    elif tables[0].layout == tables[1].layout:
+        said = f"A and B are {tables[0].layout} with other shards of weights: those of each tensor were joined"
     made = {name: each(at, judged, sides) for name, each in make.items()}
     notes = [
         said,
@@ -109,6 +115,7 @@ class _Maker:
         self._looked_through, self._fused = structure.looked_through, structure.fused
         self._unjoined: dict[str, None] = {}
         self._blind: dict[str, None] = {}  # values of which a dump holds nothing, and why
+        self._together = False  # whether micro-batches hold other samples, and all of a step are compared together
         self._alone: list[dict[str, Key]] = [{}, {}]
         self._values_alone: list[dict[str, None]] = [{}, {}]  # of calls that both sides have
         self._parents: list[dict[tuple[str, str, int, int], Call]] = [{}, {}]
@@ -120,6 +127,7 @@ class _Maker:
         """Return the calls that both sides have, in the order of execution."""
         a, b = self._tables
         groups = match_pieces(a, b)
+        self._together = len(groups) == 1 and min(a.micros, b.micros) > 1
         base = 0 if a.layout.sizes.get("pp", 1) <= b.layout.sizes.get("pp", 1) else 1
         found: list[tuple[tuple[int, ...], Call, Call]] = []
         for key, mine in a.calls.items():
@@ -191,8 +199,13 @@ class _Maker:
     def _groups(
         self, key: Key, mine: Mapping[Piece, Any], theirs: Mapping[Piece, Any], groups: Sequence[Group]
     ) -> Sequence[Group]:
-        """Return which pieces of a call are compared; an expert is given tokens of all samples, wherever it is."""
+        """Return which pieces of a call are compared; an expert is given tokens of all samples, wherever it is.
+
+        Gradients of weights are those of all ranks together, as one side may show them reduced.
+        """
         a, b = self._tables
+        if key[0] == "parameter" and max(len(a.pieces) - a.micros, len(b.pieces) - b.micros) > 0:
+            groups = by_micro_batch(a, b)
         whole = set(mine) == set(a.pieces) and set(theirs) == set(b.pieces)
         if not whole or in_expert(key[1]):
             shared = all(not mine.keys().isdisjoint(of_a) and not theirs.keys().isdisjoint(of_b) for _, of_a, of_b in groups)
@@ -223,6 +236,9 @@ class _Maker:
                 continue
             rules = [self._rule(i, key, classes[i], slot, each) for i, each in enumerate((parts, others or []))]
             made = None if others is None else joins(parts, others, _role(key, slot), (rules[0], rules[1]))
+            if made is None and others is not None and _role(key, slot) == "weight":  # shards are of all ranks together
+                every = [parts_of(of, [*of], key, table)[slot] for (of, _), table in zip((a, b), self._tables, strict=True)]
+                made = joins(every[0], every[1], "weight")
             if made is None or others is None:
                 if others is not None and any(part.size for part in (*parts, *others)):
                     self._unjoined.setdefault(f"{slot} of {_text(key)}")
@@ -310,6 +326,8 @@ class _Maker:
     def notes(self) -> list[str]:
         """Return what was left out of the comparison."""
         said: list[str] = []
+        if self._together:
+            said.append("micro-batches hold other samples on the two sides: those of a whole step were compared together")
         left = sum(table.left_out for table in self._tables)
         if left:
             said.append(f"{left} calls of collectives and around them are not compared: another layout runs others")
@@ -409,6 +427,16 @@ class OtherLayouts:
     opened: Mapping[Path, Side] = field(default_factory=dict[Path, Side])
 
 
+def _is_spread_otherwise(first: tuple[Side, Side]) -> bool:
+    """Return whether dumps of one framework and layout hold other parts of weights, or other numbers of micro-batches.
+
+    DDP and FSDP have one layout, ranks that share samples, and not the same shards.
+    """
+    one, other = (side.step_data for side in first)
+    alike = one.framework == other.framework and layout_of(one.place) == layout_of(other.place)
+    return alike and (other_micro_batches(*first) or are_cut_otherwise(*first))
+
+
 def compare_other_layouts(
     a: Path,
     b: Path,
@@ -418,8 +446,9 @@ def compare_other_layouts(
     run: Run[_StepTask, tuple[Compared, list[str]]] | None = None,
     *,
     all_calls: bool = True,
+    joins: bool = True,
 ) -> OtherLayouts:
-    """Compare the steps of two dumps if their layouts differ.
+    """Compare the steps of two dumps if their layouts differ, or how they spread weights and samples (`joins`: where they may).
 
     layout: a user's table of splits. run: carries out the comparisons of the steps, in this process or in others. all_calls:
     whether calls that agree are wanted too. Compares nothing where both have one layout, or a dump does not say its own: ranks
@@ -431,7 +460,8 @@ def compare_other_layouts(
     for step, *folders in pairs:
         ranks = [list(of_side.values()) for of_side in folders]
         first = Side(ranks[0][0]), Side(ranks[1][0])
-        if not other_layouts(*[(len(each), side.step_data.place) for each, side in zip(ranks, first, strict=True)]):
+        others = other_layouts(*[(len(each), side.step_data.place) for each, side in zip(ranks, first, strict=True)])
+        if not others and not (joins and _is_spread_otherwise(first)):
             return OtherLayouts(opened={side.folder: side for side in first})
         for name, each, side in zip("AB", ranks, first, strict=True):
             world = side.step_data.place.world_size

@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from trainprobe.dump_compare.dump_side import Side
+from trainprobe.dump_compare.dump_side import STATISTICS, Side
 from trainprobe.dump_compare.layouts.joined import Part
 from trainprobe.dump_compare.layouts.operators import is_plumbing
 from trainprobe.dump_compare.layouts.rectangles import box_of
@@ -26,6 +26,7 @@ Piece = tuple[int, ...]  # micro-batch, then the index on each data axis
 Key = tuple[str, str, str, int]  # kind, name, phase, number within the micro-batch
 Owner = tuple[str, int]  # what operators run in: a module's name, or "" or "optimizer" outside; number within the micro-batch
 _EXPERTS = ("experts", "local_experts")
+_SUMMED = 1e-9  # relative: by how much sums over samples may be off
 _ALIKE = 1e-3  # relative: by how much norms of one gradient may differ to be taken for the same
 _CHUNK = re.compile(r"(\d+)(?:\.|$)")
 
@@ -196,13 +197,64 @@ Group = tuple[int, Sequence[Piece], Sequence[Piece]]  # number of a micro-batch,
 
 
 def match_pieces(a: Table, b: Table) -> list[Group]:
-    """Return which pieces are compared: one with one, micro-batch with micro-batch, or all with all."""
+    """Return which pieces are compared: one with one, micro-batch with micro-batch, or all with all.
+
+    Pieces that are matched by their numbers alone and hold other samples are compared all together, where those are the same.
+    """
+    groups = _by_number(a, b)
+    whole = 0, a.pieces, b.pieces
+    told = [_are_given_the_same(a, b, group) for group in groups] if len(groups) > 1 else []
+    return [whole] if False in told and _are_given_the_same(a, b, whole) else groups
+
+
+def _are_given_the_same(a: Table, b: Table, group: Group) -> bool | None:
+    """Return whether the model is called with the same in the pieces of a group, as far as statistics tell; None if not."""
+    mine, theirs = (_of_all(table, pieces) for table, pieces in zip((a, b), group[1:], strict=True))
+    if not mine or mine.keys() != theirs.keys():
+        return None
+    near = [
+        math.isclose(x, y, rel_tol=_SUMMED, abs_tol=_SUMMED) for at in mine for x, y in zip(mine[at], theirs[at], strict=True)
+    ]
+    return all(near)
+
+
+def _of_all(table: Table, pieces: Sequence[Piece]) -> dict[str, tuple[float, ...]]:
+    """Return slot → elements, largest, smallest, sum and sum of squares of all that the model is called with in some pieces."""
+    found: dict[str, list[tuple[float, ...]]] = defaultdict(list)
+    for piece, heres in table.calls.get(("module", ROOT, "forward", 0), {}).items():
+        first = min(heres, key=lambda here: (here.stage, here.tensor))
+        for at, value in slots(first.call) if piece in pieces else ():
+            numbers = first.side.numbers(value)
+            if at.startswith(("input", "kwargs")) and all(name in numbers for name in STATISTICS):
+                n = math.prod(value.shape)
+                found[at].append((n, numbers["max"], numbers["min"], numbers["mean"] * n, numbers["norm"] ** 2))
+    columns = {at: [*zip(*each, strict=True)] for at, each in found.items() if len(each) == len(pieces)}
+    return {
+        at: (sum(n), max(high), min(low), sum(added), sum(squares)) for at, (n, high, low, added, squares) in columns.items()
+    }
+
+
+def other_micro_batches(a: Side, b: Side) -> bool:
+    """Return whether one rank of either side had as many samples in a step, in another number of micro-batches."""
+    tables = [table_of([side]) for side in (a, b)]
+    given = [_of_all(table, table.pieces) for table in tables]
+    sizes = [{at: numbers[0] for at, numbers in each.items()} for each in given]
+    return tables[0].micros != tables[1].micros and bool(sizes[0]) and sizes[0] == sizes[1]
+
+
+def _by_number(a: Table, b: Table) -> list[Group]:
+    """Return the groups that the number of pieces and micro-batches of both sides make."""
     if len(a.pieces) == len(b.pieces):
         mine, theirs = (_fingerprints(table) for table in (a, b))
         by_input = {fingerprint: piece for piece, fingerprint in theirs.items()}
         if len(by_input) == len(b.pieces) and set(mine.values()) == set(by_input):
             return [(i, [piece], [by_input[mine[piece]]]) for i, piece in enumerate(a.pieces)]
         return [(i, [one], [other]) for i, (one, other) in enumerate(zip(a.pieces, b.pieces, strict=True))]
+    return by_micro_batch(a, b)
+
+
+def by_micro_batch(a: Table, b: Table) -> list[Group]:
+    """Return the pieces of each micro-batch, or all together where the sides have other numbers of micro-batches."""
     if a.micros == b.micros:
         return [(m, _of_micro(a, m), _of_micro(b, m)) for m in sorted({piece[0] for piece in a.pieces})]
     return [(0, a.pieces, b.pieces)]

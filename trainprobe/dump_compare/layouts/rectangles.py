@@ -49,18 +49,26 @@ def share_of(value: Value, bits: Mapping[str, int], box: Box | None) -> tuple[in
 
     None where the dump does not say it. bits: the fingerprints of the part.
     """
-    extra = value.extra or {}
-    shard: Any = extra.get("shard")
-    if box is None or box.term:
+    whole = None if box is None or box.term else elements_of_whole(value)
+    if box is None or whole is None:
         return None
+    share: Any = (value.extra or {}).get("share")
+    try:
+        if share is None and math.prod(box.shape) == whole:
+            return whole, bits["checksum"]
+        return whole, int(share, 16)
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def elements_of_whole(value: Value) -> int | None:
+    """Return how many elements the tensor has that a value is a part of, None where the dump does not say it."""
+    shard: Any = (value.extra or {}).get("shard")
     try:
         while shard is not None and shard.get("within") is not None:
             shard = shard["within"]
-        whole = math.prod(shard["whole"] if shard is not None else value.shape)
-        if "share" not in extra and math.prod(box.shape) == whole:
-            return whole, bits["checksum"]
-        return whole, int(extra["share"], 16)
-    except (AttributeError, KeyError, TypeError, ValueError):
+        return math.prod(value.shape if shard is None else shard["whole"])
+    except (AttributeError, KeyError, TypeError):
         return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -11,7 +12,7 @@ from trainprobe.dump_compare.layouts.cuts import Cut, cut_of_boxes
 from trainprobe.dump_compare.layouts.fused import fused_states
 from trainprobe.dump_compare.layouts.grouping import owner_of
 from trainprobe.dump_compare.layouts.joined import Join, JoinedSide, Part
-from trainprobe.dump_compare.layouts.rectangles import box_of
+from trainprobe.dump_compare.layouts.rectangles import Box, box_of, elements_of_whole
 from trainprobe.dump_compare.layouts.splits import by_boxes
 from trainprobe.dump_compare.pairing import CallPair
 from trainprobe.dump_compare.renamed.fused import Fused
@@ -100,6 +101,32 @@ def held_values(ranks: Sequence[Side]) -> dict[str, dict[str, list[Part]]]:
                     box = box_of(value, place.rank, place.world_size)
                     found[call.name][slot].append(Part(side, value, place.rank, box=box))
     return found
+
+
+def are_cut_otherwise(a: Side, b: Side) -> bool:
+    """Return whether one rank of either side holds another part of a weight, as with DDP and FSDP of as many ranks."""
+    one, other = _cuts_of(a), _cuts_of(b)
+    return any(name in other and other[name] != cut for name, cut in one.items())
+
+
+def _cuts_of(side: Side) -> dict[str, object]:
+    """Return weight → the part that a rank holds, None for all of it: as sources say it, or as modules are given it."""
+    place = side.step_data.place
+    found: dict[str, object] = {}
+    for call in side.step_data.calls:
+        if call.kind == "module" and call.phase == "forward":
+            for short, value in (call.params or {}).items():
+                if isinstance(value, Value):
+                    found.setdefault(f"{call.name}.{short}", _cut(box_of(value, place.rank, place.world_size), value))
+    for name, slots in held_values([side]).items():
+        for part in slots.get("value", ()):
+            found[name] = _cut(part.box, part.value)
+    return found
+
+
+def _cut(box: Box | None, value: Value) -> object:
+    whole = None if box is None else elements_of_whole(value)
+    return None if box is None or whole in (None, math.prod(box.shape)) else (box.offset, box.shape, box.within)
 
 
 def _call(name: str, slot: str, value: Value) -> Call:
