@@ -204,7 +204,7 @@ def test_shares_add_up_to_the_fingerprint_of_the_concatenated_tensor(dumps, layo
             if value is not None and (value.extra or {}).get("share"):
                 added[call.name] += int(value.extra["share"], 16)
     assert {name: total % 2**64 for name, total in added.items()} == {name: wholes[name] for name in added}
-    assert len(added) >= 4 and "layers.1.up.weight" in added
+    assert len(added) >= 3 and "layers.1.up.weight" in added
 
 
 def test_dumps_without_shares_are_compared_by_statistics(dumps, capsys):

@@ -114,9 +114,9 @@ def _sums(side: Side, call: Call) -> Iterator[tuple[int, _Sum]]:
     """Yield each value that a rank hands to a sum, with its number of elements; of pieces, all together."""
     if not is_sum(call):
         return
-    given: Sequence[Any] = call.args if isinstance(call.args, list) else ()
-    got: Sequence[Any] = call.out if isinstance(call.out, list) and len(call.out) == len(given) else [None] * len(given)
-    for tree, result in zip(given, got, strict=True):
+    given, got = (list[Any](tree) if isinstance(tree, list) else list[Any]() for tree in (call.args, call.out))
+    results: list[Any] = got if len(got) == len(given) else [None for _ in given]
+    for tree, result in zip(given, results, strict=True):
         pieces = [value for _, value in leaves(tree, "")]
         sizes = [math.prod(value.shape) for value in pieces]
         statistics = [side.numbers(value) for value in pieces]

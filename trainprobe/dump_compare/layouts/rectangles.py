@@ -52,11 +52,11 @@ def share_of(value: Value, bits: Mapping[str, int], box: Box | None) -> tuple[in
     whole = None if box is None or box.term else elements_of_whole(value)
     if box is None or whole is None:
         return None
-    share: Any = (value.extra or {}).get("share")
+    extra = value.extra or {}
     try:
-        if share is None and math.prod(box.shape) == whole:
+        if "share" not in extra and math.prod(box.shape) == whole:
             return whole, bits["checksum"]
-        return whole, int(share, 16)
+        return whole, int(extra["share"], 16)
     except (KeyError, TypeError, ValueError):
         return None
 
