@@ -91,14 +91,14 @@ def test_weights_that_part_between_two_steps_point_at_what_was_not_recorded(dump
 
 
 def test_a_gradient_that_cancels_is_held_against_those_beside_it(tmp_path, capsys):
-    """That of a bias before batch norm is zero but for rounding; no module's gradients are recorded at this level."""
+    """That of a bias before batch norm is zero but for rounding; no gradients of modules are recorded here."""
     for name, form in (("a", torch.contiguous_format), ("b", torch.channels_last)):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3)).to(memory_format=form)
         optimizer = torch.optim.AdamW(model.parameters())
         x = torch.randn(6, 3, 12, 12).to(memory_format=form)
-        probe = trainprobe.watch(model, optimizer, output=tmp_path / name, console=False, level="L1", **MONITOR)
-        with probe, probe.step():
+        plan = {"output": tmp_path / name, "console": False, "level": "L0", "phases": ["forward"], **MONITOR}
+        with trainprobe.watch(model, optimizer, **plan) as probe, probe.step():
             (model(x) ** 2).mean().backward()
             optimizer.step()
     code, said = compared(tmp_path / "a", tmp_path / "b", capsys, "--json", tmp_path / "all.json")
