@@ -231,7 +231,10 @@ def _see_cancellation(judged: Sequence[Judged], a: Side, b: Side) -> None:
 def _calls(judged: Sequence[Judged], which: int, side: Side) -> Iterator[Call]:
     """Yield the calls of one side, and what it holds of parameters beside them."""
     yield from side.step_data.calls
-    yield from (call for one in judged if (call := one.pair[1 + which]) is not None and call.kind == "state")
+    for one in judged:
+        call = one.pair.b if which else one.pair.a
+        if call is not None and call.kind == "state":
+            yield call
 
 
 def enclosing(call: Call | None) -> Iterator[Call]:

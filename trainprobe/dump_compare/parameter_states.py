@@ -22,7 +22,8 @@ def pair_states(a: Sequence[Call], b: Sequence[Call], rename: Callable[[str], st
     """
     held = _by_parameter(a, lambda name: _renamed(name, rename)), _by_parameter(b, str)
     pairs: list[CallPair] = []
-    for wanted, phase in ((True, "backward"), (False, "step")):
+    phases: tuple[tuple[bool, Phase], ...] = ((True, "backward"), (False, "step"))
+    for wanted, phase in phases:
         for name in {**held[0], **held[1]}:
             calls = [_call(of.get(name), wanted, phase) for of in held]
             if any(calls):

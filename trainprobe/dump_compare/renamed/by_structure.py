@@ -118,7 +118,8 @@ def pair_trees(
     pairs, fused = pair_by_maps(lone, sides, looks)
     found = Structure(pairs={name: (other, "names of both families") for name, other in pairs.items()})
     settled = [{*names, *(name for each in fused for name in each.names(i))} for i, names in enumerate((pairs, pairs.values()))]
-    _by_weights(found, *[_without(in_order(side), names) for side, names in zip(lone, settled, strict=True)], looks)
+    left = [_without(in_order(side), names) for side, names in zip(lone, settled, strict=True)]
+    _by_weights(found, left[0], left[1], looks)
     partners = {**known, **{name: sides[1][other] for name, (other, _) in found.pairs.items()}}
     of_fused = [{name for each in fused for name in each.names(i)} for i in range(2)]
     _by_order(found, [_without(in_order([*side.values()]), of_fused[i]) for i, side in enumerate(sides)], partners, looks)

@@ -8,9 +8,9 @@ else is asked; else the weights of both sides tell it, as far as both dumps stor
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import permutations, product
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ import numpy.typing as npt
 from trainprobe.engine.model_names.rows import interleaved
 
 Array = npt.NDArray[Any]
+Load = Callable[[], tuple[Array, Sequence[Array]] | None]
 _ALIKE = 1e-3  # of what rows differ by among each other: those of two sides are apart by rounding, or by a step
 _MOST, _SOME = 0.5, 0.1  # shares of rows that must be alike for weights to tell the order; less where a map says that of parts
 
@@ -57,15 +58,14 @@ class Rows:
         return part, where[::-1] if weights and len(at) == 2 and self.turned[0] != self.turned[1] else where
 
 
-def find_rows(whole: tuple[int, ...], parts: Sequence[tuple[int, ...]], groups: int, load: Any, *, named: bool) -> Rows | None:
+def find_rows(whole: tuple[int, ...], parts: Sequence[tuple[int, ...]], groups: int, load: Load, *, named: bool) -> Rows | None:
     """Return how the rows lie, None where nothing tells it.
 
     whole, parts: shapes of the matrices. groups: their number as a map says it, 0 where it does not. named: whether a map says
     the order of the parts. load: returns the matrices of the one and of the parts, or None.
     """
-    forms = [
-        (turned, sizes) for turned in product((False, True), repeat=2) if (sizes := _sizes(whole, parts, turned)) is not None
-    ]
+    ways = [(one, other) for one in (False, True) for other in (False, True)]
+    forms = [(turned, sizes) for turned in ways if (sizes := _sizes(whole, parts, turned)) is not None]
     if not forms:
         return None
     if groups and len(forms) == 1:
@@ -76,7 +76,7 @@ def find_rows(whole: tuple[int, ...], parts: Sequence[tuple[int, ...]], groups: 
         return None
     best, most = None, _SOME if named else _MOST
     for turned, sizes in forms:
-        mine, theirs = _signatures(*loaded, turned)
+        mine, theirs = _signatures(loaded[0], loaded[1], turned)
         near = _ALIKE * float(np.std(theirs))
         for order in _orders(sizes, groups, named):
             share = float(np.mean(np.abs(mine - theirs[order]) <= near))
