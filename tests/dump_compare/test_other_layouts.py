@@ -102,6 +102,28 @@ def test_what_one_rank_does_to_one_of_three_is_named(dumps, capsys, fault):
         assert words in said.splitlines()[0], said
 
 
+LACKING = {
+    "the one": ("fused", "qkv", "values in B alone: 3; the first is bias of layers.1.q (gradients of its weights)"),
+    "one of three": ("ddp", "k", "values in A alone: 1; the first is bias of layers.1.qkv (gradients of its weights)"),
+}
+
+
+@pytest.mark.parametrize("lacking", LACKING)
+def test_a_value_that_one_or_the_several_lack_is_told(dumps, tmp_path, capsys, lacking):
+    name, module, said_of_it = LACKING[lacking]
+    changed = shutil.copytree(dumps / name, tmp_path / name)
+    for path in changed.glob("step*/rank*/dump.json"):
+        top = json.loads(path.read_text())
+        for entry, values in top["data"].items():
+            if entry.startswith(f"Module.layers.1.{module}.") and ".parameters_grad." in entry:
+                del values["bias"]
+        path.write_text(json.dumps(top))
+    code = main(["dump-compare", *(str(changed if side == name else dumps / side) for side in ("fused", "ddp"))])
+    said = capsys.readouterr().out
+    assert code == 3, said
+    assert said_of_it in said, said
+
+
 OTHER_NAMES = {"layers": "blocks", "embed": "words", "head": "logits", "up": "widen", "down": "narrow", "act": "bend"}
 
 

@@ -331,6 +331,7 @@ class _Maker:
         left = sum(table.left_out for table in self._tables)
         if left:
             said.append(f"{left} calls of collectives and around them are not compared: another layout runs others")
+        said += ["several modules that are one are compared by statistics, as rows may lie otherwise"] if self._fused else []
         said += self._operators.notes()
         said += [
             f"{sentence}; they are compared as the optimizer sees them" for sentence in self._alone_sentences("parameter", True)

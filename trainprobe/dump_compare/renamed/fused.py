@@ -146,7 +146,7 @@ def as_one(
 
 
 def _about_rows(known: Sequence[Rows | None]) -> str:
-    """Return what is to be said of how several modules are compared with the one that they are."""
+    """Return what is to be said of how several modules are compared with the one that they are. known: how its rows lie."""
     count = sum(rows is not None for rows in known)
     if not count:
         return (
