@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from trainprobe.monitor.history import History
 from trainprobe.monitor.report.from_run import collect_histories, view_of
 from trainprobe.monitor.run_folder import read_findings, read_frames
 
+ROOT = Path(__file__).parents[2]
 NO_LOSS = 'Not judged: the loss, which no step recorded (`probe.note("loss", loss)` records it).'
 
 
@@ -117,3 +120,24 @@ def test_findings_are_kept_under_every_sink(sinks, judge, tmp_path, capsys):
     assert main(["judge", str(tmp_path)]) == 1
     out = capsys.readouterr().out
     assert all(rule in out for rule in found)
+
+
+FULL = """
+import resource, signal, sys
+from pathlib import Path
+from tests.monitor.test_looked_at import train
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (25_000, resource.RLIM_INFINITY))
+train(Path(sys.argv[1]), range(600), losses=0.0, on_error="continue")
+"""
+
+
+def test_steps_that_the_disk_refused_are_told_by_judge(tmp_path, capsys):
+    """Files of more than 25 kB are refused: the run log ends there, and a file of its own says so."""
+    command = [sys.executable, "-c", FULL, str(tmp_path)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    assert main(["judge", str(tmp_path)]) == 1
+    told = " ".join(capsys.readouterr().out.split())
+    assert "error writer (step 0, rank 0) [recorded]: the writer 'parquet' failed and is given up: step 0 and" in told
+    assert "600 steps" in told

@@ -81,12 +81,12 @@ def test_a_state_holds_no_more_after_many_steps_than_after_few():
 def test_findings_of_a_run_are_read_back_as_they_were_written(tmp_path):
     from trainprobe.engine.core.records import Finding, Place, Site
     from trainprobe.engine.plan.loading import load_plan
-    from trainprobe.engine.storage.sinks.jsonl import open as open_log
+    from trainprobe.engine.storage.dumps.findings_file import open_findings
 
     told = Finding(
         "spike", "warning", "a jump", 7, Place(1, 4, {"dp": (1, 4)}), Site("parameter", "w", "grad"), 3.0, 1.0, None, "look"
     )
-    sink = open_log(tmp_path, load_plan(None), Place(1, 4))
+    sink = open_findings(load_plan(None, output=tmp_path), Place(1, 4))
     sink.findings([told])
     sink.close()
     assert read_findings(tmp_path) == [told]

@@ -13,7 +13,6 @@ from trainprobe.engine.program import Program, Schedule
 from trainprobe.errors import StopTraining
 from trainprobe.monitor.actions import Alerts, decide
 from trainprobe.monitor.chosen_calls import chosen_calls
-from trainprobe.monitor.findings_sink import findings_sinks
 from trainprobe.monitor.plan import MonitorPlan, validate
 from trainprobe.monitor.watcher import NO_LOSS, OF_THE_LOSS, Watcher, keep_state, resume_state, too_few_steps
 
@@ -42,8 +41,8 @@ class MonitorProgram(Program):
             probe.console.silent = frozenset(self.plan.rules)
 
     def sinks(self, place: Place) -> Mapping[str, Any]:
-        """Return what sends findings out, and what keeps them where no sink of the plan does."""
-        return {"alerts": Alerts(self.plan.rules, self.plan.actions), **findings_sinks(self._probe.plan, place)}
+        """Return what sends findings out."""
+        return {"alerts": Alerts(self.plan.rules, self.plan.actions)}
 
     def continued(self) -> None:
         """Go on from what the rules of the earlier run remembered."""

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.records import Finding, Place, StepData
 from trainprobe.engine.plan.model import Plan
+from trainprobe.engine.storage.dumps.findings_file import open_findings
 from trainprobe.engine.storage.dumps.tensor_files import SavedTensor
 from trainprobe.engine.storage.sinks import BatchSink, ChunkSink, CountingSink, Sink, TensorSink, WarningSink
 from trainprobe.errors import OutputError, PlanError, UsageError
@@ -388,6 +389,8 @@ def open_writer(
             raise PermissionError(f"no permission to write to {plan.output}")
         for name in plan.sinks:
             sinks[name] = _opener(name)(plan.output, plan, place)
+        if sinks:
+            sinks["findings"] = open_findings(plan, place)
     except OSError as error:
         for sink in sinks.values():
             sink.close()

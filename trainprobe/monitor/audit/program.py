@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from trainprobe.engine.capture import AUDIT
 from trainprobe.engine.core.naming import chunks_of
-from trainprobe.engine.core.records import Finding, Place, StepData
+from trainprobe.engine.core.records import Finding, StepData
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.probe import Probe
 from trainprobe.engine.program import Program, Schedule
@@ -17,7 +17,6 @@ from trainprobe.monitor.audit.audit import Audit, Gather
 from trainprobe.monitor.audit.plan import AuditPlan, validate
 from trainprobe.monitor.audit.relations import observers_of
 from trainprobe.monitor.audit.undeclared import Undeclared
-from trainprobe.monitor.findings_sink import findings_sinks
 
 _REPLICATES = "DistributedDataParallel"  # a wrapper whose ranks all have the same parameters
 _DATA_PARALLEL = (_REPLICATES, "FullyShardedDataParallel", "FSDPModule")
@@ -61,10 +60,6 @@ class AuditProgram(Program):
         probe.guard.of(AUDIT).on_trip(self.tap.close)
         if self.tap.can_declare_loss:
             self._undeclared = Undeclared(self.audit, self.tap.has_declared_loss, probe.at_end)
-
-    def sinks(self, place: Place) -> Mapping[str, Any]:
-        """Return what keeps findings where no sink of the plan does."""
-        return findings_sinks(self._probe.plan, place)
 
     def changed(self, plan: Plan, schedule: Schedule) -> None:
         """Go on with another plan; what was learnt so far stays."""

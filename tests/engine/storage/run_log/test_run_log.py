@@ -263,7 +263,7 @@ def test_findings_are_written_once_whichever_sinks_there_are(tmp_path):
     from trainprobe.engine.core.records import Finding
     from trainprobe.engine.storage.writer import open_writer
 
-    for number, sinks in enumerate((("parquet",), ("parquet", "jsonl"), ("jsonl",))):
+    for number, sinks in enumerate((("parquet",), ("parquet", "jsonl"), ("jsonl",), ("dump",), ("csv",))):
         writer = open_writer(plan_for(tmp_path / str(number), sinks=sinks), Place())
         writer.submit_findings([Finding("spike", "warning", "one")])
         writer.close()

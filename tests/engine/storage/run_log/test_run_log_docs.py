@@ -10,7 +10,7 @@ import pytest
 from tests.engine.storage.sinks.collected_steps import plan_for, small_step
 from trainprobe.engine.core.records import Finding, Place
 from trainprobe.engine.storage.run_log.schema import COLUMNS
-from trainprobe.engine.storage.sinks import parquet
+from trainprobe.engine.storage.writer import open_writer
 
 PAGE = Path(__file__).resolve().parents[4] / "docs/run_log.md"
 
@@ -35,10 +35,11 @@ QUERIES = re.search(r"```sql\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
 @pytest.mark.parametrize("number", range(len(QUERIES)))
 def test_the_queries_of_the_page_are_answered(number, tmp_path):
     duckdb = pytest.importorskip("duckdb", reason="requirements/oldest.txt is without DuckDB")
-    sink = parquet.open(tmp_path / "probe_out", plan_for(tmp_path, sinks=["parquet"]), Place())
-    sink.write(small_step(4))
-    sink.findings([Finding("spike", "warning", "the loss spiked", step=4, count=count) for count in (1, 3)])
-    sink.close()
+    writer = open_writer(plan_for(tmp_path / "probe_out", sinks=["parquet"]), Place())
+    writer.submit(small_step(4))
+    for count in (1, 3):
+        writer.submit_findings([Finding("spike", "warning", "the loss spiked", step=4, count=count)])
+    writer.close()
     query = (
         QUERIES[number].replace("probe_out", str(tmp_path / "probe_out")).replace("layers.17.mlp.up.weight", "layers.0.weight")
     )

@@ -12,6 +12,7 @@ import pytest
 from tests.engine.storage.sinks.collected_steps import plan_for, small_step, told
 from trainprobe.engine.core.records import Call, Finding, Place
 from trainprobe.engine.storage.dumps import read_log
+from trainprobe.engine.storage.dumps.findings_file import open_findings
 from trainprobe.engine.storage.sinks import csv as csv_sink
 from trainprobe.engine.storage.sinks import jsonl, memory, tensorboard
 from trainprobe.errors import FormatError, OutputError
@@ -181,7 +182,7 @@ def test_a_second_record_log_is_refused(tmp_path):
 
 
 def test_findings_are_kept_beside_the_record_log(tmp_path):
-    sink = jsonl.open(tmp_path, plan_for(tmp_path), Place())
+    sink = open_findings(plan_for(tmp_path), Place())
     sink.findings([Finding("nan", "error", "a NaN", step=3)])
     sink.close()
     assert '"a NaN"' in (tmp_path / "rank0/findings.jsonl").read_text()

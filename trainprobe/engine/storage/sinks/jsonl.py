@@ -12,8 +12,7 @@ from pathlib import Path
 from trainprobe.engine.core.records import Finding, Place, StepData
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.storage.dumps.append import AppendedFile, make_room
-from trainprobe.engine.storage.dumps.findings_file import FindingsFile
-from trainprobe.engine.storage.dumps.layout import FINDINGS_FILE, LOG_FILE, log_folder
+from trainprobe.engine.storage.dumps.layout import LOG_FILE, log_folder
 from trainprobe.engine.storage.dumps.record_log import encode
 
 
@@ -22,26 +21,21 @@ class JsonlSink:
 
     def __init__(self, folder: Path) -> None:
         self._log = AppendedFile(folder / LOG_FILE)
-        self._findings = FindingsFile(folder / FINDINGS_FILE)
 
     def write(self, step_data: StepData) -> None:
         """Append one line."""
         self._log.write(encode(step_data))
 
     def findings(self, findings: Sequence[Finding]) -> None:
-        """Append one line a finding."""
-        self._findings.append(findings)
-
-    counts = findings
+        """Findings have a file of their own."""
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the file."""
         self._log.close()
-        self._findings.close()
 
 
 def open(folder: Path, plan: Plan, place: Place) -> JsonlSink:
     """Open the lines of one rank. Raises OutputError when there are some already and the plan refuses that."""
     path = log_folder(folder, place.rank)
-    make_room([path / LOG_FILE, path / FINDINGS_FILE], plan.on_existing)
+    make_room([path / LOG_FILE], plan.on_existing)
     return JsonlSink(path)

@@ -1,7 +1,7 @@
 """The run log: `rank{R}/metrics-*.parquet`, one row a value, place and step, which any tool can query.
 
 The steps since the last segment stand in `metrics.arrow`, Arrow's streaming format. A killed run leaves them there: they are
-read all the same, and the next run in the folder makes a segment of them. `findings.jsonl` lies next to it.
+read all the same, and the next run in the folder makes a segment of them.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 from trainprobe.engine.core.records import Finding, Place, StepData
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.storage.dumps.append import make_room
-from trainprobe.engine.storage.dumps.findings_file import FindingsFile
-from trainprobe.engine.storage.dumps.layout import FINDINGS_FILE, LIVE_FILE, find_segments, log_folder
+from trainprobe.engine.storage.dumps.layout import LIVE_FILE, find_segments, log_folder
 
 if TYPE_CHECKING:  # the run log brings pyarrow, which a process that only dumps is not to load
     from trainprobe.engine.storage.run_log.live import LiveStream
@@ -27,12 +26,10 @@ SEGMENT = 1 << 17  # rows of the live stream that become a segment: some 35 MB o
 class ParquetSink:
     """Appends to the run log of one rank.
 
-    findings: the file of findings, None where another sink writes it. dumped: steps that only the dump asked for are in a dump,
-    and are left out here.
+    dumped: steps that only the dump asked for are in a dump, and are left out here.
     """
 
-    def __init__(self, folder: Path, findings: FindingsFile | None = None, dumped: bool = False) -> None:
-        self.findings_file = findings
+    def __init__(self, folder: Path, dumped: bool = False) -> None:
         self._folder = folder
         self._dumped = dumped
         self._rows: Rows | None = None
@@ -82,24 +79,17 @@ class ParquetSink:
             close_segment(self._folder)
 
     def findings(self, findings: Sequence[Finding]) -> None:
-        """Append one line a finding, unless another sink does."""
-        if self.findings_file is not None:
-            self.findings_file.append(findings)
-
-    counts = findings
+        """Findings have a file of their own."""
 
     def close(self) -> None:
         """Make a segment of what is in the stream."""
         self.flush()
         if self._live is not None:
             self._close_segment()
-        if self.findings_file is not None:
-            self.findings_file.close()
 
 
 def open(folder: Path, plan: Plan, place: Place) -> ParquetSink:
     """Open the run log of one rank. Raises OutputError when there is one already and the plan refuses that."""
     path = log_folder(folder, place.rank)
-    own = [] if "jsonl" in plan.sinks else [path / FINDINGS_FILE]
-    make_room([path / LIVE_FILE, *find_segments(path), *own], plan.on_existing)
-    return ParquetSink(path, FindingsFile(own[0]) if own else None, dumped="dump" in plan.sinks)
+    make_room([path / LIVE_FILE, *find_segments(path)], plan.on_existing)
+    return ParquetSink(path, dumped="dump" in plan.sinks)
