@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,7 +41,7 @@ def train(folder: Path, steps: Iterable[int], place: Place | None = None, losses
     probe.close()
 
 
-def told(folder: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
+def told(folder: Path, capsys: Any) -> list[str]:
     """What `judge`, the page and `top` say, each on one line without frames and marks."""
     capsys.readouterr()
     main(["judge", str(folder)])
@@ -141,3 +142,24 @@ def test_steps_that_the_disk_refused_are_told_by_judge(tmp_path, capsys):
     told = " ".join(capsys.readouterr().out.split())
     assert "error writer (step 0, rank 0) [recorded]: the writer 'parquet' failed and is given up: step 0 and" in told
     assert "600 steps" in told
+
+
+def test_gradients_of_steps_that_a_scaler_skipped_are_not_taken_for_finite_ones(tmp_path, capfd):
+    """In steps 5 to 7 the gradients are infinite, and the scaler has the optimizer never see them."""
+    torch.manual_seed(0)
+    model, scaler = torch.nn.Linear(4, 2), torch.amp.GradScaler("cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with trainprobe.watch(model, optimizer, {"output": tmp_path, "level": "off", "monitor": True}) as probe:
+        for step in range(10):
+            with probe.step(step):
+                optimizer.zero_grad()
+                loss = model(torch.randn(3, 4)).square().mean()
+                scaler.scale(loss * (float("inf") if 5 <= step < 8 else 1.0)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                probe.note("loss", loss.detach())
+    sentence = "In steps 5–7 no optimizer stepped, as when a gradient scaler skips one: its gradients are not looked at."
+    assert sentence in capfd.readouterr().err
+    assert [sentence in text for text in told(tmp_path, capfd)] == [True] * 3
+    main(["nan-trace", str(tmp_path)])
+    assert sentence in capfd.readouterr().out

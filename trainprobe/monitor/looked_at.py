@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from trainprobe.engine.core.words import counted, numbered
+from trainprobe.engine.core.words import briefly, counted
 from trainprobe.monitor.fleet.words import ranks_in_words
 from trainprobe.monitor.frames import Frame
 
@@ -50,7 +50,7 @@ class LookedAt:
         return [
             *([f"Of {ranks_in_words(absent, {})} nothing is there"] if absent else []),
             *([f"{ranks_in_words(fewer, {}).capitalize()} had fewer steps: {least}"] if fewer else []),
-            *([f"The run went back: {numbered('step', again)} {_was(again)} recorded more than once"] if again else []),
+            *([f"The run went back: {briefly('step', again)} {_was(again)} recorded more than once"] if again else []),
         ]
 
 

@@ -14,6 +14,7 @@ from trainprobe.errors import StopTraining
 from trainprobe.monitor.actions import Alerts, decide
 from trainprobe.monitor.chosen_calls import chosen_calls
 from trainprobe.monitor.plan import MonitorPlan, validate
+from trainprobe.monitor.updates_seen import steps_without_update
 from trainprobe.monitor.watcher import NO_LOSS, OF_THE_LOSS, Watcher, keep_state, resume_state, too_few_steps
 
 
@@ -64,7 +65,8 @@ class MonitorProgram(Program):
 
     def closing(self) -> None:
         """Name the rules that the run was too short for, and keep what they remember: a continued run is judged as one."""
-        for sentence in (self._loss_unknown(), too_few_steps(self.watcher.not_judged())):
+        skipped = steps_without_update([self.watcher.updates])
+        for sentence in (self._loss_unknown(), too_few_steps(self.watcher.not_judged()), skipped):
             if sentence:
                 self._probe.at_end(sentence)
         if self._probe.writer is not None:

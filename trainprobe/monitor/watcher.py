@@ -20,6 +20,7 @@ from trainprobe.monitor.frames import Frame, SeriesTable, frame_of_step
 from trainprobe.monitor.memory import Memory
 from trainprobe.monitor.rules import RuleOptions, load_rule
 from trainprobe.monitor.scalar_names import role_of, scalar
+from trainprobe.monitor.updates_seen import UpdatesSeen, steps_without_update
 
 FORMAT = 1
 _STEPS = "collected steps"  # in the memory of each rule
@@ -38,6 +39,7 @@ class Watcher:
         self.count: Count = counted_all  # findings that hold at one more step
         self.part: Part = simply  # runs one rule
         self.knows_loss = False  # whether a judged step had one
+        self.updates = UpdatesSeen()
         self._last: dict[str, list[Finding]] = {}  # rule → what it reported last, while that lasts
 
     def _load(self) -> None:
@@ -53,6 +55,7 @@ class Watcher:
         """Judge one frame. A step that an error cut short is looked at for non-finite values only."""
         names = self._checks if frame.complete else [name for name in self._checks if name == "nonfinite"]
         self.knows_loss = self.knows_loss or scalar(frame.scalars, "loss") is not None
+        self.updates.add(frame)
         found: list[Finding] = []
         for name in names:
             found += self.part(f"the rule {name}", self._judge_by, name, frame) or ()
@@ -180,7 +183,8 @@ def unjudged(watchers: Collection[Watcher]) -> str:
     longest = min((watcher.not_judged() for watcher in watchers), key=lambda missing: sum(missing.values()), default={})
     needed = any(OF_THE_LOSS & watcher.rules.keys() for watcher in watchers)
     no_loss = needed and not any(watcher.knows_loss for watcher in watchers)
-    return " ".join(filter(None, [too_few_steps(longest), NO_LOSS if no_loss else ""]))
+    skipped = steps_without_update(watcher.updates for watcher in watchers)
+    return " ".join(filter(None, [too_few_steps(longest), NO_LOSS if no_loss else "", skipped]))
 
 
 def too_few_steps(missing: Mapping[str, int]) -> str:

@@ -20,6 +20,13 @@ def numbered(noun: str, numbers: Collection[int]) -> str:
     return f"{plural(len(numbers), noun)} {spans(sorted(numbers))}"
 
 
+def briefly(noun: str, numbers: Collection[int], shown: int = 8) -> str:
+    """Return what `numbered` does, of many stretches the first: "ranks 0, 2, 4, … (512 ranks)"."""
+    parts = spans(sorted(numbers)).split(", ")
+    rest = f", … ({counted(len(numbers), noun)})" if len(parts) > shown else ""
+    return f"{plural(len(numbers), noun)} {', '.join(parts[:shown])}{rest}"
+
+
 def spans(numbers: Sequence[int]) -> str:
     """Write ascending numbers briefly: "0–3, 7"."""
     parts: list[list[int]] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from trainprobe.engine.core.records import Place
-from trainprobe.engine.core.words import spans
+from trainprobe.engine.core.words import briefly
 
 _AXES = {
     "pp": "pipeline stage",
@@ -16,7 +16,6 @@ _AXES = {
     "vpp": "virtual stage",
     "sp": "sequence-parallel index",
 }
-SHOWN = 8  # ranks or stretches of them that are named
 
 
 def ranks_in_words(ranks: Collection[int], places: Mapping[int, Place]) -> str:
@@ -31,13 +30,7 @@ def ranks_in_words(ranks: Collection[int], places: Mapping[int, Place]) -> str:
         at = next(iter(index), None)
         if len(index) == 1 and at is not None and chosen == {r for r, place in places.items() if place.axes.get(axis) == at}:
             return f"all {len(ranks)} ranks with {word} {at[0]}"
-    return f"ranks {_shortened(sorted(chosen))}"
-
-
-def _shortened(ranks: list[int]) -> str:
-    parts = spans(ranks).split(", ")
-    rest = f", … ({len(ranks)} ranks)" if len(parts) > SHOWN else ""
-    return ", ".join(parts[:SHOWN]) + rest
+    return briefly("rank", chosen)
 
 
 def place_in_words(place: Place) -> str:

@@ -19,6 +19,7 @@ from trainprobe.engine.core.words import counted, numbered
 from trainprobe.monitor.nan_trace.steps import RankStep, steps_of
 from trainprobe.monitor.nan_trace.trace import RankTrace, RunTrace, reached, trace_run
 from trainprobe.monitor.rules.nonfinite import describe, is_given
+from trainprobe.monitor.updates_seen import UpdatesSeen, steps_without_update
 
 _SHOWN = 3  # results behind the first
 _LARGEST = {"float16": 65504.0, "bfloat16": 2.0**127 * (2 - 2.0**-7), "float32": 2.0**127 * (2 - 2.0**-23)}
@@ -34,14 +35,20 @@ def nan_trace(
     not or the device reported an overflow, 3 there is nothing to read.
     """
     overflows: list[str] = []
-    found, looked = trace_run(_with_overflows(steps_of(folder), overflows))
+    updates: dict[int, UpdatesSeen] = {}
+    found, looked = trace_run(_followed(_with_overflows(steps_of(folder), overflows), updates))
     if json:
         typer.echo(
             orjson.dumps(_as_json(found, looked) | ({"overflows": overflows} if overflows else {}), default=str).decode()
         )
     else:
         console = Console(highlight=False, soft_wrap=True, markup=False)
-        for line in (*_lines(found, looked), *(f"the device reported an overflow: {overflow}" for overflow in overflows)):
+        skipped = steps_without_update(updates.values()) if found is None else ""
+        for line in (
+            *_lines(found, looked),
+            *filter(None, [skipped]),
+            *(f"the device reported an overflow: {overflow}" for overflow in overflows),
+        ):
             console.print(line)
     return int(found is not None or bool(overflows))
 
@@ -50,6 +57,14 @@ def _with_overflows(steps: Iterator[list[RankStep]], overflows: list[str]) -> It
     """Yield the steps as they are, and add what the device reported in them to `overflows`."""
     for ranks in steps:
         overflows += [f"step {here.frame.step}, rank {here.rank}, {overflow}" for here in ranks for overflow in here.overflows]
+        yield ranks
+
+
+def _followed(steps: Iterator[list[RankStep]], updates: dict[int, UpdatesSeen]) -> Iterator[list[RankStep]]:
+    """Yield the steps as they are, and learn at which of them each rank had an update."""
+    for ranks in steps:
+        for here in ranks:
+            updates.setdefault(here.rank, UpdatesSeen()).add(here.frame)
         yield ranks
 
 

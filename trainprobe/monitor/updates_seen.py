@@ -1,0 +1,44 @@
+"""At which collected steps an optimizer stepped: where none did, there were no gradients to look at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from trainprobe.engine.core.words import briefly
+from trainprobe.monitor.frames import Frame, Series
+from trainprobe.monitor.scalar_names import scalar
+
+
+class UpdatesSeen:
+    """Follows the steps of one rank. without: steps in which nothing of an update was seen, neither a gradient nor a rate."""
+
+    def __init__(self) -> None:
+        self.any = False
+        self.without: set[int] = set()
+        self._last: tuple[object, bool] = (None, False)  # `at` of the last frame, and whether it has anything of an update
+
+    def add(self, frame: Frame) -> None:
+        """Look at a step; one that an error cut short has no update."""
+        if self._last[0] is not frame.at:
+            self._last = frame.at, any(map(_of_update, (frame.table.series[i] for i in frame.at.tolist())))
+        if self._last[1] or scalar(frame.scalars, "learning rate") is not None:
+            self.any = True
+            self.without.discard(frame.step)
+        elif frame.complete:
+            self.without.add(frame.step)
+
+
+def _of_update(series: Series) -> bool:
+    address = series.address
+    return address.kind == "parameter" and (address.slot.startswith("grad") or address.slot.endswith("_after"))
+
+
+def steps_without_update(ranks: Iterable[UpdatesSeen]) -> str:
+    """Return a sentence on the steps in which a rank that takes part in updates saw none; "" where there are none."""
+    steps = set[int]().union(*(rank.without for rank in ranks if rank.any))
+    if not steps:
+        return ""
+    return (
+        f"In {briefly('step', steps)} no optimizer stepped, as when a gradient scaler skips one: "
+        "gradients of such a step are not looked at."
+    )
