@@ -24,8 +24,15 @@ ROOT = Path(__file__).parents[2]
 NO_LOSS = 'Not judged: the loss, which no step recorded (`probe.note("loss", loss)` records it).'
 
 
-def train(folder: Path, steps: Iterable[int], place: Place | None = None, losses: float | None = 1.0, **fields) -> None:
-    """Train a layer; losses: times the number of the step is noted as the loss."""
+def train(
+    folder: Path,
+    steps: Iterable[int],
+    place: Place | None = None,
+    losses: float | None = 1.0,
+    flushed: int = -1,
+    **fields: Any,
+) -> None:
+    """Train a layer. losses: times the number of the step is noted as the loss. flushed: a step that is on disk at once."""
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -38,6 +45,8 @@ def train(folder: Path, steps: Iterable[int], place: Place | None = None, losses
             optimizer.step()
             if losses is not None:
                 probe.note("loss", losses * (step + 1))
+        if step == flushed and probe.writer is not None:
+            probe.writer.flush()
     probe.close()
 
 
@@ -163,3 +172,24 @@ def test_gradients_of_steps_that_a_scaler_skipped_are_not_taken_for_finite_ones(
     assert [sentence in text for text in told(tmp_path, capfd)] == [True] * 3
     main(["nan-trace", str(tmp_path)])
     assert sentence in capfd.readouterr().out
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from tests.monitor.test_looked_at import train
+
+def steps():
+    yield from range(30)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+train(Path(sys.argv[1]), steps(), flushed=20)
+"""
+
+
+def test_a_run_that_was_killed_is_not_one_that_ended(tmp_path, capsys):
+    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], cwd=ROOT, capture_output=True, timeout=300)
+    sentence = "The run goes on, or it was killed: its last second is not in the log"
+    assert [sentence in text for text in told(tmp_path, capsys)[:2]] == [True] * 2
+    train(tmp_path, range(10, 40))
+    assert [sentence in text for text in told(tmp_path, capsys)[:2]] == [False] * 2

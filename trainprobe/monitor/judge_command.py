@@ -56,7 +56,7 @@ def judge(
         return judge_all_ranks(folder, ray, json)
     chosen = read_rules(rules)
     recorded = [f for f in read_findings(folder) if rules is None or f.rule in chosen]
-    seen = LookedAt()
+    seen = LookedAt(folder)
     found, unjudged = _judge_again(folder, chosen, seen, bool(recorded))
     findings = all_findings(recorded, found)
     if json:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from trainprobe.engine.core.words import briefly, counted
+from trainprobe.engine.storage.dumps.layout import LIVE_FILE
 from trainprobe.monitor.fleet.words import ranks_in_words
 from trainprobe.monitor.frames import Frame
 
+_OPEN = "The run goes on, or it was killed: its last second is not in the log (`trainprobe black-box` reads what a kill left)"
+
 
 class LookedAt:
-    """Counts frames as they pass."""
+    """Counts frames as they pass. folder: of a run that is over, or is taken to be."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder
         self._steps: dict[int, set[int]] = {}
         self._again: dict[int, set[int]] = {}  # rank → steps that came once more
         self._world_size = 1
@@ -50,6 +55,7 @@ class LookedAt:
         return [
             *([f"Of {ranks_in_words(absent, {})} nothing is there"] if absent else []),
             *([f"{ranks_in_words(fewer, {}).capitalize()} had fewer steps: {least}"] if fewer else []),
+            *([_OPEN] if self._folder is not None and any(self._folder.rglob(LIVE_FILE)) else []),
             *([f"The run went back: {briefly('step', again)} {_was(again)} recorded more than once"] if again else []),
         ]
 

@@ -57,7 +57,7 @@ def report(
     histories: dict[int, History] = {}
     recorded = read_findings(folder)
     judged = judge or not of_rules(recorded)
-    seen = LookedAt()
+    seen = LookedAt(folder)
     frames = seen.passing(collect_histories(read_frames(folder), histories))
     judged_now, unjudged = judge_run(frames, make_rules(None) if judged else {})
     found = [in_folder(finding, origin(folder)) for finding in judged_now]

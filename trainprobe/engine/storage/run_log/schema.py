@@ -12,7 +12,10 @@ _WORD = pa.dictionary(pa.int32(), pa.string())
 
 COLUMNS: dict[str, tuple[pa.DataType, str]] = {
     "step": (pa.int64(), "number of the optimizer step"),
-    "time": (pa.timestamp("us", tz="UTC"), "when the step was handed to the writer"),
+    "time": (
+        pa.timestamp("us", tz="UTC"),
+        "when the step was handed to the writer; later than that of the step before",
+    ),
     "rank": (pa.int32(), "global rank"),
     "micro": (pa.int32(), "micro-batch within the step; null for what belongs to the whole step"),
     "position": (pa.int32(), "place in the order of execution within the step; features and scalars come last"),
