@@ -68,6 +68,7 @@ class _Front(ABC):
         self._model = model
         self._log: Log | None = None
         self._probe: Probe | None = None
+        self._stepped = False
 
     @abstractmethod
     def _make(self, level: Literal["L1", "mix"]) -> Probe:
@@ -85,6 +86,7 @@ class _Front(ABC):
     def step(self) -> None:
         """End a step of the training: look at what ran, if the step was chosen, and begin the next one."""
         if self._probe is not None:
+            self._stepped = True
             self._probe.end_step()
             self._probe.begin_step()
 
@@ -93,6 +95,8 @@ class _Front(ABC):
         if probe is None:
             return
         try:
+            if error is None and self._stepped and probe.tape is not None and not probe.tape.calls:
+                probe.drop_step()  # `step` ended the last one, and nothing ran after it
             probe.end_step(complete=error is None)
         finally:
             probe.close()

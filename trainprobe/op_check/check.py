@@ -23,7 +23,7 @@ from trainprobe.op_check.redrawn import SOURCE as RUN_AGAIN
 from trainprobe.op_check.redrawn import redrawn
 from trainprobe.op_check.references import judged_results
 from trainprobe.op_check.run import SINGLE, autocast, takes_mixed_formats
-from trainprobe.op_check.statistics import statistics
+from trainprobe.op_check.written import statistics, written_beside
 
 Direction = Literal["forward", "backward"]
 # their results depend on the number format itself, or on memory that no argument shows
@@ -134,13 +134,19 @@ def _forward(case: Case, tolerance: Tolerance | None) -> Checked:
     if case.written and not case.outputs:
         return _against(case, [*flat(dict(case.written))], Reference(case), False, tolerance)
     found = _against(case, case.outputs, Reference(case), False, tolerance)
-    beside = statistics(case)
-    if beside is not None:
-        found.judgements = [
-            *found.judgements,
-            *_against(beside, beside.outputs, Reference(beside), False, tolerance).judgements,
-        ]
+    if case.written:
+        found.judgements = [*found.judgements, *_written(case, tolerance)]
     return found
+
+
+def _written(case: Case, tolerance: Tolerance | None) -> Sequence[Judgement]:
+    """Judge what a call wrote into its arguments beside its result."""
+    try:
+        beside = statistics(case) or written_beside(case)
+        return () if beside is None else _against(beside, beside.outputs, Reference(beside), False, tolerance).judgements
+    except (NotChecked, RuntimeError, TypeError, ValueError, IndexError, KeyError) as why:
+        text = (str(why).splitlines() or [type(why).__name__])[0][:160]
+        return [Judgement("not checked", f"what it wrote into its arguments: {text}")]
 
 
 def _backward(case: Case, tolerance: Tolerance | None) -> Checked:
@@ -268,6 +274,8 @@ def fitted(y: Tensor, want: Expected) -> tuple[Tensor, Expected]:
     r, low = want.value, want.low
     if r.dtype == torch.bool and y.dtype == torch.uint8:
         return y.to(torch.bool), want
+    if y.shape != r.shape and y.numel() == r.numel() and (_broadcasts(r.shape, y.shape) or _broadcasts(y.shape, r.shape)):
+        return y.reshape(r.shape), want
     if y.shape == r.shape or not y.is_floating_point() or y.numel() == r.numel():
         return y, want
     if y.numel() > r.numel() and _broadcasts(r.shape, y.shape):

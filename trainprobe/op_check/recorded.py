@@ -48,6 +48,12 @@ class Unit:
     results: Sequence[Any] = ()
     of_inputs: bool = False
 
+    @property
+    def handles_tensors(self) -> bool:
+        """Return whether a tensor is among what the call was given, wrote and gave."""
+        call = self.call
+        return any(True for _ in leaves([call.args, call.kwargs, call.out, (call.params or {}).get(WRITTEN)], ""))
+
 
 class Store(Protocol):
     """The stored values of one rank and step."""

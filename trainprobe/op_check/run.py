@@ -287,6 +287,9 @@ class Run:
     ) -> list[Tensor | None]:
         able = [o for o in out if o.requires_grad]
         pairs = [(o, g) for o, g in zip(able, given, strict=False) if g is not None]
+        if len(pairs) > 1:  # a result may be made of another, whose recorded gradient has what comes of that in it
+            for o, g in pairs:
+                o.register_hook(lambda _, g=g, o=o: g.reshape(o.shape))
         asked = [leaf for leaf in leaves if leaf.requires_grad]
         found = torch.autograd.grad([o for o, _ in pairs], asked, [g.reshape(o.shape) for o, g in pairs], allow_unused=True)
         by_leaf = {id(leaf): g for leaf, g in zip(asked, found, strict=True)}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainprobe.op_check.references import formula
-from trainprobe.op_check.references.primitives import Tensor, mean, sqrt
+from trainprobe.op_check.references.primitives import Tensor, mean, ones_like, sqrt, zeros_like
 
 
 def _of_lerp(input: Tensor, end: Tensor, weight: Any) -> Tensor:
@@ -120,6 +120,40 @@ def fused_sgd(
             g = g + momentum * b if nesterov else b
         written[0].append(p - lr * g)
     return written
+
+
+@formula("_amp_foreach_non_finite_check_and_unscale")
+def unscaled(self: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> list[Any]:
+    """Gradients times 1 / scale, and whether one of them is not finite."""
+    amiss = any(not bool(g.isfinite().all()) for g in self)
+    return [[g * inv_scale for g in self], ones_like(found_inf) if amiss else found_inf]
+
+
+def _scale(
+    current_scale: Tensor, growth_tracker: Tensor, found_inf: Tensor, growth: float, backoff: float, interval: int
+) -> tuple[Tensor, Tensor]:
+    """A step with an infinity makes the scale smaller, so many without one make it larger where it stays finite."""
+    if bool(found_inf):
+        return current_scale * backoff, zeros_like(growth_tracker)
+    if int(growth_tracker) + 1 < interval:
+        return current_scale, growth_tracker + 1
+    larger = current_scale * growth
+    return larger if float(larger) <= _LARGEST_SCALE else current_scale, zeros_like(growth_tracker)
+
+
+_LARGEST_SCALE = 3.4028234663852886e38
+
+
+@formula("_amp_update_scale")
+def new_scale(*given: Any, **named: Any) -> Tensor:
+    """The scale of GradScaler's next step."""
+    return _scale(*given, **named)[0]
+
+
+@formula("written_by__amp_update_scale")
+def steps_since(*given: Any, **named: Any) -> list[Tensor]:
+    """How many steps without an infinity there have been."""
+    return [_scale(*given, **named)[1]]
 
 
 @formula("batch_norm_statistics")

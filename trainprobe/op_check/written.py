@@ -1,11 +1,12 @@
-"""The running statistics that a norm writes beside its result, as a call of their own."""
+"""What an operator writes into its arguments beside its result, as a call of its own: running statistics, renormed weights."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from trainprobe.op_check.cases import Case, Tensor
-from trainprobe.op_check.functions import api
+from trainprobe.op_check.cases import Case, NotChecked, Tensor, flat
+from trainprobe.op_check.functions import api, function
 
 _FUNCTIONAL = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
 _TORCH = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps")
@@ -28,3 +29,20 @@ def statistics(case: Case) -> Case | None:
     momentum = given.get("momentum", _MOMENTUM)
     args = (given["input"], *before, bool(fresh), momentum, name == "instance_norm")
     return Case("Written.batch_norm_statistics", args, {}, [after[short][0] for short in wanted])
+
+
+def written_beside(case: Case) -> Case | None:
+    """Return the call with what it wrote as its results, None where it wrote nothing. Raises NotChecked for an unknown one."""
+    if not case.written or "out" in case.kwargs:
+        return None
+    call = case.function or function(case.name)
+    if call is None:
+        raise NotChecked(f"there is no {case.name} in this installation of torch to tell what it writes")
+    places = [*case.written]
+
+    def writes(*args: Any, **kwargs: Any) -> list[Any]:
+        call(*args, **kwargs)
+        return [args[int(place)] if place.isdigit() else kwargs[place] for place in places]
+
+    name = f"Written.written_by_{api(case.name)}_"
+    return replace(case, name=name, outputs=[*flat(dict(case.written))], written={}, function=writes)
