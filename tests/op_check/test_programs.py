@@ -111,3 +111,60 @@ def test_compare_with_cpu_counts_the_steps_that_ran(capsys: pytest.CaptureFixtur
     said = capsys.readouterr().out
     assert "op_check: 2 steps judged" in said
     assert "WARNING" not in said
+
+
+def channel_dropout(x: torch.Tensor, y: torch.Tensor) -> str:
+    return check(Case("Functional.dropout2d", (x, 0.3), {}, [y])).worst.outcome
+
+
+def test_dropped_channels_are_judged_by_what_holds_for_them() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 60, 3, 3)
+    y = F.dropout2d(x, 0.3)
+    assert channel_dropout(x, y) == "unspecified"
+    assert channel_dropout(x, y * 1.001) == "bug"
+    assert channel_dropout(x, F.dropout(x, 0.3)) == "bug"
+    assert channel_dropout(x, F.dropout2d(x, 0.6) * (0.4 / 0.7)) == "bug"
+    for call in ("dropout2d", "dropout", "rrelu"):
+        wrong = y.clone()
+        wrong[0, 0, 0, 0] = torch.nan
+        assert check(Case(f"Functional.{call}", (x, 0.3), {}, [wrong])).worst.outcome == "bug"
+
+
+def test_a_nan_among_equal_elements_is_no_choice() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 8, 8).relu().requires_grad_()
+    y = F.max_pool2d(x, 2)
+    g = torch.randn_like(y)
+    (result,) = torch.autograd.grad(y, x, g)
+    result[0, 0, 0, 0] = torch.nan
+    case = Case("Functional.max_pool2d", (x.detach(), 2), {}, [y.detach()], [g], [result], [True], of_inputs=True)
+    assert check(case, backward=True).worst.outcome == "bug"
+
+
+def test_a_wrong_element_is_found_where_memory_is_in_another_order() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 8, 6, 6).to(memory_format=torch.channels_last)
+    y = F.silu(x)
+    assert check(Case("Functional.silu", (x,), {}, [y])).worst.outcome == "rounding"
+    wrong = y.clone()
+    wrong[1, 3, 2, 2] *= 1.01
+    found = check(Case("Functional.silu", (x,), {}, [wrong])).worst
+    assert (found.outcome, found.at) == ("bug", (1, 3, 2, 2))
+
+
+@pytest.mark.parametrize("shapes", [((9, 4), (3, 4, 5)), ((5, 9), (9, 4)), ((3, 6, 4), (4, 9))])
+def test_grouped_products_are_judged(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    torch.manual_seed(0)
+    a, b = (torch.randn(*shape) for shape in shapes)
+    ends = torch.tensor([2, 6, 9], dtype=torch.int32)
+    spans = [slice(0, 2), slice(2, 6), slice(6, 9)]
+    if a.ndim == b.ndim:
+        y = torch.stack([a[:, s] @ b[s] for s in spans])
+    elif a.ndim == 2:
+        y = torch.cat([a[s] @ b[i] for i, s in enumerate(spans)])
+    else:
+        y = torch.cat([a[i] @ b[:, s] for i, s in enumerate(spans)], 1)
+    assert check(Case("Torch._grouped_mm", (a, b), {"offs": ends}, [y])).worst.outcome in ("exact", "rounding")
+    y[..., -1, -1] = 0
+    assert check(Case("Torch._grouped_mm", (a, b), {"offs": ends}, [y])).worst.outcome == "bug"

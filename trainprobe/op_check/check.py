@@ -18,7 +18,15 @@ from trainprobe.op_check.large_products import parts, told
 from trainprobe.op_check.measure import far
 from trainprobe.op_check.modes import recognised
 from trainprobe.op_check.noise import UNIT
-from trainprobe.op_check.properties import UNWRITTEN, ambiguous_gradient, at_borders, dropout_gradient, tied, unspecified
+from trainprobe.op_check.properties import (
+    DROPOUTS,
+    UNWRITTEN,
+    ambiguous_gradient,
+    at_borders,
+    dropout_gradient,
+    tied,
+    unspecified,
+)
 from trainprobe.op_check.redrawn import SOURCE as RUN_AGAIN
 from trainprobe.op_check.redrawn import redrawn
 from trainprobe.op_check.references import judged_results
@@ -156,7 +164,7 @@ def _backward(case: Case, tolerance: Tolerance | None) -> Checked:
     why = ambiguous_gradient(case)
     if not why and case.gradients is not None and all(g is None for g in case.gradients):
         why = "the gradient of its result is not recorded"
-    if api(case.name) == "dropout":
+    if api(case.name) in DROPOUTS:
         return Checked("backward", [dropout_gradient(case)], "properties")
     if why:
         return Checked("backward", [Judgement("not checked", why)])

@@ -204,7 +204,7 @@ class Reference:
             pass
         for noise, found in zip(self._noises, alone.results, strict=True):
             if noise is not None and found is not None and found.noise is not None:
-                noise.tensor.view(-1)[index] = found.noise.reshape(-1)
+                noise.tensor.put_(index, found.noise.reshape(-1))
         return True
 
     def explains(self, y: Tensor | None, index: int) -> bool:

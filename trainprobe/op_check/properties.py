@@ -37,8 +37,20 @@ def unspecified(case: Case) -> list[Judgement] | None:
     if known is not None:
         return known(case)
     if name in _RANDOM:
-        return [Judgement("unspecified", "random numbers: another device draws others") for _ in case.outputs]
+        return [_drawn(case, name, y) for y in case.outputs]
     return None
+
+
+def _drawn(case: Case, name: str, y: Tensor | None) -> Judgement:
+    """Judge random numbers by what holds for all of them."""
+    if y is not None and y.is_floating_point():
+        at_all = not any(bool(t.isnan().any()) for t in case.tensors()) and name not in UNWRITTEN
+        nans = int(y.isnan().sum()) if at_all else 0
+        outside = int(((y < 0) | (y > 1)).sum()) if name in ("rand", "rand_like", "bernoulli") else 0
+        for count, text in ((nans, "NaN"), (outside, "numbers outside of 0 to 1")):
+            if count:
+                return Judgement("bug", f"{count} {text} in {y.numel()} random elements", math.inf, count=y.numel())
+    return Judgement("unspecified", "random numbers: another device draws others")
 
 
 def _given(case: Case, name: str, place: int, default: object) -> object:
@@ -52,7 +64,7 @@ def dropout(case: Case) -> list[Judgement]:
     training = bool(_given(case, "training", 2, True))
     if y is None:
         return [Judgement("not checked", "the dump does not hold its output")]
-    return [_dropped(x, y, p if training else 0.0)]
+    return [_dropped(x, y, p if training else 0.0, _SPREAD.get(api(case.name), 0))]
 
 
 def dropout_gradient(case: Case) -> Judgement:
@@ -65,7 +77,7 @@ def dropout_gradient(case: Case) -> Judgement:
     want = torch.where(y != 0, g.to(torch.float64) * (1.0 / (1.0 - p) if p < 1 else 0.0), 0.0)
     shown = x != 0
     noise = want.abs() * (2 * max(2.0**-24, UNIT[result.dtype]))
-    wrong = shown & ((result.to(torch.float64) - want).abs() > bounds(result, want, noise))
+    wrong = shown & _off(result, want, noise)
     if bool(wrong.any()):
         text = f"{int(wrong.sum())} of {result.numel()} gradients are not those of what its forward kept"
         at = tuple(int(i) for i in wrong.nonzero()[0])
@@ -73,14 +85,22 @@ def dropout_gradient(case: Case) -> Judgement:
     return Judgement("unspecified", "random: it hands on the gradients of what its forward kept, scaled", count=result.numel())
 
 
-def _dropped(x: Tensor, y: Tensor, p: float) -> Judgement:
+def _off(y: Tensor, want: Tensor, noise: Tensor) -> Tensor:
+    """Return which elements are not what they should be, NaN among them."""
+    wide = y.to(torch.float64)
+    near = ((wide - want).abs() <= bounds(y, want, noise)) | (wide == want) | (wide.isnan() & want.isnan())
+    return ~near
+
+
+def _dropped(x: Tensor, y: Tensor, p: float, spread: int) -> Judgement:
+    """Judge what was kept. spread: how many dimensions are kept or dropped as one, −1 for all but the first two."""
     if y.shape != x.shape:
         return Judgement("bug", f"its shape is {[*y.shape]} and not {[*x.shape]}", math.inf)
     n, scale = y.numel(), 1.0 / (1.0 - p) if p < 1 else 0.0
     want = x.to(torch.float64) * scale
     kept = y != 0
     noise = want.abs() * (2 * max(2.0**-24, UNIT[y.dtype]))  # the factor is rounded, in some kernels to the format of x
-    off = (y.to(torch.float64) - want).abs() > bounds(y, want, noise)
+    off = _off(y, want, noise)
     wrong = off & kept if p else off
     if bool(wrong.any()):
         text = f"{int(wrong.sum())} of {n} elements are neither 0 nor x / (1 − {p:g})"
@@ -89,6 +109,13 @@ def _dropped(x: Tensor, y: Tensor, p: float) -> Judgement:
     if not p:
         return Judgement("exact" if bool((y == x).all()) else "rounding", count=n)
     alive = x != 0
+    if spread:
+        dims = [*range(2, x.ndim)] if spread < 0 else [*range(-spread, 0)]
+        dropped = (alive & ~kept).any(dims) if dims else alive & ~kept
+        alive, kept = (t.any(dims) if dims else t for t in (alive, kept & alive))
+        if bool((kept & dropped).any()):
+            text = f"{int((kept & dropped).sum())} of {kept.numel()} channels are dropped in part"
+            return Judgement("bug", text, math.inf, count=n)
     count = int(alive.sum())
     share = float((kept & alive).sum()) / count if count else 1 - p
     margin = 6 * math.sqrt(p * (1 - p) / count) if count else 1.0
@@ -233,7 +260,7 @@ def tied(case: Case, found: Judgement) -> Judgement:
     bound = NEAR * bounds(y, one.value, one.noise)
     wrong = ((y.to(torch.float64) - one.value).abs() > bound) & (one.value == other.value)
     lost = abs(float(y.to(torch.float64).sum() - one.value.sum())) > float(bound.sum())
-    if bool(wrong.any()) or lost or torch.equal(one.value, other.value):
+    if not bool(y.isfinite().all()) or bool(wrong.any()) or lost or torch.equal(one.value, other.value):
         return found
     return Judgement("unspecified", "among equal elements any may get the gradient", count=y.numel())
 
@@ -302,7 +329,7 @@ def at_borders(case: Case, y: Tensor, expected: Expected, found: Judgement) -> J
 
 
 _PROPERTIES: dict[str, Callable[[Case], list[Judgement] | None]] = {
-    "dropout": dropout,
+    **dict.fromkeys(["dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout"], dropout),
     "argmax": extremum(True),
     "argmin": extremum(False),
     **dict.fromkeys(["max", "min", "sort", "topk", "kthvalue", "median", "nanmedian", "mode", "msort"], chosen),
@@ -312,12 +339,14 @@ _PROPERTIES: dict[str, Callable[[Case], list[Judgement] | None]] = {
     **dict.fromkeys([f"{kind}max_pool{d}d" for kind in ("", "adaptive_") for d in (1, 2, 3)], pooled),
     **dict.fromkeys([f"max_pool{d}d_with_indices" for d in (1, 2, 3)], pooled),
 }
+_SPREAD = {"dropout1d": 1, "dropout2d": -1, "dropout3d": 3, "feature_dropout": -1}
+DROPOUTS = frozenset(name for name, judged in _PROPERTIES.items() if judged is dropout)
 _CHOOSE = {name for name, judged in _PROPERTIES.items() if judged in (chosen, pooled)}
 
 
 def is_random(name: str) -> bool:
     """Return whether an entry's operator draws numbers or hands out memory that nobody wrote, so that equal calls differ."""
-    return api(name) in _RANDOM | UNWRITTEN | {"dropout"}
+    return api(name) in _RANDOM | UNWRITTEN | DROPOUTS
 
 
 def ambiguous_gradient(case: Case) -> str:

@@ -11,7 +11,7 @@ import torch
 
 from trainprobe.op_check.noise import gradients_alone
 from trainprobe.op_check.references import Sum, formula
-from trainprobe.op_check.references.primitives import Tensor, matmul, sum
+from trainprobe.op_check.references.primitives import Tensor, cat, matmul, stack, sum
 
 _BY_NORMS = ContextVar("by_norms", default=False)
 
@@ -121,3 +121,25 @@ def added(
     b = next(x for x in (second, mat2, batch2, vec) if x is not None)
     product = _matmul(a, b) * alpha
     return product if beta == 0 else product + beta * input
+
+
+@formula("_grouped_mm", "grouped_mm")
+def grouped(
+    input: Tensor, mat2: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None
+) -> Tensor:
+    """One product for each group: of rows of the first, of columns of the second, or of what both are added up over.
+
+    offs: where each group ends. What lies behind the last is written by no kernel.
+    """
+    if offs is None:
+        return _matmul(input, mat2)
+    ends = [int(end) for end in offs]
+    spans = [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+    if input.ndim == 2 and mat2.ndim == 2:
+        return stack([matmul(input[:, span], mat2[span]) for span in spans])
+    if input.ndim == 2:
+        whole = cat([matmul(input[span], mat2[i]) for i, span in enumerate(spans)], 0)
+        if len(whole) < len(input):
+            raise NotImplementedError("rows that belong to no group")
+        return whole
+    return cat([matmul(input[i], mat2[:, span]) for i, span in enumerate(spans)], 1)
