@@ -1,6 +1,7 @@
-"""A script for mindstudio-probe under MindSpore, run with that package or with ours: FOLDER LEVEL PACKAGE PATH.
+"""A script for mindstudio-probe under MindSpore, run with that package or with ours: FOLDER LEVEL PACKAGE PATH [planted].
 
-PATH is appended to where Python looks: the site-packages of an environment that holds mindstudio-probe.
+PATH is appended to where Python looks: the site-packages of an environment that holds mindstudio-probe. planted: one element of
+the weight of `up` is another one in the last step.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ config = Path(folder) / "config.json"
 settings: dict[str, Any] = {"task": "statistics", "dump_path": f"{folder}/out", "rank": [], "step": [], "level": level}
 config.write_text(json.dumps({**settings, "statistics": {"scope": [], "list": [], "data_mode": ["all"]}}))
 debugger = front.PrecisionDebugger(config_path=str(config))
-for _ in range(2):
+for step in range(2):
+    if step == 1 and "planted" in sys.argv:
+        net.up.weight[2, 1] += 0.25
     debugger.start(net)
     loss, gradients = gradient(ms.Tensor(np.arange(6, dtype=np.float32).reshape(2, 3)))
     if level == "debug":

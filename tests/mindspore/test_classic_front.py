@@ -291,21 +291,33 @@ PEER = next((Path(sys.prefix).parent / "msprobe").glob("lib/python3*/site-packag
 assert PEER is not None or os.environ.get("CI") != "true", "CI runs mindstudio-probe itself: make .venvs/msprobe/.ready"
 
 
-@pytest.mark.skipif(PEER is None, reason="no environment `msprobe` lies beside this one (make .venvs/msprobe/.ready)")
-def test_a_script_of_mindstudio_probe_leaves_the_same_numbers_of_cells_behind(tmp_path):
-    """The release 26.2.0 runs under MindSpore on a CPU but for one kernel, the norm of `mint`, which the script calculates."""
-    left = {}
-    for package in ("msprobe", "trainprobe"):
-        folder = tmp_path / package
-        folder.mkdir()
+NO_PEER = pytest.mark.skipif(PEER is None, reason="no environment `msprobe` lies beside this one (make .venvs/msprobe/.ready)")
+RUNS = {"theirs": ("msprobe",), "again": ("msprobe",), "planted": ("msprobe", "planted"), "ours": ("trainprobe",)}
+
+
+@pytest.fixture(scope="module")
+def dumped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return run → its folder: of mindstudio-probe, which runs under MindSpore on a CPU but for one kernel, and of ours.
+
+    The kernel is the norm of `mint`, which the script calculates.
+    """
+    folders = {}
+    for name, (package, *more) in RUNS.items():
+        folders[name] = folder = tmp_path_factory.mktemp(name)
         script = str(Path(__file__).with_name("run_classic_front.py"))
-        done = subprocess.run(
-            [sys.executable, script, str(folder), "mix", package, str(PEER and PEER.parent)], capture_output=True, text=True
-        )
+        command = [sys.executable, script, str(folder), "mix", package, str(PEER and PEER.parent), *more]
+        done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-1000:]
-        dumps = sorted((folder / "out").glob("step*/*/dump.json"))
-        left[package] = [json.loads(path.read_text())["data"] for path in dumps], (folder / "bits.txt").read_text()
-    (theirs, their_bits), (ours, our_bits) = left["msprobe"], left["trainprobe"]
+    return folders
+
+
+@NO_PEER
+def test_a_script_of_mindstudio_probe_leaves_the_same_numbers_of_cells_behind(dumped):
+    left = {}
+    for run in ("theirs", "ours"):
+        dumps = sorted((dumped[run] / "out").glob("step*/*/dump.json"))
+        left[run] = [json.loads(path.read_text())["data"] for path in dumps], (dumped[run] / "bits.txt").read_text()
+    (theirs, their_bits), (ours, our_bits) = left["theirs"], left["ours"]
     assert our_bits == their_bits and len(theirs) == len(ours) == 2
     for there, here in zip(theirs, ours, strict=True):
         cells = {name for name in there if name.startswith("Cell.")}

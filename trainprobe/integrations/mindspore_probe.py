@@ -40,7 +40,7 @@ from trainprobe.engine.program import Program
 from trainprobe.engine.tape import Tape
 from trainprobe.errors import PlanError, UsageError
 from trainprobe.integrations.mindspore_limits import NOT_JUDGED, NOT_JUDGED_IN_A_GRAPH, refuse
-from trainprobe.integrations.mindspore_place import place_of_process
+from trainprobe.integrations.mindspore_place import declared_place, place_of_process
 from trainprobe.monitor.audit.relations import relation_names
 from trainprobe.monitor.plan import MonitorPlan
 from trainprobe.monitor.plan import validate as monitor_plan
@@ -130,6 +130,10 @@ class MindSporeBackend(Backend):
         """Learn where this process stands."""
         return place_of_process()
 
+    def place_by_model(self, model: Any) -> Place | None:
+        """Return where this process stands by the configuration of a model and MindSpore's settings."""
+        return declared_place(model)
+
     def gathering(self) -> Gathering:
         """Return what brings a few numbers of every rank to every rank."""
         return gathering()
@@ -160,6 +164,11 @@ class MindSporeProbe(Probe):
     has_watched = False  # a probe of this process began a step
     _limits_reported = False
     _trains: tuple[Any, Any] = (None, None)  # the cell that trains, and the optimizer that it held at first
+
+    def _open(self, model: Any, optimizer: Any, place: Place | None) -> None:
+        super()._open(model, optimizer, place)
+        if self.parts.states is not None:
+            self.parts.states.axes = self.place.axes
 
     def save(self, value: Any, name: str, save_backward: bool = True) -> None:
         """Record a value under a name; see `Probe.save`. In PyNative mode only: a graph does not call Python."""

@@ -19,7 +19,6 @@ from trainprobe.engine.core.flat_parameters import FlatSlice, flat_slices_of, ha
 from trainprobe.engine.core.guard import attempt
 from trainprobe.engine.core.naming import chunks_of
 from trainprobe.engine.core.records import Call, StepData, Value
-from trainprobe.engine.core.shards import Shard
 from trainprobe.engine.core.sources import SORTS, Part, PlainSource, Source, sort_of
 from trainprobe.engine.core.unscaling import Scaled, unscale
 from trainprobe.engine.stats.partials import CHECKSUM, STATS
@@ -248,7 +247,7 @@ class ParameterStateTap:
     def _look(self, tape: Tape, part: Part, flags: int) -> Value:
         value = tape.tree(part.tensor, flags)
         if part.shard is not None:
-            value.extra = {**(value.extra or {}), "shard": _shard(part.shard)}
+            value.extra = {**(value.extra or {}), "shard": part.shard.described()}
             if type(part.tensor) in tape.library.plain:  # others say themselves what they hold
                 tape.share(value, part.tensor, part.shard, flags)
         return value
@@ -355,8 +354,3 @@ def _flattened(models: list[Any], names: dict[int, str]) -> tuple[dict[int, list
         for flat_slice in own:
             stepped.setdefault(id(flat_slice.owner), []).append(flat_slice)
     return stepped, flat
-
-
-def _shard(shard: Shard) -> dict[str, Any]:
-    described: dict[str, Any] = {"offset": shard.offset, "shape": shard.shape, "whole": shard.whole, "replicas": shard.replicas}
-    return described if shard.within is None else {**described, "within": _shard(shard.within)}

@@ -26,6 +26,11 @@ class Shard:
     replicas: tuple[str, ...] = ()
     within: Shard | None = None
 
+    def described(self) -> dict[str, Any]:
+        """Return it as a dump has it."""
+        told: dict[str, Any] = {"offset": self.offset, "shape": self.shape, "whole": self.whole, "replicas": self.replicas}
+        return told if self.within is None else {**told, "within": self.within.described()}
+
 
 def is_cut(shard: Shard) -> bool:
     """Return whether a shard is not all of its tensor."""

@@ -39,6 +39,7 @@ Seen = Callable[[str, int, int, HostArray], None]  # part, place in it, number o
 ALONE = -1  # the place of an output that is the only one, and that no tuple holds
 UNKNOWN = -1  # number of a call
 _NOTHING = np.zeros(1, np.int32)
+_STOP, _DEPEND, _ZEROS, _ITEM = ops.StopGradient(), ops.Depend(), ops.ZerosLike(), ops.Primitive("TupleGetItem")
 _MOST = 8  # arguments or results of a cell that are looked at where their number is not written in `construct`
 _DIFFERENTIABLE = (mindspore.float16, mindspore.float32, mindspore.float64, mindspore.bfloat16)
 _NAMES = ("float16", "float32", "float64", "bfloat16", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
@@ -109,7 +110,7 @@ class _Passed(nn.Cell):  # pyright: ignore[reportUntypedBaseClass]
 
     def bprop(self, x: Any, number: Any, out: Any, gradient: Any) -> Any:
         self.tell(gradient, number)
-        return gradient, ops.zeros_like(number)
+        return gradient, _ZEROS(number)
 
 
 @mindspore.jit_class  # pyright: ignore[reportUntypedClassDecorator]
@@ -212,29 +213,89 @@ def _watch_cell(
     MindSpore parses the function that takes the place of `construct`: what is in it must be what a graph can hold.
     """
     own, numbers = cell.construct, count()
-    inputs = {i: _forward("input", i, seen, numbers) for i in sorted(parts.inputs)}
-    places, tell = (*inputs,), (*inputs.values(),)
+    look_in = _no_input
+    for i in sorted(parts.inputs):
+        look_in = _input_after(look_in, i, _forward("input", i, seen, numbers))
     tell_out, back_out = _forward("output", ALONE, seen, numbers), back("grad_output", ALONE, seen)
-    training_only = type(cell) is nn.Dropout  # it returns its argument else
+    told, told_back = _Told(), _Told(True)
     unknown = mindspore.Tensor([UNKNOWN], mindspore.int32)
 
     def construct(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if training_only and not self.training:
-            return own(*args, **kwargs)
-        number = unknown
-        for k, i in enumerate(places):
-            if i < len(args) and ops.is_tensor(args[i]) and 0 not in args[i].shape:
-                number = tell[k](ops.stop_gradient(args[i]), ops.stop_gradient(number))
+        number = look_in(args, unknown)
         out = own(*args, **kwargs)
-        if not ops.is_tensor(out) or 0 in out.shape:
-            return out
-        number = tell_out(ops.stop_gradient(out), ops.stop_gradient(number))
-        out = ops.depend(out, number)
-        if backward and out.dtype in _DIFFERENTIABLE:
-            return back_out(out, number)
+        if told(out):
+            number = tell_out(_STOP(out), number)
+            out = _DEPEND(out, number)
         return out
 
-    return _replaced(cell, construct)
+    def with_gradient(self: Any, *args: Any, **kwargs: Any) -> Any:
+        number = look_in(args, unknown)
+        out = own(*args, **kwargs)
+        if told(out):
+            number = tell_out(_STOP(out), number)
+            out = _DEPEND(out, number)
+        if told_back(out):
+            out = back_out(out, number)
+        return out
+
+    chosen = with_gradient if backward else construct
+
+    def training_only(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return chosen(self, *args, **kwargs) if self.training else own(*args, **kwargs)
+
+    return _replaced(cell, training_only if type(cell) is nn.Dropout else chosen)  # dropout returns its argument else
+
+
+class _Told(ops.PrimitiveWithInfer):  # pyright: ignore[reportUntypedBaseClass]
+    """Decides while MindSpore compiles whether a value is a tensor that an operator can be given: none that is empty.
+
+    gradient: and whether it can have a gradient.
+    """
+
+    @ops.prim_attr_register
+    def __init__(self, gradient: bool = False) -> None:
+        super().__init__("ToldBack" if gradient else "Told")
+        self.set_const_prim(True)
+        self.back = gradient
+
+    def __infer__(self, x: Any) -> Any:
+        told = _is_filled(x["dtype"], x["shape"]) and (not self.back or x["dtype"].element_type() in _DIFFERENTIABLE)
+        return {"shape": None, "dtype": None, "value": told}
+
+
+class _ToldAt(ops.PrimitiveWithInfer):  # pyright: ignore[reportUntypedBaseClass]
+    """Decides the same of one place in a tuple, which may be shorter."""
+
+    @ops.prim_attr_register
+    def __init__(self, place: int) -> None:
+        super().__init__("ToldAt")
+        self.set_const_prim(True)
+        self.at = place
+
+    def __infer__(self, items: Any) -> Any:
+        there = self.at < len(items["shape"]) and _is_filled(items["dtype"][self.at], items["shape"][self.at])
+        return {"shape": None, "dtype": None, "value": there}
+
+
+def _is_filled(dtype: Any, shape: Any) -> bool:
+    return isinstance(dtype, mindspore.TensorType) and 0 not in shape
+
+
+def _no_input(args: Any, number: Any) -> Any:
+    return number
+
+
+def _input_after(look_before: Any, i: int, tell: Any) -> Any:
+    """Return what has an argument told after others were: arguments, number of the call → its number."""
+    told = _ToldAt(i)
+
+    def look(args: Any, number: Any) -> Any:
+        number = look_before(args, number)
+        if told(args):
+            number = tell(_STOP(_ITEM(args, i)), number)
+        return number
+
+    return look
 
 
 def _watch_all(cell: Any, seen: Seen, backward: bool, back: Callable[[str, int, Seen], Any]) -> Callable[[], None]:
