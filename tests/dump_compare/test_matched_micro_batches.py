@@ -43,8 +43,8 @@ def dumps(tmp_path_factory) -> Path:
     for name in ALONE:
         kind, _, micro_batches = name.partition(":")
         train_micro_batches.train(folder / name, kind, int(micro_batches))
-    script = str(Path(train_micro_batches.__file__))
-    launch(script, 2, str(folder), *SPREAD, *(b for _, b in PLANTED), folder=folder, timeout=200)
+    script = train_micro_batches.__file__
+    launch(script, 2, str(folder), *SPREAD, *(b for _, b in PLANTED), timeout=200)
     return folder
 
 

@@ -32,8 +32,8 @@ def dumps(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("by_hand")
     train_by_hand.train(folder / "alone")
     train_by_hand.train(folder / "alone+L0", level="L0")
-    script = str(Path(train_by_hand.__file__))
-    launch(script, 2, str(folder), "tensor", "sequence", "tensor+L0", *PLANTED, folder=folder, timeout=200)
+    script = train_by_hand.__file__
+    launch(script, 2, str(folder), "tensor", "sequence", "tensor+L0", *PLANTED, timeout=200)
     return folder
 
 

@@ -28,7 +28,7 @@ def files(tmp_path_factory):
     """Return a folder with the two dumps of two ranks, and both files."""
     folder = tmp_path_factory.mktemp("plugins")
     folder.chmod(0o750)
-    launch(str(Path(__file__).with_name("train_for_plugins.py")), 2, str(folder), folder=folder)
+    launch(Path(__file__).with_name("train_for_plugins.py"), 2, str(folder))
     a, b = str(folder / "a"), str(folder / "b")
     main(["dump-compare", a, b, "-q", "--vis", str(folder / "out.vis.db"), "--json", str(folder / "all.json")])
     assert main(["export", a, "--trend", str(folder / "run.trend.db")]) == 0
