@@ -26,11 +26,14 @@ STOREYS = {
     "trainprobe.errors": 0,
     "trainprobe.engine": 2,
     **dict.fromkeys(
-        [f"trainprobe.engine.{name}" for name in ("core.json_schema", "core.records", "core.row_schema", "storage.safe_files")],
+        [
+            f"trainprobe.engine.{name}"
+            for name in ("core.json_schema", "core.records", "core.row_schema", "core.words", "storage.safe_files")
+        ],
         0,
     ),
     **dict.fromkeys([f"trainprobe.engine.{name}" for name in ("arrays", "stats", "plan")], 1),
-    **dict.fromkeys([f"trainprobe.engine.core.{name}" for name in ("console", "findings", "guard")], 1),
+    **dict.fromkeys([f"trainprobe.engine.core.{name}" for name in ("console", "findings", "guard", "shards", "topology")], 1),
     "trainprobe.engine.core": 1.5,  # what the plan does not need to know; below the tape, the taps and the storage
     **dict.fromkeys([f"trainprobe.engine.{name}" for name in ("probe", "program", "scheduling")], 3),
     "trainprobe.monitor": 4,
