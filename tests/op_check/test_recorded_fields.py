@@ -199,7 +199,12 @@ class Turned(nn.Module):
         seen = torch.matmul(q, k.transpose(-2, -1)) + x[:, None, :, ::4].expand(2, 2, 6, 6)
         last = torch.matmul(seen, v)[..., ::2, 1:]
         image = x.view(2, 6, 4, 6).contiguous(memory_format=torch.channels_last)
-        return F.relu(last).sum() + F.avg_pool2d(image, 2).sum() + x.unfold(1, 3, 1).mul(2.0).sum()
+        own = torch.exp(x[..., ::3].as_subclass(OwnClass)).as_subclass(torch.Tensor)
+        return F.relu(last).sum() + F.avg_pool2d(image, 2).sum() + x.unfold(1, 3, 1).mul(2.0).sum() + own.sum()
+
+
+class OwnClass(torch.Tensor):
+    """A class of the program's own."""
 
 
 class LayoutsAtCalls(torch.overrides.TorchFunctionMode):

@@ -50,9 +50,12 @@ class Case:
 
 def strides_of(value: Value) -> tuple[int, ...] | None:
     """Return the strides that a dump holds of a value, or None where it lay in order, or what stands there are none."""
-    strides = (value.extra or {}).get("stride")
-    whole = isinstance(strides, list) and len(strides) == len(value.shape) and all(type(s) is int and s >= 0 for s in strides)
-    return tuple(strides) if whole else None
+    strides: Any = (value.extra or {}).get("stride")
+    if not isinstance(strides, list):
+        return None
+    given: list[Any] = strides  # pyright: ignore[reportUnknownVariableType]
+    whole = len(given) == len(value.shape) and all(type(s) is int and s >= 0 for s in given)
+    return tuple(given) if whole else None
 
 
 def laid(t: Tensor, strides: Sequence[int]) -> Tensor:
