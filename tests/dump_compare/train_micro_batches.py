@@ -50,7 +50,7 @@ def spread(model: Model, kind: str) -> Any:
     return fully_shard(model, mesh=mesh)
 
 
-def train(output: Path, kind: str, micro_batches: int, fault: str = "") -> None:
+def train(output: Path, kind: str, micro_batches: int, fault: str = "", *, optimizer_state: bool = False) -> None:
     torch.manual_seed(0)
     bare = Model()
     if kind.endswith("tied"):
@@ -70,7 +70,7 @@ def train(output: Path, kind: str, micro_batches: int, fault: str = "") -> None:
         "level": "L0",
         "summary": "both",
         "step": list(range(STEPS)),
-        "monitor": {"parameters": True, "gradients": True},
+        "monitor": {"parameters": True, "gradients": True, "optimizer_state": optimizer_state},
         "sinks": ["dump"],
     }
     generator = torch.Generator().manual_seed(3)

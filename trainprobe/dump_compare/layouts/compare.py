@@ -36,7 +36,7 @@ from trainprobe.dump_compare.layouts.known_splits import Rule, Splits, splits
 from trainprobe.dump_compare.layouts.names import pair_names, renamed_parameter
 from trainprobe.dump_compare.layouts.operator_pairs import OperatorPairs
 from trainprobe.dump_compare.layouts.splits import Role, joins
-from trainprobe.dump_compare.layouts.states import add_states, are_cut_otherwise, cuts_of_weights, held_gradients
+from trainprobe.dump_compare.layouts.states import add_states, are_cut_otherwise, cuts_of_weights, held_gradients, left_out
 from trainprobe.dump_compare.layouts.topology import layout_of, other_layouts
 from trainprobe.dump_compare.pairing import CallPair, RankPair, pair_steps, ranks_of
 from trainprobe.dump_compare.renamed.by_structure import Structure
@@ -91,6 +91,7 @@ def compare_layouts(
         *maker.notes(),
         *maker.about_copies(judged),
         *_about_order(judged),
+        *left_out([*a, *b]),
     ]
     frameworks = a[0].step_data.framework, b[0].step_data.framework
     return Compared(at, judged, *frameworks, unread, notes, made, joined=True, by_structure=structure.evidence()), [

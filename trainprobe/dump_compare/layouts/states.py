@@ -103,6 +103,15 @@ def held_values(ranks: Sequence[Side]) -> dict[str, dict[str, list[Part]]]:
     return found
 
 
+def left_out(ranks: Sequence[Side]) -> list[str]:
+    """Return a sentence on what dumps hold of parameters and is not compared across layouts, such as Adam's moments."""
+    slots = [slot for side in ranks for call in side.step_data.states for slot in call.params or {} if slot not in _SLOTS]
+    if not slots:
+        return []
+    names = ", ".join(dict.fromkeys(slots))
+    return [f"{len(slots)} values that dumps hold of parameters beside weights and gradients are not compared: {names}"]
+
+
 def are_cut_otherwise(a: Side, b: Side) -> bool:
     """Return whether one rank of either side holds another part of a weight, as with DDP and FSDP of as many ranks."""
     one, other = _cuts_of(a), _cuts_of(b)

@@ -82,6 +82,15 @@ def test_it_is_said_how_samples_were_matched(dumps, capsys):
     assert "A and B are DP2 with other shards of weights: those of each tensor were joined" in said
 
 
+def test_what_optimizers_hold_is_said_not_to_be_compared(tmp_path, dumps, capsys):
+    for name, micro_batches in (("one", 1), ("four", 4)):
+        train_micro_batches.train(tmp_path / name, "alone", micro_batches, optimizer_state=True)
+    said = compared(dumps, str(tmp_path / "one"), str(tmp_path / "four"), capsys)[1]
+    assert (
+        "values that dumps hold of parameters beside weights and gradients are not compared: step, exp_avg, exp_avg_sq" in said
+    )
+
+
 def test_a_layout_with_itself_is_compared_rank_by_rank(dumps, capsys):
     code, said, found = compared(dumps, "fsdp2:2", "fsdp2:2", capsys)
     assert code == 0, said
