@@ -14,11 +14,15 @@ def compared(a, b, capsys):
     return code, capsys.readouterr().out
 
 
+def write(folder, data=None, **more):
+    folder.mkdir(parents=True)
+    dump = {"task": "statistics", "level": "mix", "framework": "pytorch", "dump_data_dir": None, "data": data or {}, **more}
+    (folder / "dump.json").write_text(json.dumps(dump))
+
+
 def test_two_dumps_without_a_call_were_not_compared(tmp_path, capsys):
     for side in "ab":
-        (tmp_path / side / "step0/rank0").mkdir(parents=True)
-        empty = {"task": "statistics", "level": "mix", "framework": "pytorch", "dump_data_dir": None, "data": {}}
-        (tmp_path / side / "step0/rank0/dump.json").write_text(json.dumps(empty))
+        write(tmp_path / side / "step0/rank0")
     code, said = compared(tmp_path / "a", tmp_path / "b", capsys)
     assert code == 3, said
     assert said.startswith("nothing was compared: neither dump holds a call")
@@ -37,3 +41,20 @@ def test_statistics_against_elements_say_that_statistics_told_it(tmp_path, capsy
     assert code == 0, said
     assert "values are told by statistics alone" in said
     assert "by statistics alone" not in compared(b, b, capsys)[1]
+
+
+def test_a_rank_that_both_dumps_lack_in_one_step_was_not_compared(tmp_path, capsys):
+    numbers = {"Max": 1.0, "Min": 1.0, "Mean": 1.0, "Norm": 2.0}
+    leaf = {"type": "torch.Tensor", "dtype": "torch.float32", "shape": [4], "requires_grad": False, **numbers}
+    data = {"Functional.relu.0.forward": {"input_args": [leaf], "input_kwargs": {}, "output": [leaf]}}
+    for side in "ab":
+        for place in ("step0/rank0", "step0/rank1", "step1/rank0"):
+            place_text = {"rank": int(place[-1]), "world_size": 2, "axes": {}}
+            write(tmp_path / side / place, data, trainprobe={"format": 1, "step": int(place[4]), "place": place_text})
+    code, said = compared(tmp_path / "a", tmp_path / "b", capsys)
+    assert code == 3, said
+    assert "step 1: rank 1 is in neither" in said, said
+    one_rank = tmp_path / "a/step0/rank0", tmp_path / "b/step0/rank0"
+    code, said = compared(*one_rank, capsys)
+    assert code == 0, said
+    assert "1 of the 2 ranks of A's run were compared" in said, said

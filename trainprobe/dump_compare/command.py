@@ -243,7 +243,16 @@ def compare_rank(
     recorded = frozenset(name for name, kind in (("optimizer", "optimizer"), ("states", "state")) if kind in kinds)
     alike = sum(value.interval is ALIKE for one in judged if one.outcome == "identical" for value in one.values)
     return Compared(
-        pair, judged, *frameworks, unread, notes, made, by_structure=by_structure, recorded=recorded, by_statistics=alike
+        pair,
+        judged,
+        *frameworks,
+        unread,
+        notes,
+        made,
+        by_structure=by_structure,
+        recorded=recorded,
+        by_statistics=alike,
+        world=sides[0].step_data.place.world_size,
     )
 
 

@@ -37,17 +37,20 @@ class CallPair(NamedTuple):
 
 
 def pair_ranks(a: Path, b: Path) -> tuple[list[RankPair], list[str]]:
-    """Return the folders that belong together, in order, and a sentence for each step or rank that only one side has.
+    """Return the folders that belong together, in order, and a sentence for each step or rank that a side lacks.
 
     Two sides with one step each, or one rank each, are compared whatever the numbers are. Raises FormatError where a path holds
     no dump, CompareError where nothing belongs together.
     """
     sides = ranks_of(a), ranks_of(b)
+    ranks = {rank for side in sides for of_step in side.values() for rank in of_step}
+    ranks = ranks if min(map(len, sides)) > 1 else set[int]()  # what a user names by its step or rank may be any
     pairs: list[RankPair] = []
     missing: list[str] = []
     for step, of_step in _paired(*sides, "step", missing):
         here: list[str] = []
         pairs += [RankPair(step, rank, *folders) for rank, folders in _paired(*of_step, "rank", here)]
+        here += [f"rank {rank} is in neither, and in another step" for rank in sorted(ranks - {*of_step[0], *of_step[1]})]
         missing += [f"step {step}: {sentence}" for sentence in here]
     if not pairs:
         raise CompareError(f"{a} and {b} have no step and rank in common: {'; '.join(missing)}")

@@ -28,7 +28,8 @@ class Compared:
     unread: why stored values could not be read. notes: what a third run lacks, or what was left out. made: what else was asked
     for of it, by name (see compare_rank). agreeing: how many calls agree and are not among `calls` (see spread).
     by_structure: module of A that was not paired by name → what it was paired by (see renamed).
-    by_statistics: how many values are equal in all statistics that both dumps hold, and nothing else tells of them.
+    world: how many ranks A's run had. by_statistics: how many values are equal in all statistics that both dumps hold, where
+    nothing else tells of them.
     recorded: "optimizer" where A holds operators of the optimizer, "states" where it holds gradients as that sees them.
     joined: whether these are calls of all ranks of two layouts, joined; `at` then names A's lowest rank and the steps' folders.
     """
@@ -45,6 +46,7 @@ class Compared:
     by_structure: Mapping[str, str] = field(default_factory=dict[str, str])
     recorded: frozenset[str] = frozenset()
     by_statistics: int = 0
+    world: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,7 @@ def judge_runs(ranks: Sequence[Compared], missing: Sequence[str]) -> Verdict:
     whole = sum(counts.values())
     alone = [(rank, judged) for rank in ranks for judged in rank.calls if judged.outcome == "missing"]
     details = [*missing, *_about_missing(alone), *_about_formats(ranks), *_about_unread(ranks)]
+    details += _about_ranks(ranks)
     details += [*dict.fromkeys(note for rank in ranks for note in rank.notes), *_about_rounding(ranks), *_about_counts(counts)]
     first = _first(ranks)
     structured = len({name for rank in ranks for name in rank.by_structure})
@@ -93,8 +96,7 @@ def judge_runs(ranks: Sequence[Compared], missing: Sequence[str]) -> Verdict:
         return Verdict(1, f"{_ROUNDING}: {whole} calls{of_them}", details, None, counts)
     alike = sum(rank.by_statistics for rank in ranks)
     if alike:
-        told = "are told by statistics alone, which the same numbers in another order have too"
-        details = [f"{alike} values {told}: `summary: both` compares bits", *details]
+        details = [f"{alike} values are told by statistics alone, which the same numbers in another order have too", *details]
     return Verdict(0, f"all {whole} calls agree in all that the dumps hold of them{of_them}", details, None, counts)
 
 
@@ -320,6 +322,13 @@ def _about_missing(missing: Sequence[tuple[Compared, Judged]]) -> list[str]:
             f"{len(results)} results have no partner; the first is {value.slot} of {_where(*at)}, {value.interval.note}"
         )
     return said
+
+
+def _about_ranks(ranks: Sequence[Compared]) -> list[str]:
+    """Return of how many ranks of a run the dumps are, where it had more."""
+    found, world = {rank.at.rank for rank in ranks}, max((rank.world for rank in ranks), default=1)
+    whole = any(rank.joined for rank in ranks) or len(found) >= world
+    return [] if whole else [f"{len(found)} of the {world} ranks of A's run were compared, as the dumps hold no others"]
 
 
 def _about_formats(ranks: Sequence[Compared]) -> list[str]:
