@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainprobe.dump_compare.dump_side import STATISTICS, Columns, Side, column_of
-from trainprobe.engine.compare import measure
+from trainprobe.engine.compare import Difference, measure
 from trainprobe.engine.compare.number_formats import FORMATS, LOWEST
 from trainprobe.engine.core.records import Value
 
@@ -58,6 +58,7 @@ MASKED = Interval(
 )
 _FIXED = (SAME, ALIKE, _NONFINITE, _OTHER_BITS, _NOTHING, _OTHER_ORDER, MASKED)  # by the numbers below
 _IS_SAME, _IS_ALIKE, _IS_NONFINITE, _HAS_OTHER_BITS, _IS_UNKNOWN, _HAS_OTHER_ORDER, _IS_MASKED, _IS_MEASURED = range(8)
+_OTHER_LOWEST = 1e-3  # the lowest numbers of any two formats are at least this far apart
 _FILL, _ABOVE, _SAME_FILL = 1e4, 1e3, 0.01  # how large a mask's number is at least, how many times all else, and how equal
 
 
@@ -148,10 +149,19 @@ def _by_elements(x: npt.NDArray[Any] | None, y: npt.NDArray[Any] | None) -> tupl
     if x is None or y is None or x.shape != y.shape:
         return None, None
     found = measure(x, y)
+    if not found.relative_l2 <= _OTHER_LOWEST or found.misplaced:  # NaN too
+        found = _beside_lowest(x, y) or found
     if found.misplaced:
         return Interval(math.inf, math.inf, "values", "NaN or infinities on one side alone"), None
     far = found.relative_l2
     return Interval(far, far, "values"), found.at if far else None
+
+
+def _beside_lowest(x: npt.NDArray[Any], y: npt.NDArray[Any]) -> Difference | None:
+    """Return how two arrays differ beside the lowest numbers of two formats, which are one mask; None without these."""
+    p, q = (np.asarray(each, np.float64) for each in (x, y))
+    both = np.isin(p, LOWEST) & np.isin(q, LOWEST) & (p != q)
+    return measure(np.where(both, 0.0, p), np.where(both, 0.0, q)) if both.any() else None
 
 
 def _with_copies(far: Interval, a: Side, left: Value, b: Side, right: Value) -> Interval:
