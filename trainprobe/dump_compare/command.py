@@ -274,6 +274,8 @@ def _paired(
         names = structure.renaming(rename)
         pairs, notes = pair_frameworks(a, b, names, apis, mapped=bool(values), looked_through=structure.looked_through)
         sides, notes = (a, b), [*structure.note(), *notes]
+        if a.step_data.states or b.step_data.states:
+            notes.append("what dumps hold of parameters beside the calls of modules is not compared across frameworks")
         if structure.fused:
             sides = composed = Composed(a), Composed(b)
             pairs, said = as_one(pairs, structure.fused, composed, shares=False)
