@@ -130,6 +130,9 @@ def test_findings_are_kept_under_every_sink(sinks, judge, tmp_path, capsys):
     assert main(["judge", str(tmp_path)]) == 1
     out = capsys.readouterr().out
     assert all(rule in out for rule in found)
+    if sinks == ["dump"]:
+        main(["runs", str(tmp_path)])
+        assert " error" in capsys.readouterr().out
 
 
 FULL = """

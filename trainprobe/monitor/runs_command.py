@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from trainprobe.engine.storage.dumps.layout import find_steps
+from trainprobe.engine.storage.dumps.layout import FINDINGS_FILE, find_steps
 from trainprobe.errors import FormatError, UsageError
 from trainprobe.monitor.remote_run import as_given, is_copy, origin, run_folder
 from trainprobe.monitor.run_folder import find_logs, read_findings
@@ -92,7 +92,8 @@ def _describe(run: Path, logs: list[Path]) -> Run:
     dumped = find_steps(run)
     formats = [*dict.fromkeys("columns" if log.is_dir() else "lines" for log in logs), *(["dump"] if dumped else [])]
     ranks = len(logs) or max((len(list(step.glob("rank*"))) for step in dumped.values()), default=0)
-    found = [finding for log in logs for finding in read_findings(log if log.is_dir() else log.parent)]
+    folders = {log if log.is_dir() else log.parent for log in logs} | {file.parent for file in run.glob(f"*/{FINDINGS_FILE}")}
+    found = [finding for folder in sorted(folders) for finding in read_findings(folder)]
     return Run(
         str(run),
         " + ".join(formats),
