@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mindspore
 import numpy as np
@@ -18,9 +18,7 @@ import numpy.typing as npt
 
 from trainprobe.engine.arrays.numpy_rows import NumpyStatsRows, refusal
 from trainprobe.engine.core.records import Opaque
-
-if TYPE_CHECKING:
-    from trainprobe.engine.core.shards import Shard
+from trainprobe.engine.core.shards import Shard
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,17 +11,15 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from trainprobe.compiled import native
+from trainprobe.engine.core.shards import Rectangle, Shard, rectangles_of
 from trainprobe.engine.stats.checksum import fingerprint, shard_fingerprint
 from trainprobe.engine.stats.partials import CHECKSUM, COMPUTED_WITH, CRC32, DEVIATIONS, PARTIALS, SUBNORMAL, uncomputed
-
-if TYPE_CHECKING:
-    from trainprobe.engine.core.shards import Rectangle, Shard
 
 _CODES: dict[str, int] = dict(native.DTYPES) if native is not None else {}
 _SMALLEST = {
@@ -79,8 +77,6 @@ class NumpyStatsRows:
 
     def add_share(self, array: npt.NDArray[Any], dtype: str, shard: Shard) -> list[int]:
         """Take the share of a shard in the fingerprint of the whole array; return the rows whose fingerprints make it up."""
-        from trainprobe.engine.core.shards import rectangles_of
-
         if array.size != math.prod(shard.shape) or refusal(array, dtype):
             return []
         flat = np.ascontiguousarray(array).reshape(-1)

@@ -15,7 +15,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,10 +27,8 @@ from trainprobe.engine.arrays.torch_reduce import REDUCED
 from trainprobe.engine.arrays.torch_rows import DeviceRows, to_host
 from trainprobe.engine.arrays.without_dispatch import without_dispatch
 from trainprobe.engine.core.guard import attempt, fault_text
+from trainprobe.engine.core.shards import Rectangle, Shard, rectangles_of
 from trainprobe.engine.stats.partials import CHECKSUM, CRC32, PARTIALS, STATS, STD, SUBNORMAL
-
-if TYPE_CHECKING:
-    from trainprobe.engine.core.shards import Rectangle, Shard
 
 __all__ = [
     "CHECKSUM",
@@ -104,8 +102,6 @@ class TorchStatsRows:
 
         None where the tensor has no elements to look at, or not those that the shard says.
         """
-        from trainprobe.engine.core.shards import rectangles_of
-
         if t.numel() != math.prod(shard.shape) or reason_without_statistics(t):
             return []
         with without_dispatch(), torch.no_grad():

@@ -8,16 +8,13 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from trainprobe.engine.arrays.torch_chunks import chunks
+from trainprobe.engine.core.shards import Shard
 from trainprobe.engine.stats.checksum import MASK, ROW, G, M, words_each
-
-if TYPE_CHECKING:
-    from trainprobe.engine.core.shards import Shard
 
 _LOW = 0xFFFFFFFF
 _SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -192,8 +189,6 @@ def torch_fingerprint(t: Tensor, offset: Sequence[int] | None = None, global_sha
                 share, n = fingerprint_of_chunk(chunk.resolve_conj().resolve_neg(), place)
                 total, place = total + int(share), place + n
             return total & MASK
-        from trainprobe.engine.core.shards import Shard
-
         return int(share_of(t, Shard(tuple(offset), tuple(t.shape), tuple(global_shape)))) & MASK
 
 

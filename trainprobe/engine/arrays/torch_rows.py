@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,10 +14,8 @@ from torch import Tensor
 from trainprobe.engine.arrays.torch_checksum import crc32_on_host, crc32_register, share_of
 from trainprobe.engine.arrays.torch_reduce import accumulator, write_row
 from trainprobe.engine.arrays.triton_rows import TritonRows, kernels_of
+from trainprobe.engine.core.shards import Shard
 from trainprobe.engine.stats.partials import CRC32, PARTIALS
-
-if TYPE_CHECKING:
-    from trainprobe.engine.core.shards import Shard
 
 _ROOM = 512
 _WIDTH = len(PARTIALS)
