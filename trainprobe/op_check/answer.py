@@ -21,8 +21,8 @@ from trainprobe.op_check.dump import DumpChecked, Measure, Row, check_dump, rank
 from trainprobe.op_check.page import write_page
 from trainprobe.op_check.pairs import three_way
 from trainprobe.op_check.replay import write_replay
-from trainprobe.op_check.standards.conclusion import Judged, conclude_by, judged, pair, records, standard_named, table
 from trainprobe.op_check.standards.measured import outputs, outputs_and_second
+from trainprobe.op_check.standards.report import StandardResult, conclude_by, pair, records, results_by, standard_named, table
 
 WORTH_PROCESSES = 64 << 20  # bytes of dumps that are worth starting processes for
 Run = Callable[..., Iterator[DumpChecked]]
@@ -57,7 +57,7 @@ class Answer:
 
     found: list[DumpChecked]
     conclusion: Conclusion
-    by: list[Judged] = field(default_factory=list[Judged])
+    by: list[StandardResult] = field(default_factory=list[StandardResult])
     standard: str = ""
 
     @property
@@ -108,7 +108,7 @@ def judge(request: Request, progress: Progress) -> Answer:
         return Answer(found, ours)
     if two:
         pair(found[0].rows, found[1].rows)
-    by = list(judged(found[0].rows, standard))
+    by = list(results_by(found[0].rows, standard))
     return Answer(found, conclude_by(standard, by, ours), by, standard)
 
 

@@ -27,9 +27,9 @@ from trainprobe.op_check.properties import (
     tied,
     unspecified,
 )
-from trainprobe.op_check.redrawn import SOURCE as RUN_AGAIN
-from trainprobe.op_check.redrawn import redrawn
 from trainprobe.op_check.references import judged_results
+from trainprobe.op_check.rerun import SOURCE as RUN_AGAIN
+from trainprobe.op_check.rerun import rerun_from_state
 from trainprobe.op_check.run import SINGLE, autocast, takes_mixed_formats
 from trainprobe.op_check.written import statistics, written_beside
 
@@ -134,7 +134,7 @@ def _guarded(case: Case, direction: Direction, tolerance: Tolerance | None) -> C
 def _forward(case: Case, tolerance: Tolerance | None) -> Checked:
     known = unspecified(case)
     if known is None or gravest(known).outcome == "unspecified":
-        again = redrawn(case)
+        again = rerun_from_state(case)
         if again:
             return Checked("forward", again, RUN_AGAIN, "its numbers are drawn from the recorded state of the generator")
     if known is not None:
@@ -158,7 +158,7 @@ def _written(case: Case, tolerance: Tolerance | None) -> Sequence[Judgement]:
 
 
 def _backward(case: Case, tolerance: Tolerance | None) -> Checked:
-    again = redrawn(case, True)
+    again = rerun_from_state(case, True)
     if again:
         return Checked("backward", again, RUN_AGAIN, "its numbers are drawn from the recorded state of the generator")
     why = ambiguous_gradient(case)

@@ -21,10 +21,10 @@ from typing import Literal
 
 import torch
 
+from trainprobe.op_check.error_locations import pattern
 from trainprobe.op_check.evaluate import Expected
 from trainprobe.op_check.measure import NEAR, Allowance, Sums, bounds, lost, measured
 from trainprobe.op_check.noise import UNIT
-from trainprobe.op_check.places import pattern
 
 Tensor = torch.Tensor
 Outcome = Literal["exact", "rounding", "mode", "unspecified", "not checked", "suspicious", "bug"]

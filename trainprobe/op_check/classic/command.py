@@ -119,7 +119,7 @@ def _generate(given: Namespace) -> int:
     """Write the script of one call."""
     from trainprobe.op_check.answer import Request, judge
     from trainprobe.op_check.replay import write_replay
-    from trainprobe.op_check.standards.conclusion import by_call
+    from trainprobe.op_check.standards.report import by_call
 
     config = read_op_config(given.config_input)
     result = judge(Request([config.dump], [_literal(config.call)]), progress)

@@ -26,9 +26,9 @@ from trainprobe.op_check.classic.columns import (
     number,
 )
 from trainprobe.op_check.dump import Row
-from trainprobe.op_check.standards.conclusion import by_call
 from trainprobe.op_check.standards.limits import assigned
 from trainprobe.op_check.standards.measured import Output, without_metrics
+from trainprobe.op_check.standards.report import by_call
 from trainprobe.op_check.standards.verdicts import ERROR, PASS, SKIP, WARNING, first_verdict
 
 Record = dict[str, str]

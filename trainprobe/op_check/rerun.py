@@ -17,7 +17,7 @@ _RIGHT = ("exact", "rounding")
 SOURCE = "run again"
 
 
-def redrawn(case: Case, backward: bool = False) -> list[Judgement] | None:
+def rerun_from_state(case: Case, backward: bool = False) -> list[Judgement] | None:
     """Judge a random operator by what this machine makes of the same numbers; None where it draws others, or none are recorded.
 
     A backward is judged where the forward, run again, gives what is recorded of it.

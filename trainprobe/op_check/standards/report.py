@@ -19,7 +19,7 @@ from trainprobe.op_check.standards.verdicts import ERROR, PASS, SKIP, Verdict
 
 
 @dataclass(slots=True)
-class Judged:
+class StandardResult:
     """One result with its verdict. number: of the result, None where the call could not be measured."""
 
     row: Row
@@ -63,17 +63,17 @@ def by_call(rows: Sequence[Row]) -> dict[tuple[int, int, str, str], Row]:
     return found
 
 
-def judged(rows: Sequence[Row], standard: str) -> Iterator[Judged]:
+def results_by(rows: Sequence[Row], standard: str) -> Iterator[StandardResult]:
     """Judge all results by a standard, or each by the one that is assigned to its operator."""
     for row in rows:
         if not row.measured:
-            yield Judged(row, None, without_metrics(row.worst, standard))
+            yield StandardResult(row, None, without_metrics(row.worst, standard))
         for output in row.measured:
             name = assigned(row.name, output.dtype) if standard == BY_OPERATOR else standard
-            yield Judged(row, output.number, output.verdict(name, row.name), output)
+            yield StandardResult(row, output.number, output.verdict(name, row.name), output)
 
 
-def conclude_by(standard: str, results: Sequence[Judged], ours: Conclusion) -> Conclusion:
+def conclude_by(standard: str, results: Sequence[StandardResult], ours: Conclusion) -> Conclusion:
     """Return what to say first, with our own verdict behind it, and the exit code: 2 an error, 3 a SKIP, 0 neither."""
     counts = Counter(result.verdict.status for result in results)
     said = ", ".join(f"{counts[status]} {status}" for status in (ERROR, SKIP, PASS) if counts[status])
@@ -91,7 +91,7 @@ def conclude_by(standard: str, results: Sequence[Judged], ours: Conclusion) -> C
     return Conclusion(text, 2 if counts[ERROR] else 3, row, details)
 
 
-def table(results: Sequence[Judged]) -> Table:
+def table(results: Sequence[StandardResult]) -> Table:
     """Return a table with a line for each operator, direction and standard."""
     groups: dict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
     for result in results:
@@ -104,7 +104,7 @@ def table(results: Sequence[Judged]) -> Table:
     return shown
 
 
-def records(results: Sequence[Judged]) -> list[dict[str, Any]]:
+def records(results: Sequence[StandardResult]) -> list[dict[str, Any]]:
     """Return each result with the numbers that it was judged by."""
     found: list[dict[str, Any]] = []
     for result in results:
