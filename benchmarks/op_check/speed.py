@@ -1,7 +1,7 @@
 """Print what judging a step costs: `python -m benchmarks.op_check.speed [--width N] [--layers N] [--profile]`.
 
 A GPT trains a step in float32; its dump of tensors is judged in one thread. The ratio is that of CPU times: judging the whole
-dump, to the forward, backward and update that it holds. Then two steps are judged while it trains, and the cheaper one counts.
+dump, to the forward, backward and update that it holds. Then steps are judged while it trains, each after one that is not.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import cProfile
 import pstats
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,6 +22,8 @@ import torch.nn.functional as functional
 import trainprobe
 from trainprobe.demo.gpt import GPT, Shape
 from trainprobe.op_check.dump import check_dump, rank_folders
+
+TURNS = 5
 
 
 def cpu_time(call: Callable[[], object]) -> float:
@@ -64,15 +67,17 @@ def main() -> None:
         profile.disable()
     print(f"{len(found.rows)} calls: a step takes {bare:.3f} s, judging it {judged:.2f} s of CPU: {judged / bare:.1f} times")
     with tempfile.TemporaryDirectory() as folder:
-        settings = {"level": "off", "output": folder, "console": False, "op_check": {"step": [0, 1]}}
+        settings = {"level": "off", "output": folder, "console": False, "op_check": {"step": [*range(TURNS)]}}
         with trainprobe.watch(model, optimizer, **settings) as probe:
 
             def watched() -> None:
                 with probe.step():
                     step()
 
-            within = min(cpu_time(watched) for _ in range(2))
-    print(f"a judged step of a training takes {within:.2f} s of CPU: {within / bare:.1f} times")
+            turns = [(cpu_time(step), cpu_time(watched)) for _ in range(TURNS)]
+    ratio = statistics.median(within / alone for alone, within in turns)
+    within = statistics.median(within for _, within in turns)
+    print(f"a judged step of a training takes {within:.2f} s of CPU: {ratio:.1f} times the step before it, median of {TURNS}")
     if options.profile:
         pstats.Stats(profile).sort_stats("tottime").print_stats(25)
 

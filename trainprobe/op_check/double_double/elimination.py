@@ -116,9 +116,10 @@ def _inverse(func: Any, a: Any, check_errors: bool = False) -> tuple[Numbers, Te
 def _both_sides(a: Pair, b: Pair) -> tuple[Pair, Pair, Any]:
     """Return both as one stack each, and the shape of the solution."""
     batch = torch.broadcast_shapes(a[0].shape[:-2], b[0].shape[:-2])
-    wide = [tuple(x.expand(*batch, *x.shape[-2:]) for x in pair) for pair in (a, b)]
-    shape = wide[1][0].shape
-    return _stacked(wide[0]), tuple(x.reshape(math.prod(batch), *x.shape[-2:]) for x in wide[1]), shape  # pyright: ignore[reportReturnType]
+    a = a[0].expand(*batch, *a[0].shape[-2:]), a[1].expand(*batch, *a[1].shape[-2:])
+    shape = (*batch, *b[0].shape[-2:])
+    rows: Any = tuple(x.expand(shape).reshape(math.prod(batch), *x.shape[-2:]) for x in b)
+    return _stacked(a), rows, shape
 
 
 @rule("_linalg_solve_ex")

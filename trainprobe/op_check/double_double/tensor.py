@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from trainprobe.op_check.double_double import convolutions, elimination, resampling, rules, special  # noqa: F401  (each registers rules)
+from trainprobe.op_check.double_double import convolutions, elimination, resampling, rules, special
 from trainprobe.op_check.double_double.arithmetic import Pair, Tensor
 
+_REGISTER_RULES = (convolutions, elimination, resampling, special)
 _DISABLED: Any = torch._C._disabled_torch_function_impl
 
 
