@@ -1,13 +1,15 @@
 """A tensor-parallel pair of linear layers, written by hand, in PyNative mode: one rank holds all of it, two hold a half each.
 
-Arguments: the folder for what is written; the number of ranks; what is planted on rank 1, if anything: "gradient" (its part of
-the column weight's gradient is scaled) or "no_reduce" (the output of the row-parallel layer is not added up).
+Arguments: the folder for what is written; the number of ranks. Two ranks train three times; something is planted on rank 1 in
+the last two: its part of the column weight's gradient is scaled ("gradient"), what it adds to the output of the row-parallel
+layer is left out of its own sum ("no_reduce").
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import mindspore as ms
@@ -19,6 +21,7 @@ from trainprobe.engine.core.records import Place
 from trainprobe.watching import watch
 
 WIDTH, INNER, STEPS = 6, 8, 2
+RANK, RANKS = 0, 1
 PLAN = {"level": "L0", "summary": "both", "monitor": {"parameters": True, "gradients": True, "optimizer_state": True}}
 
 
@@ -39,8 +42,11 @@ class Spread(nn.Cell):
 class Summed(nn.Cell):
     """Adds up what the ranks have; each has the whole gradient."""
 
+    left_out = False
+
     def construct(self, x: Any) -> Any:
-        return x if PLANTED == "no_reduce" else _summed(x)
+        whole = _summed(x)
+        return x if self.left_out else whole
 
     def bprop(self, x: Any, out: Any, gradient: Any) -> Any:
         return (gradient,)
@@ -72,7 +78,7 @@ class Net(nn.Cell):
         def weight(*shape: int) -> np.ndarray:
             return draw.standard_normal(shape).astype(np.float32)
 
-        self.first = nn.Dense(WIDTH, WIDTH, weight_init=ms.Tensor(weight(WIDTH, WIDTH)))
+        self.first = nn.Dense(WIDTH, WIDTH, ms.Tensor(weight(WIDTH, WIDTH)), "zeros")
         self.spread = Spread()
         self.up = ColumnParallelLinear(weight(INNER, WIDTH), weight(INNER))
         self.act = nn.GELU()
@@ -88,33 +94,38 @@ def _cut(whole: Any, name: str, dim: int) -> ms.Parameter:
     return parameter
 
 
-def main(folder: str) -> None:
+def train(folder: str, planted: str) -> None:
     net = Net()
+    net.down.reduce.left_out = planted == "no_reduce" and RANK == 1
     optimizer = nn.AdamWeightDecay(net.trainable_params(), 1e-2)
     backward = ms.value_and_grad(lambda x: (net(x) ** 2).mean(), None, optimizer.parameters)
     data = np.random.default_rng(5).standard_normal((STEPS, 4, WIDTH)).astype(np.float32)
     place = Place(RANK, RANKS, {"tp": (RANK, RANKS)} if RANKS > 1 else {})
-    plan = {**PLAN, "audit": {"every": 1}, "output": f"{folder}/dump", "on_error": "raise", "console": False}
+    plan = {**PLAN, "audit": {"every": 1}, "output": f"{folder}/{planted}", "on_error": "raise", "console": False}
+    losses = []
     with watch(net, optimizer, plan, place=place) as probe:
         for x in data:
             with probe.step():
                 loss, gradients = backward(ms.Tensor(x))
-                if PLANTED == "gradient" and RANK == 1:
-                    gradients = tuple(
-                        g * 1.5 if p.name == "up.weight" else g for p, g in zip(optimizer.parameters, gradients, strict=True)
-                    )
+                if planted == "gradient" and RANK == 1:
+                    names = [p.name for p in optimizer.parameters]
+                    gradients = tuple(g * 1.5 if n == "up.weight" else g for n, g in zip(names, gradients, strict=True))
                 optimizer(gradients)
+                losses.append(float(loss.asnumpy()))
                 probe.note("loss", loss)
-    found = [(f.rule, f.step, f.message) for f in probe.findings if f.severity != "info"]
-    ms.save_checkpoint(net, f"{folder}/net_rank{RANK}.ckpt")
-    print(json.dumps({"rank": RANK, "losses": float(loss.asnumpy()), "findings": found}), flush=True)
+    found = [[f.rule, f.step, f.message] for f in probe.findings if f.severity != "info"]
+    folder = f"{folder}/{planted}_weights/rank_{RANK}"
+    Path(folder).mkdir(parents=True)
+    ms.save_checkpoint(net, f"{folder}/net.ckpt")
+    print(json.dumps({"rank": RANK, "name": planted, "losses": losses, "findings": found}), flush=True)
 
 
-ms.set_device("CPU")
-ms.set_context(mode=ms.PYNATIVE_MODE)
-PLANTED = sys.argv[3] if len(sys.argv) > 3 else ""
-RANK, RANKS = 0, int(sys.argv[2])
-if RANKS > 1:
-    init()
-    RANK, RANKS = get_rank(), get_group_size()
-main(sys.argv[1])
+if __name__ == "__main__":
+    ms.set_device("CPU")
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    RANK, RANKS = 0, int(sys.argv[2])
+    if RANKS > 1:
+        init()
+        RANK, RANKS = get_rank(), get_group_size()
+    for name in ("healthy", "gradient", "no_reduce") if RANKS > 1 else ("healthy",):
+        train(sys.argv[1], name)

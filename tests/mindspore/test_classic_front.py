@@ -17,6 +17,7 @@ import pytest
 from mindspore import nn
 
 from tests.mindspore.tiny import BATCH, GRAPH, PYNATIVE, Data, Loss, Net, train
+from trainprobe.cli import main
 from trainprobe.engine.plan.loading import load_plan
 from trainprobe.errors import PlanError, UsageError
 from trainprobe.integrations import mindspore_front, mindspore_save
@@ -330,6 +331,44 @@ def test_a_script_of_mindstudio_probe_leaves_the_same_numbers_of_cells_behind(du
             assert tensors(here[name]) == pytest.approx(tensors(there[name]), rel=1e-6), name
         primitives = {name.rpartition(".MatMul")[2] for name in there if "MatMul" in name}
         assert {name.rpartition(".MatMul")[2] for name in here if "MatMul" in name} == primitives
+
+
+def compared(dumped: dict[str, Path], run: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, list[dict[str, Any]]]:
+    """Compare their dump with that of another run; return exit code, first line and calls."""
+    told = dumped[run] / "all.json"
+    code = main(["dump-compare", str(dumped["theirs"] / "out"), str(dumped[run] / "out"), "--json", str(told)])
+    return code, capsys.readouterr().out.splitlines()[0], json.loads(told.read_text())["calls"]
+
+
+@NO_PEER
+def test_a_dump_of_mindstudio_probe_agrees_with_its_repeat_and_a_planted_weight_is_named(dumped, capsys):
+    code, line, calls = compared(dumped, "again", capsys)
+    assert code == 0 and line == "all 52 calls agree in all that the dumps hold of them"
+    assert len(calls) == 52
+    code, line, calls = compared(dumped, "planted", capsys)
+    assert code == 2
+    assert line.startswith(
+        "the runs part at Primitive.matmul.MatMul.0.forward (step 1, rank 0): it is given something else, input.1"
+    )
+    assert {call["verdict"] for call in calls if call["step"] == 0} == {"identical"}
+
+
+@NO_PEER
+def test_a_dump_of_mindstudio_probe_agrees_with_ours_and_each_call_is_accounted_for(dumped, capsys):
+    """That tool alone records `Shape`, which returns no tensor, and the gradients that operators are given."""
+    code, line, calls = compared(dumped, "ours", capsys)
+    assert code == 3 and line == "what both dumps hold agrees within rounding, but parts of one have no partner in the other"
+    assert len(calls) == 52
+    assert {call["verdict"] for call in calls} == {"identical", "rounding", "carried", "missing"}
+    missing = {(call["a"], call["b"]) for call in calls if call["verdict"] == "missing"}
+    assert missing == {
+        *((f"Primitive.shape_op.Shape.{i}.forward", None) for i in (0, 1)),
+        *((f"Primitive.bias_add.BiasAdd.{i}.backward", f"Primitive.BiasAdd.{i}.backward") for i in (0, 1)),
+        ("Primitive.matmul.MatMul.1.backward", "Primitive.MatMul.1.backward"),
+    }
+    theirs = json.loads(next((dumped["theirs"] / "out/step0").glob("*/dump.json")).read_text())["data"]
+    seen = {call["a"] for call in calls if call["step"] == 0}
+    assert {name for name in theirs if name.startswith(("Cell.", "Primitive."))} <= seen
 
 
 def tensors(tree: Any, at: str = "") -> dict[str, Any]:

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from trainprobe.engine.arrays.mindspore_library import HostArray
+from trainprobe.engine.capture.mindspore.assignments import assigning_cell
 from trainprobe.engine.capture.mindspore.cells import CellInfo, CellTap, is_graph_mode
 from trainprobe.engine.capture.mindspore.graph_callback import ALONE, UNKNOWN, GraphCallbacks, RecordedParts
 from trainprobe.engine.capture.requests import ModuleRequest
@@ -34,6 +35,11 @@ LEFT_OUT_OF_GRAPH = (
 CHANGES_BITS = (
     "`graph_callbacks: all` also looks where that can change the order in which MindSpore adds up gradients, so that the last "
     "bits of this training may differ from those without it; `graph_callbacks: true` keeps them"
+)
+ASSIGNED = (
+    f"{LEFT_OUT} the last bits of the training: all cells, as {{kind}}.construct assigns to an attribute of its own: once MindSpore "
+    "has compiled that, it compiles later graphs of the process another way. Use ops.assign there, or look in a process that "
+    "does not hold that cell; `graph_callbacks: all` records them all the same"
 )
 TOO_LATE = (
     "no callback of the graph was called: MindSpore had compiled the model before the probe was opened. "
@@ -74,7 +80,11 @@ class GraphCellTap(CellTap):
         cells = {id(cell): cell for model in self._models for _, cell in model.cells_and_names()}
         self.callbacks.recomputed = any(info.repeats for info in self.known.values())
         selected = [(info, cells[key]) for key, info in self.known.items() if info.selected and key in cells]
-        if not self.callbacks.everything:
+        kind = "" if self.callbacks.everything else assigning_cell()
+        if kind:
+            self._about_bits = ASSIGNED.format(kind=kind)
+            selected = []
+        elif not self.callbacks.everything:
             self._about_bits = _left_out([(info.name, self.callbacks.parts(cell)) for info, cell in selected])
         self._recorded = {info.name for info, cell in selected if self.callbacks.parts(cell).result}
         for info, cell in selected:
