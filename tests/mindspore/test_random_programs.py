@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from mindspore import nn
 
+from tests.mindspore.launch import run
 from tests.mindspore.random_programs import WIDTH, net
 from trainprobe.engine.capture.mindspore.graph_callback import GraphCallbacks
 from trainprobe.watching import watch
@@ -72,3 +73,13 @@ def test_most_cells_of_the_programs_are_recorded(tmp_path: Path) -> None:
     parts = [GraphCallbacks().parts(cell) for seed in range(30) for _, cell in net(seed, tmp_path).cells_and_names()]
     assert sum(one.result for one in parts) > 0.7 * len(parts)
     assert sum(len(one.inputs) == one.arguments for one in parts) > 0.6 * len(parts)
+
+
+def test_where_a_cell_assigns_to_a_parameter_nothing_is_recorded_in_a_graph_and_a_note_says_so(tmp_path: Path) -> None:
+    """In a process of its own: MindSpore compiles otherwise from then on, and the class stays in the process."""
+    clean = run("run_counting", str(tmp_path / "clean"), cwd=tmp_path)["true"]
+    told = run("run_counting", str(tmp_path / "out"), "counting", cwd=tmp_path)
+    assert clean["same"] and clean["entries"] > 4 and not any("Counting" in note for note in clean["notes"])
+    assert told["true"]["same"] and told["true"]["entries"] == 0
+    assert any("construct assigns to a parameter" in note for note in told["true"]["notes"])
+    assert told["all"]["entries"] > 4

@@ -1,4 +1,4 @@
-"""Finds the cells of a process whose `construct` assigns to an attribute: `self.count += 1`.
+"""Finds the cells of a process whose `construct` assigns to a parameter: `self.count += 1`.
 
 Once MindSpore 2.9 has compiled such a statement, it no longer folds some constants of what it compiles later in the process
 (calls of `+`, of functions that use it, and of those that call these), so that later graphs get another order of operators, and
@@ -14,20 +14,22 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from mindspore import nn
+from mindspore import Parameter, nn
 
 
 def assigning_cell() -> str:
-    """Return the name of a class of cells that may have been compiled and assigns in `construct`; empty where there is none.
+    """Return the name of a class of cells that may have been compiled and assigns to a parameter; empty where there is none.
 
-    Classes of installed packages count where cells of them exist; others also where none does any more.
+    Where cells of a class exist, they tell what is a parameter; where none does any more, the source of `__init__` does, and
+    classes of installed packages do not count.
     """
-    assigning = [kind for kind in _kinds(nn.Cell) if _assigns(kind)]
-    if not assigning:
-        return ""
-    alive = {type(held) for held in gc.get_objects()}
-    found = (kind for kind in assigning if kind in alive or not _is_installed(kind))
-    return next((kind.__qualname__ for kind in found), "")
+    assigning = {kind: names for kind in _kinds(nn.Cell) if (names := _assigned(kind))}
+    alive = [held for held in gc.get_objects() if type(held) in assigning] if assigning else []
+    for cell in alive:
+        if any(isinstance(getattr(cell, name, None), Parameter) for name in assigning[type(cell)]):
+            return type(cell).__qualname__
+    gone = assigning.keys() - {type(cell) for cell in alive}
+    return next((kind.__qualname__ for kind in gone if not _is_installed(kind) and _makes(kind, assigning[kind])), "")
 
 
 def _kinds(kind: Any) -> Iterator[Any]:
@@ -40,18 +42,36 @@ def _is_installed(kind: Any) -> bool:
     return "site-packages" in inspect.getfile(kind)
 
 
-def _assigns(kind: Any) -> bool:
-    construct = vars(kind).get("construct")
-    if construct is None or kind.__module__.startswith("mindspore."):
-        return False
+def _makes(kind: Any, names: set[str]) -> bool:
+    """Tell whether the source of a class makes parameters of these names."""
+    made = (
+        node for node in ast.walk(_tree(kind.__init__)) if isinstance(node, ast.Assign) and "Parameter" in ast.dump(node.value)
+    )
+    return any(name in names for node in made for target in node.targets for name in _of_self(target))
+
+
+def _assigned(kind: Any) -> set[str]:
+    """Return the names of the attributes of its own that a class assigns to in `construct`."""
+    if "construct" not in vars(kind) or kind.__module__.startswith("mindspore."):
+        return set()
+    found: set[str] = set()
+    for node in ast.walk(_tree(vars(kind)["construct"])):
+        if isinstance(node, ast.Assign | ast.AugAssign):
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                found |= _of_self(target)
+    return found
+
+
+def _of_self(target: ast.AST) -> set[str]:
+    return {
+        node.attr
+        for node in ast.walk(target)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+    }
+
+
+def _tree(function: Any) -> ast.AST:
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(construct)))
+        return ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError):
-        return False
-    targets = [
-        target
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign | ast.AugAssign)
-        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
-    ]
-    return any(isinstance(t, ast.Attribute) and isinstance(t.value, ast.Name) and t.value.id == "self" for t in targets)
+        return ast.Module([], [])

@@ -37,9 +37,9 @@ CHANGES_BITS = (
     "bits of this training may differ from those without it; `graph_callbacks: true` keeps them"
 )
 ASSIGNED = (
-    f"{LEFT_OUT} the last bits of the training: all cells, as {{kind}}.construct assigns to an attribute of its own: once MindSpore "
-    "has compiled that, it compiles later graphs of the process another way. Use ops.assign there, or look in a process that "
-    "does not hold that cell; `graph_callbacks: all` records them all the same"
+    f"{LEFT_OUT} the last bits of the training: all cells, as {{kind}}.construct assigns to a parameter: once MindSpore has "
+    "compiled that, it compiles later graphs of the process another way. Use ops.assign there, or look in a process without "
+    "that cell; `graph_callbacks: all` records them all the same"
 )
 TOO_LATE = (
     "no callback of the graph was called: MindSpore had compiled the model before the probe was opened. "
@@ -83,8 +83,8 @@ class GraphCellTap(CellTap):
         kind = "" if self.callbacks.everything else assigning_cell()
         if kind:
             self._about_bits = ASSIGNED.format(kind=kind)
-            selected = []
-        elif not self.callbacks.everything:
+            return
+        if not self.callbacks.everything:
             self._about_bits = _left_out([(info.name, self.callbacks.parts(cell)) for info, cell in selected])
         self._recorded = {info.name for info, cell in selected if self.callbacks.parts(cell).result}
         for info, cell in selected:
