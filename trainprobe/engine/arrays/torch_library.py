@@ -89,7 +89,10 @@ class TorchLibrary:
 
     def special(self, t: Any) -> tuple[Any | None, str, Mapping[str, Any] | None, str | None]:
         """Describe a tensor subclass: the plain tensor inside it to reduce (or None), its type text, extra, and why not."""
-        return local_of(t)
+        inner, kind, extra, note = local_of(t)
+        if extra is None and inner is t and not t.is_contiguous():
+            extra = {"stride": [*t.stride()]}
+        return inner, kind, extra, note
 
     def faults(self) -> Sequence[str]:
         """Return why a device that has kernels does without them (see triton_rows)."""
