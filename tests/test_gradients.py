@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 
 import numpy as np
@@ -146,6 +147,20 @@ def test_with_accumulation_each_micro_batch_leaves_its_own_parameter_gradient(tm
     weight = model.get_submodule("0").weight
     assert len(means) == 3
     assert sum(means) == pytest.approx(float(weight.grad.double().mean()), rel=1e-4)
+
+
+def test_parameters_that_arrive_in_turns_share_the_call_of_their_number(tmp_path):
+    """The weight arrives twice before the bias does, as where several threads run a backward each."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    with trainprobe.watch(model, output=tmp_path, level="L0", console=False) as probe, probe.step():
+        losses = [model(torch.full((1, 3), float(i))).square().sum() for i in range(3)]
+        for chosen in (model.weight, model.bias):
+            for loss in losses:
+                loss.backward(inputs=[chosen], retain_graph=True)
+    entries = json.loads((tmp_path / "step0/rank0/dump.json").read_text())["data"]
+    found = {name: [*entry] for name, entry in entries.items() if "parameters_grad" in name}
+    assert [*found.values()] == [["weight", "bias"]] * 3, found
 
 
 def test_the_oracle_itself_changes_bits_which_is_why_the_probe_does_not_use_it():

@@ -330,24 +330,28 @@ static Call *earlier_gradient_call(ModuleWatch *self, const ModuleInfo *info, Py
     return NULL;
 }
 
-static Call *new_gradient_call(ModuleWatch *self, const ModuleInfo *info, Py_ssize_t number, PyObject *micro) {
+static Call *new_gradient_call(ModuleWatch *self, const ModuleInfo *info, Py_ssize_t number, PyObject *micro, int is_last) {
     Call *call = call_new(t_parameter, info->name, number, t_backward, info->cls, micro, NULL, -1);
     if (!call) return NULL;
     call->params = PyDict_New();
-    if (!call->params || PyDict_SetItem(self->gradient_calls, info->name, (PyObject *)call) || PyList_Append(self->calls, (PyObject *)call)) {
+    if (!call->params || (is_last && PyDict_SetItem(self->gradient_calls, info->name, (PyObject *)call)) ||
+        PyList_Append(self->calls, (PyObject *)call)) {
         Py_DECREF((PyObject *)call);
         return NULL;
     }
     return call;
 }
 
-/* The call that a module's gradients with this number stand in: mostly the latest of all, or the module's latest. */
+/* The call that a module's gradients with this number stand in: mostly the latest of all, or the module's last. An earlier one where backward
+   passes of several threads, or of chosen parameters, come in turns. */
 static Call *gradient_call(ModuleWatch *self, const ModuleInfo *info, Py_ssize_t number, PyObject *micro) {
-    Call *latest = self->gradient_call;
-    if (!latest || latest->name != info->name) latest = (Call *)PyDict_GetItemWithError(self->gradient_calls, info->name);
-    if (latest && latest->call > number) latest = earlier_gradient_call(self, info, number);
-    Call *call = latest && latest->call == number ? (Call *)Py_NewRef((PyObject *)latest) : NULL;
-    if (!call && !PyErr_Occurred()) call = new_gradient_call(self, info, number, micro);
+    Call *latest = self->gradient_call, *known = NULL;
+    if (latest && latest->name == info->name && latest->call == number) return (Call *)Py_NewRef((PyObject *)latest);
+    Call *last = (Call *)PyDict_GetItemWithError(self->gradient_calls, info->name);
+    if (PyErr_Occurred()) return NULL;
+    if (last) known = last->call == number ? last : last->call > number ? earlier_gradient_call(self, info, number) : NULL;
+    int is_last = !last || last->call < number;
+    Call *call = known ? (Call *)Py_NewRef((PyObject *)known) : new_gradient_call(self, info, number, micro, is_last);
     if (call) self->gradient_call = call;
     return call;
 }

@@ -27,7 +27,7 @@ typedef struct {
     PyObject *guard, *fault, *other_thread, *odd_edges, *edge_of, *places, *plus, *grad_enabled, *stacks, *stack;
     PyObject *untouched, *graph;
     PyObject *tape, *calls, *forwards, *arrived, *open; /* of the step, NULL otherwise */
-    PyObject *gradient_calls; /* name of a module → its latest call of the gradients of parameters */
+    PyObject *gradient_calls; /* name of a module → its call of parameter gradients with the largest number */
     Call *gradient_call;      /* the latest that took a gradient; calls hold it. NULL: none */
     PyObject *backward_micro; /* the micro-batch whose gradients passed last: under 1F1B it is not the one that ran forward last */
     Tape *native;
