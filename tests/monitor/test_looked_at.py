@@ -170,7 +170,7 @@ def test_gradients_of_steps_that_a_scaler_skipped_are_not_taken_for_finite_ones(
                 scaler.step(optimizer)
                 scaler.update()
                 probe.note("loss", loss.detach())
-    sentence = "In steps 5–7 no optimizer stepped, as when a gradient scaler skips one: its gradients are not looked at."
+    sentence = "In steps 5–7 no optimizer stepped, as when a gradient scaler skips one: gradients of such a step are"
     assert sentence in capfd.readouterr().err
     assert [sentence in text for text in told(tmp_path, capfd)] == [True] * 3
     main(["nan-trace", str(tmp_path)])
