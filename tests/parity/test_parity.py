@@ -79,7 +79,7 @@ def test_layouts_of_several_ranks_are_started_and_joined(tmp_path, capsys):
     assert table == [
         ["two", "spoiled", "less"],
         ["one", "rounding", "differ", "incomplete"],
-        ["two", "differ", "incomplete"],
+        ["two", "differ", "differ"],
         ["spoiled", "differ"],
     ], said
     for pair in ("A one, B spoiled", "A two, B spoiled"):
