@@ -65,7 +65,14 @@ def test_plan_and_command_are_told_apart(start: Start, tmp_path: Path, words: tu
 
 
 @pytest.mark.parametrize(
-    "words", [("--output", "here", "plan.yaml"), ("plan.yaml", "--output", "here"), ("--output=here", "plan.yaml")]
+    "words",
+    [
+        ("--output", "here", "plan.yaml"),
+        ("plan.yaml", "--output", "here"),
+        ("--output=here", "plan.yaml"),
+        ("-o", "here", "plan.yaml"),
+        ("plan.yaml", "-o", "here"),
+    ],
 )
 def test_the_output_may_be_said_before_and_behind_the_plan(start: Start, tmp_path: Path, words: tuple[str, ...]) -> None:
     (tmp_path / "plan.yaml").write_text("level: L0\n")
@@ -73,6 +80,11 @@ def test_the_output_may_be_said_before_and_behind_the_plan(start: Start, tmp_pat
     assert started[auto_attach.OUTPUT] == "here"
     assert started[auto_attach.VARIABLE] == str(tmp_path / "plan.yaml")
     assert started["command"] == "train.py --output"
+
+
+def test_an_option_that_there_is_not_is_no_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--outptu", "here", "train.py"]) != 0
+    assert "--outptu is no option of `trainprobe run`" in capsys.readouterr().err
 
 
 def test_a_second_run_is_written_beside_the_first_and_says_so(start: Start, tmp_path: Path, capsys) -> None:

@@ -19,7 +19,7 @@ NODES = ("SLURM_NNODES", "SLURM_JOB_NUM_NODES", "NNODES", "PET_NNODES")
 
 
 PlanOption = Annotated[str | None, typer.Option(help="The plan, in place of the first argument.")]
-OutputOption = Annotated[Path | None, typer.Option(help="Folder to write to, in place of the plan's.")]
+OutputOption = Annotated[Path | None, typer.Option("--output", "-o", help="Folder to write to, in place of the plan's.")]
 
 
 def run(
@@ -43,7 +43,7 @@ def run(
     left = list(words or [])
     if plan is None and left and left[0] != "--" and not left[0].endswith(".py"):
         plan = left.pop(0)
-    while len(left) > 1 and left[0] in ("--output", "--plan"):  # behind the plan
+    while len(left) > 1 and left[0] in ("--output", "-o", "--plan"):  # behind the plan
         name, value = left.pop(0), left.pop(0)
         plan, output = (value, output) if name == "--plan" else (plan, Path(value))
     if left and left[0] == "--":
@@ -52,6 +52,8 @@ def run(
         raise UsageError(
             "nothing to run: give the script and its arguments behind `--`, as in `trainprobe run plan.yaml -- train.py`"
         )
+    if plan is not None and plan.startswith("-"):
+        raise UsageError(f"{plan} is no option of `trainprobe run`; those of the program stand behind it, and behind `--`")
     path = None if plan in (None, "default") else Path(plan)
     chosen = load_plan(path if path is not None else default_plan(), **({} if output is None else {"output": output}))
     started = [sys.executable, *left] if left[0].endswith(".py") or left[0] == "-m" else left
