@@ -1,6 +1,7 @@
 """A graph of which a cell counts its calls by `self.count += 1`, then a model that is watched with graph callbacks.
 
-Argument: the folder for what is written. Printed: what each plan recorded and said, and whether the gradients kept their bits.
+Arguments: the folder for what is written, then `counting` or `by a method`. Printed: what each plan recorded and said, and
+whether the gradients kept their bits.
 """
 
 from __future__ import annotations
@@ -17,19 +18,37 @@ from mindspore import nn
 from trainprobe.watching import watch
 
 
+class Counter(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = ms.Parameter(ms.Tensor(np.zeros(1, np.float32)), name="count", requires_grad=False)
+
+
 def count() -> None:
-    """Compile a cell that counts."""
+    """Compile a cell that counts in `construct`."""
 
-    class Counting(nn.Cell):
-        def __init__(self) -> None:
-            super().__init__()
-            self.count = ms.Parameter(ms.Tensor(np.zeros(1, np.float32)), name="count", requires_grad=False)
-
+    class Counting(Counter):
         def construct(self, x: Any) -> Any:
             self.count += 1
             return x * 2
 
     Counting()(ms.Tensor([1.0]))
+
+
+def count_by_a_method() -> nn.Cell:
+    """Compile a cell that counts in a method that `construct` calls; return it."""
+
+    class CountingByMethod(Counter):
+        def construct(self, x: Any) -> Any:
+            self.more()
+            return x * 2
+
+        def more(self) -> None:
+            self.count += 1
+
+    cell = CountingByMethod()
+    cell(ms.Tensor([1.0]))
+    return cell
 
 
 class Layer(nn.Cell):
@@ -72,13 +91,15 @@ def gradients(folder: str, **plan: Any) -> tuple[list[bytes], int, list[str]]:
 def main(folder: str) -> None:
     ms.set_device("CPU")
     ms.set_context(mode=ms.GRAPH_MODE)
-    if "counting" in sys.argv:
+    if "counting" in sys.argv[2:]:
         count()
+    kept = count_by_a_method() if "by a method" in sys.argv[2:] else None
     bare = gradients("")[0]
     told = {}
     for name, callbacks in (("true", True), ("all", "all")):
         bits, entries, notes = gradients(f"{folder}/{name}", graph_callbacks=callbacks)
         told[name] = {"same": bits == bare, "entries": entries, "notes": notes}
+    del kept
     print(json.dumps(told), flush=True)
 
 

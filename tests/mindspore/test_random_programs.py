@@ -78,8 +78,9 @@ def test_most_cells_of_the_programs_are_recorded(tmp_path: Path) -> None:
 def test_where_a_cell_assigns_to_a_parameter_nothing_is_recorded_in_a_graph_and_a_note_says_so(tmp_path: Path) -> None:
     """In a process of its own: MindSpore compiles otherwise from then on, and the class stays in the process."""
     clean = run("run_counting", str(tmp_path / "clean"), cwd=tmp_path)["true"]
-    told = run("run_counting", str(tmp_path / "out"), "counting", cwd=tmp_path)
     assert clean["same"] and clean["entries"] > 4 and not any("Counting" in note for note in clean["notes"])
-    assert told["true"]["same"] and told["true"]["entries"] == 0
-    assert any("construct assigns to a parameter" in note for note in told["true"]["notes"])
-    assert told["all"]["entries"] > 4
+    for how, cell in (("counting", "Counting"), ("by a method", "CountingByMethod")):
+        told = run("run_counting", str(tmp_path / how), how, cwd=tmp_path)
+        assert told["true"]["same"] and told["true"]["entries"] == 0
+        assert any(f"{cell}.construct assigns to a parameter" in note for note in told["true"]["notes"])
+        assert told["all"]["entries"] > 4

@@ -1,4 +1,4 @@
-"""Finds the cells of a process whose `construct` assigns to a parameter: `self.count += 1`.
+"""Finds the cells of a process whose `construct`, or a method that it calls, assigns to a parameter: `self.count += 1`.
 
 Once MindSpore 2.9 has compiled such a statement, it no longer folds some constants of what it compiles later in the process
 (calls of `+`, of functions that use it, and of those that call these), so that later graphs get another order of operators, and
@@ -51,14 +51,23 @@ def _makes(kind: Any, names: set[str]) -> bool:
 
 
 def _assigned(kind: Any) -> set[str]:
-    """Return the names of the attributes of its own that a class assigns to in `construct`."""
+    """Return the names of the attributes of its own that a class assigns to in `construct` and in what that calls of itself."""
     if "construct" not in vars(kind) or kind.__module__.startswith("mindspore."):
         return set()
     found: set[str] = set()
-    for node in ast.walk(_tree(vars(kind)["construct"])):
-        if isinstance(node, ast.Assign | ast.AugAssign):
-            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-                found |= _of_self(target)
+    methods, seen = ["construct"], set[str]()
+    while methods:
+        name = methods.pop()
+        method = getattr(kind, name, None)
+        if name in seen or not inspect.isfunction(method) or method.__module__.startswith("mindspore."):
+            continue
+        seen.add(name)
+        for node in ast.walk(_tree(method)):
+            if isinstance(node, ast.Call):
+                methods += _of_self(node.func)
+            elif isinstance(node, ast.Assign | ast.AugAssign):
+                for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                    found |= _of_self(target)
     return found
 
 
