@@ -52,6 +52,7 @@ IN_FUSED = {
     "ddp:key gradient": ("layers.1.q+k+v", "weight"),
     "ddp:key": ("Module.layers.1.qkv.Linear.forward.0", "output is at least"),
 }
+WITH_TENSORS = ("ddp", "fsdp2", "tensor")
 FOUR_PLANTED = {"hsdp:shard": (WEIGHT, "in B, rank 3 holds another copy than rank 1")}
 DEEPSPEED_PLANTED = {
     "zero1:weight": (WEIGHT, COPY),
@@ -65,8 +66,10 @@ def dumps(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("layouts")
     train_layouts.train(folder / "alone")
     train_layouts.train(folder / "fused", "fused")
+    train_layouts.train(folder / "fused+tensors", "fused", level="tensors")
     script = train_layouts.__file__
-    launch(script, 2, str(folder), *HEALTHY, *PLANTED, *FLIPPED, *IN_FUSED, timeout=300)
+    stored = [f"{layout}+tensors{fault}" for layout in WITH_TENSORS for fault in ("", ":key rows")]
+    launch(script, 2, str(folder), *HEALTHY, *PLANTED, *FLIPPED, *IN_FUSED, *stored, timeout=300)
     launch(script, 4, str(folder), *FOUR_RANKS, *FOUR_PLANTED, timeout=300)
     return folder
 
@@ -100,6 +103,23 @@ def test_what_one_rank_does_to_one_of_three_is_named(dumps, capsys, fault):
     assert code == 2, said
     for words in IN_FUSED[fault]:
         assert words in said.splitlines()[0], said
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("layout", WITH_TENSORS)
+def test_stored_rows_of_one_projection_are_compared_element_by_element(dumps, capsys, layout, swapped):
+    code, said, _ = compared(dumps, "fused+tensors", f"{layout}+tensors", capsys, swapped)
+    assert code == 1, said
+    assert "how the rows of several modules lie in the one that they are is known" in said
+
+
+@pytest.mark.parametrize("layout", WITH_TENSORS)
+def test_rows_that_changed_places_are_told_though_statistics_are_the_same(dumps, capsys, layout):
+    code, said, found = compared(dumps, "fused+tensors", f"{layout}+tensors:key rows", capsys)
+    assert code == 2, said
+    assert "layers.1.q+k+v" in said.splitlines()[0], said
+    values = [value for value in found["first"]["values"] if value["low"]]
+    assert any(re.fullmatch(r"most at \[(1|2|17|18), \d+\] of k", value["note"]) for value in values), values
 
 
 LACKING = {

@@ -169,8 +169,8 @@ def plant(fault: str, bare: Any, model: Any) -> None:
     """Change what the second rank alone holds (`weight`, `shard`, one last bit: `flip`), or have two ranks `swap`
     their shards, or change what the second one computes (`column`: the gradient of one linear layer).
 
-    Or what an operator gives there (`gelu`, `attention`), or what belongs to the `key` of an attention. Or leave out the
-    `reduce` of activations or `gradients`, or reduce gradients with a wrong `scale`.
+    Or what an operator gives there (`gelu`, `attention`), or what belongs to the `key` of an attention, or two of its `rows`,
+    which change places. Or leave out the `reduce` of activations or `gradients`, or reduce gradients with a wrong `scale`.
     """
     linear = bare.get_submodule(WHERE)
     second = dist.get_rank() == 1
@@ -192,6 +192,10 @@ def plant(fault: str, bare: Any, model: Any) -> None:
     if fault == "key weight" and second:
         with torch.no_grad():
             key.weight.to_local().mul_(1.05)
+    if fault == "key rows":
+        with torch.no_grad():
+            rows = local_part(key.weight)
+            rows[[1, 2]] = rows[[2, 1]]
     if fault == "key gradient":
         key.weight.register_hook(lambda gradient: gradient * 1.2)
     if fault == "gelu" and second:
@@ -222,7 +226,15 @@ def train(output: Path, kind: str = "alone", fault: str = "", level: str = "L0")
     torch.manual_seed(0)
     CONTEXT[:] = [True] if kind == "context" else []
     bare = Gpt()
-    plan = {"level": level, "summary": "both", "step": list(range(STEPS)), "monitor": MONITOR, "sinks": ["dump"]}
+    plan: dict[str, Any] = {
+        "level": level,
+        "summary": "both",
+        "step": list(range(STEPS)),
+        "monitor": MONITOR,
+        "sinks": ["dump"],
+    }
+    if level == "tensors":
+        plan |= {"level": "L0", "task": "tensor", "step": [0]}
     if kind.startswith("zero"):
         train_deepspeed(output, kind, bare, fault, plan)
         return

@@ -106,6 +106,10 @@ class Side:
 
     def array(self, value: Value) -> npt.NDArray[Any] | None:
         """Return the elements of a value where the dump stores all of them. Raises UnsafeFile where a name leads elsewhere."""
+        return self.held(value, tuple(value.shape))
+
+    def held(self, value: Value, shape: tuple[int, ...]) -> npt.NDArray[Any] | None:
+        """Return what `array` does, of this shape: of a DTensor a rank stores what it holds, and the value has the whole's."""
         if value.tensor is None:
             return None
         try:
@@ -115,7 +119,7 @@ class Side:
         except FormatError as error:
             self.unread.append(str(error))
             return None
-        return array if np.shape(array) == tuple(value.shape) else None
+        return array if np.shape(array) == shape else None
 
     def place_of(self, value: Value, at: Sequence[int]) -> str:
         """Return where an element of a value is that is made of several: "", as this is one value."""

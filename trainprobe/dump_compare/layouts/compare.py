@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from trainprobe.dump_compare.intervals import ALIKE
 from trainprobe.dump_compare.judge import Judged, judge_calls
 from trainprobe.dump_compare.layouts.collectives import TERMS, Collectives
 from trainprobe.dump_compare.layouts.cuts import Cut, cut_of_boxes
-from trainprobe.dump_compare.layouts.fused import beside
+from trainprobe.dump_compare.layouts.fused import Beside, beside, matrix
 from trainprobe.dump_compare.layouts.grouping import (
     Group,
     Here,
@@ -40,7 +40,8 @@ from trainprobe.dump_compare.layouts.states import add_states, are_cut_otherwise
 from trainprobe.dump_compare.layouts.topology import layout_of, other_layouts
 from trainprobe.dump_compare.pairing import CallPair, RankPair, pair_steps, ranks_of
 from trainprobe.dump_compare.renamed.by_structure import Structure
-from trainprobe.dump_compare.renamed.fused import Fused
+from trainprobe.dump_compare.renamed.fused import Fused, about_rows
+from trainprobe.dump_compare.renamed.fused_rows import Laid, Rows, find_rows
 from trainprobe.dump_compare.spread import Run, in_turn, suitable, without_agreeing
 from trainprobe.dump_compare.verdict import Compared
 from trainprobe.engine.core.records import Call, Value
@@ -114,6 +115,7 @@ class _Maker:
         self._tables, self._sides, self._known, self._rename = tables, sides, known, rename
         self._in_a = {other: name for name, (other, _) in structure.pairs.items()}  # module of B → its other name in A
         self._looked_through, self._fused = structure.looked_through, structure.fused
+        self._rows: list[Rows | None] = []  # of each of the fused: how its rows lie in the one
         self._unjoined: dict[str, None] = {}
         self._blind: dict[str, None] = {}  # values of which a dump holds nothing, and why
         self._together = False  # whether micro-batches hold other samples, and all of a step are compared together
@@ -157,28 +159,59 @@ class _Maker:
             split, single = self._tables[each.split], self._tables[1 - each.split]
             names = [self._rename(part.name) if each.split == 0 else part.name for part in each.parts]
             of_whole = each.whole.name if each.split == 0 else self._rename(each.whole.name)
-            for key in [key for key in single.calls if key[1] == of_whole]:
-                keys = [(key[0], name, key[2], key[3]) for name in names]
-                if not all(part in split.calls for part in keys):
-                    continue
+            of_one = {key: [(key[0], name, *key[2:]) for name in names] for key in single.calls if key[1] == of_whole}
+            of_one = {key: keys for key, keys in of_one.items() if all(part in split.calls for part in keys)}
+            self._rows.append(self._rows_of(each, of_one))
+            for key, keys in of_one.items():
                 for i, alone in enumerate(self._alone):
                     for gone in keys if i == each.split else [key]:
                         alone.pop(_text(gone), None)
-                yield from self._calls_of_fused(each, key, keys, groups, base)
+                yield from self._calls_of_fused(each, key, keys, groups, base, self._rows[-1])
+
+    def _rows_of(self, fused: Fused, of_one: Mapping[Key, Sequence[Key]]) -> Rows | None:
+        """Return how the rows of several modules lie in the one, None where neither a map nor stored weights tell."""
+        split, single = self._tables[fused.split], self._tables[1 - fused.split]
+        for key, keys in of_one.items():
+            found = matrix(self._beside(key, keys, [*single.calls[key]], [*split.calls[keys[0]]], fused.split))
+            if found is None:
+                continue
+            one, several = found
+            whole = self._sides[1 - fused.split].add(one)
+            parts = [self._sides[fused.split].add(each) for each in several.several]
+
+            def load(i: int = fused.split, whole: Value = whole, parts: Sequence[Value] = parts) -> Any:
+                arrays = [self._sides[1 - i].array(whole), *(self._sides[i].array(part) for part in parts)]
+                return (arrays[0], arrays[1:]) if all(array is not None for array in arrays) else None
+
+            return find_rows(one.shape, [each.shape for each in several.several], fused.groups, load, named=fused.named)
+        return None
+
+    def _beside(self, key: Key, keys: Sequence[Key], of_whole: Sequence[Piece], of_split: Sequence[Piece], i: int) -> Beside:
+        """Return what the values of several modules come to beside those of one. i: the side that has the several."""
+        split, single = self._tables[i], self._tables[1 - i]
+        there = parts_of(single.calls[key], of_whole, key, single)
+        parts = [parts_of(split.calls[each], of_split, each, split) for each in keys]
+        classes = [first_of(of, pieces).cls for of, pieces in ((single.calls[key], of_whole), (split.calls[keys[0]], of_split))]
+
+        def rules(slot: str) -> tuple[Rule | None, Rule | None]:
+            return self._known.find(key[1], classes[0], slot), self._known.find(keys[0][1], classes[1], slot)
+
+        return beside(there, parts, {slot: _role(key, slot) for slot in there}, rules)
 
     def _calls_of_fused(
-        self, fused: Fused, key: Key, keys: Sequence[Key], groups: Sequence[Group], base: int
+        self, fused: Fused, key: Key, keys: Sequence[Key], groups: Sequence[Group], base: int, rows: Rows | None
     ) -> Iterator[tuple[tuple[int, ...], Call, Call]]:
         split, single = self._tables[fused.split], self._tables[1 - fused.split]
         whole, first = single.calls[key], split.calls[keys[0]]
         mine, theirs = (first, whole) if fused.split == 0 else (whole, first)
         for micro, *pieces in self._groups(key, mine, theirs, groups):
             of_split, of_whole = pieces[fused.split], pieces[1 - fused.split]
-            there = parts_of(whole, of_whole, key, single)
-            parts = [parts_of(split.calls[each], of_split, each, split) for each in keys]
             values: list[dict[str, Value]] = [{}, {}]
-            found = beside(there, parts, {slot: _role(key, slot) for slot in there})
+            found = self._beside(key, keys, of_whole, of_split, fused.split)
             for slot, (one, several) in found.joined.items():
+                if several.several and rows is not None:
+                    weights = key[0] == "parameter" or slot.startswith("parameters")
+                    several = replace(several, laid=Laid(rows, fused.short_names, weights))
                 if _role(key, slot) != "weight" or (_held(one.parts) and _held(several.parts)):
                     values[1 - fused.split][slot] = self._sides[1 - fused.split].add(one)
                     values[fused.split][slot] = self._sides[fused.split].add(several)
@@ -332,7 +365,7 @@ class _Maker:
         left = sum(table.left_out for table in self._tables)
         if left:
             said.append(f"{left} calls of collectives and around them are not compared: another layout runs others")
-        said += ["several modules that are one are compared by statistics, as rows may lie otherwise"] if self._fused else []
+        said += [about_rows(self._rows)] if self._rows else []
         said += self._operators.notes()
         said += [
             f"{sentence}; they are compared as the optimizer sees them" for sentence in self._alone_sentences("parameter", True)

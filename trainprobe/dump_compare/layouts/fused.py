@@ -1,16 +1,18 @@
 """A module of one layout that is several of another (q, k and v in one projection): what all ranks hold of these, side by side.
 
 Each of the several is joined from its ranks as any other value is, all in the same way; together they are as large as the one.
-The order of rows is another in each family of models, so that statistics tell how far the two are apart.
+The order of rows is another in each family of models: where it is not known (see renamed.fused_rows), or not where each rank's
+part lies, statistics tell how far the two are apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
 from trainprobe.dump_compare.layouts.joined import Join, Part
+from trainprobe.dump_compare.layouts.known_splits import Rule
 from trainprobe.dump_compare.layouts.splits import Role, by_boxes, readings, sum_of, whole_shape
 from trainprobe.dump_compare.renamed.fused import Fused
 
@@ -34,10 +36,13 @@ class Beside:
     unjoined: Sequence[str]
 
 
-def beside(whole: Slots, parts: Sequence[Slots], role_of: Mapping[str, Role]) -> Beside:
+def beside(
+    whole: Slots, parts: Sequence[Slots], role_of: Mapping[str, Role], rules: Callable[[str], tuple[Rule | None, Rule | None]]
+) -> Beside:
     """Return what the values of several modules come to beside those of one.
 
-    Left out are gradients at inputs, of which each of the several has a share.
+    Left out are gradients at inputs, of which each of the several has a share. rules: slot → what a table of splits says of the
+    one, and of the several.
     """
     joined: dict[str, tuple[Join, Join]] = {}
     alone, unjoined, met = list[str](), list[str](), set[tuple[int, str]]()
@@ -50,7 +55,7 @@ def beside(whole: Slots, parts: Sequence[Slots], role_of: Mapping[str, Role]) ->
             alone += [slot] if _held(mine) else []
             continue
         theirs = [parts[i][at] for i, at in (places[:1] if slot.startswith(_SHARED) else places)]
-        made = _terms(mine, theirs) if role_of[slot] == "weight gradient" else _parts(mine, theirs, role_of[slot])
+        made = _terms(mine, theirs) if role_of[slot] == "weight gradient" else _parts(mine, theirs, role_of[slot], rules(slot))
         if made is not None:
             joined[slot] = made
         elif any(map(_held, (mine, *theirs))):
@@ -72,14 +77,31 @@ def _place(slot: str, there: Slots, whole: Slots) -> str | None:
     return alike[0][0] if len(alike[0]) == len(alike[1]) == 1 else None
 
 
-def _parts(whole: Sequence[Part], parts: Sequence[Sequence[Part]], role: Role) -> tuple[Join, Join] | None:
-    ways = [joins for joins in zip(*(readings(each, role) for each in parts), strict=False) if _lie_beside(joins)]
-    for mine, theirs in product([join for join in readings(whole, role) if _lie_beside([join])], map(_together, ways)):
-        if mine.size == theirs.size:
-            shape = whole_shape(mine, theirs)
-            if shape is not None:
-                return replace(mine, shape=shape), replace(theirs, shape=shape)
+def _parts(
+    whole: Sequence[Part], parts: Sequence[Sequence[Part]], role: Role, rules: tuple[Rule | None, Rule | None]
+) -> tuple[Join, Join] | None:
+    ways = [joins for joins in zip(*(readings(each, role, rules[1]) for each in parts), strict=False) if _lie_beside(joins)]
+    for mine, joins in product([join for join in readings(whole, role, rules[0]) if _lie_beside([join])], ways):
+        theirs = _together(joins)
+        made = (_as_formed(mine, joins) or _of_one_size(mine, theirs)) if mine.size == theirs.size else None
+        if made is not None:
+            return made
     return None
+
+
+def _of_one_size(mine: Join, theirs: Join) -> tuple[Join, Join] | None:
+    shape = whole_shape(mine, theirs)
+    return None if shape is None else (replace(mine, shape=shape), replace(theirs, shape=shape))
+
+
+def _as_formed(mine: Join, joins: Sequence[Join]) -> tuple[Join, Join] | None:
+    """Return the joins of the one and of the several in the shape of the one, None where a shape is not known."""
+    forms = [join.form for join in joins]
+    if mine.form is None or len(joins) == 1:
+        return None
+    several = [replace(join, shape=form) for join, form in zip(joins, forms, strict=True) if form is not None]
+    made = replace(_together(joins), shape=mine.form, several=several)
+    return (replace(mine, shape=mine.form), made) if len(several) == len(joins) else None
 
 
 def _lie_beside(joins: Sequence[Join]) -> bool:
@@ -103,8 +125,24 @@ def _terms(whole: Sequence[Part], parts: Sequence[Sequence[Part]]) -> tuple[Join
             continue
         size = sum(part.size for part in mine[1])
         if size == sum(part.size for _, of_one in found for part in of_one):
-            return replace(mine[0], shape=(size,)), replace(_together([join for join, _ in found]), shape=(size,))
+            theirs, forms = _together([join for join, _ in found]), [_form_of_sum(*each) for each in (mine, *found)]
+            several = [replace(join, shape=form) for (join, _), form in zip(found, forms[1:], strict=True) if form is not None]
+            if forms[0] is None or len(several) < len(found):
+                return replace(mine[0], shape=(size,)), replace(theirs, shape=(size,))
+            return replace(mine[0], shape=forms[0]), replace(theirs, shape=forms[0], several=several)
     return None
+
+
+def _form_of_sum(join: Join, of_sample: Sequence[Part]) -> tuple[int, ...] | None:
+    """Return the shape of a gradient that is added up, None where it is not known."""
+    return join.form if join.how == "parts" else of_sample[0].shape if len(of_sample) == 1 else None
+
+
+def matrix(found: Beside) -> tuple[Join, Join] | None:
+    """Return how the one and the several make their only matrix of weights, None where they have several, or none."""
+    weights = [both for slot, both in found.joined.items() if slot.startswith("parameters.") and both[1].several]
+    matrices = [both for both in weights if len(both[0].shape) == 2]
+    return matrices[0] if len(matrices) == 1 else None
 
 
 def fused_states(

@@ -18,7 +18,8 @@ import numpy.typing as npt
 
 from trainprobe.dump_compare.dump_side import Columns, Side, gathered, norm_of
 from trainprobe.dump_compare.intervals import Interval, interval
-from trainprobe.dump_compare.layouts.rectangles import Box, put_together, share_of
+from trainprobe.dump_compare.layouts.rectangles import Box, extent, put_together, share_of
+from trainprobe.dump_compare.renamed.fused_rows import Laid
 from trainprobe.engine.core.records import Call, Value
 from trainprobe.engine.core.step_data import StoredStepData
 from trainprobe.engine.stats.checksum import MASK
@@ -58,7 +59,8 @@ class Join:
     """How parts make a value. how: "parts" lie side by side, "terms" are added. replicas: (first, another copy of it), each.
 
     mean: the value is the mean of the terms and not their sum. boxes: where in the whole each part lies, where that is known.
-    terms: how many terms there are of each element; sums of several samples may lie side by side.
+    terms: how many terms there are of each element; sums of several samples may lie side by side. several: of modules that are
+    one on the other side, how each makes its own value, where the shape of each is known. laid: how these lie in the one.
     """
 
     parts: Sequence[Part]
@@ -68,6 +70,15 @@ class Join:
     mean: bool = False
     boxes: Sequence[Box] = ()
     terms: int = 1
+    several: Sequence[Join] = ()
+    laid: Laid | None = None
+
+    @property
+    def form(self) -> tuple[int, ...] | None:
+        """Return the shape that parts side by side make, None where it is not known."""
+        if self.how != "parts":
+            return None
+        return self.parts[0].shape if len(self.parts) == 1 else extent(self.boxes)
 
     @property
     def factor(self) -> float:
@@ -171,15 +182,12 @@ class JoinedSide(Side):
         Where that is not known, statistics tell how far two values are apart. The parts are read one after the other, and none
         is kept.
         """
-        join = self._rows[value.row].join
-        read = (_scaled(part, join.factor) for part in join.parts)
-        if join.how == "terms":
-            whole = _added(read, join.shape)
-        elif len(join.parts) > 1:
-            whole = put_together(read, join.boxes)
-        else:
-            whole = next(read)
-        return None if whole is None or whole.size != math.prod(join.shape) else whole.reshape(join.shape)
+        return _array(self._rows[value.row].join)
+
+    def place_of(self, value: Value, at: Sequence[int]) -> str:
+        """Return which element of which of several modules an element of theirs is."""
+        laid = self._rows[value.row].join.laid
+        return "" if laid is None else laid.place(at)
 
     def disagreement(self, value: Value) -> Interval | None:
         """Return how far the replica that is furthest from the first is apart from it, None where all agree."""
@@ -194,8 +202,21 @@ class JoinedSide(Side):
         return sorted({part.rank for part in self._rows[value.row].join.parts})
 
 
+def _array(join: Join) -> npt.NDArray[Any] | None:
+    if join.several:
+        arrays = [array for each in join.several if join.laid is not None and (array := _array(each)) is not None]
+        whole = join.laid.together(arrays) if join.laid is not None and len(arrays) == len(join.several) else None
+    else:
+        read = (_scaled(part, join.factor) for part in join.parts)
+        if join.how == "terms":
+            whole = _added(read, join.shape)
+        else:
+            whole = put_together(read, join.boxes) if len(join.parts) > 1 else next(read)
+    return None if whole is None or whole.size != math.prod(join.shape) else whole.reshape(join.shape)
+
+
 def _scaled(part: Part, factor: float) -> npt.NDArray[Any] | None:
-    array, weight = part.side.array(part.value), part.weight * factor
+    array, weight = part.side.held(part.value, part.shape), part.weight * factor
     return array if array is None or weight == 1 else np.asarray(array, np.float64) * weight
 
 

@@ -72,21 +72,28 @@ def elements_of_whole(value: Value) -> int | None:
         return None
 
 
+def extent(boxes: Sequence[Box]) -> tuple[int, ...] | None:
+    """Return the shape of what parts at these places fill, None where they do not fill it."""
+    outer = [box.within or (box.offset, box.shape) for box in boxes]
+    shape = tuple(max(at[d] + n[d] for at, n in outer) for d in range(len(outer[0][0]))) if outer else ()
+    return shape if outer and sum(math.prod(box.shape) for box in boxes) == math.prod(shape) else None
+
+
 def put_together(arrays: Iterator[npt.NDArray[Any] | None], boxes: Sequence[Box]) -> npt.NDArray[Any] | None:
     """Return the whole that parts make, None where they do not fill it, or one is missing or no box is known.
 
     Flat pieces of one tensor make a flat whole. Of the parts one at a time is held.
     """
-    outer = [box.within or (box.offset, box.shape) for box in boxes]
-    shape = tuple(max(at[d] + n[d] for at, n in outer) for d in range(len(outer[0][0]))) if outer else ()
-    fills = bool(outer) and sum(math.prod(box.shape) for box in boxes) == math.prod(shape)
+    shape = extent(boxes)
+    fills = shape is not None
     whole: npt.NDArray[Any] | None = None
-    for box, (offset, length) in zip(boxes, outer, strict=True) if fills else ():
+    for box in boxes if fills else ():
+        offset, length = box.within or (box.offset, box.shape)
         array = next(arrays)
         if array is None or array.size != math.prod(box.shape):
             fills = False
             break
-        whole = np.empty(shape, array.dtype) if whole is None else whole
+        whole = np.empty(shape or (), array.dtype) if whole is None else whole
         place = tuple(slice(at, at + n) for at, n in zip(offset, length, strict=True))
         if box.within:
             rectangle = whole[place].reshape(-1)  # a copy where it is not contiguous

@@ -13,19 +13,10 @@ import numpy.typing as npt
 
 from trainprobe.dump_compare.dump_side import STATISTICS, Columns, Side, column_of
 from trainprobe.dump_compare.layouts.joined import together
-from trainprobe.dump_compare.renamed.fused_rows import Rows
+from trainprobe.dump_compare.renamed.fused_rows import Laid
 from trainprobe.engine.core.records import Value
 
 How = Literal["transposed", "reshaped", "side by side", "added"]
-
-
-@dataclass(frozen=True, slots=True)
-class Beside:
-    """How values of several modules lie beside each other. names: of the parts. weights: whether rows are the first axis."""
-
-    rows: Rows
-    names: Sequence[str]
-    weights: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +24,7 @@ class _Made:
     how: How
     parts: tuple[Value, ...]
     shape: tuple[int, ...]
-    beside: Beside | None = None
+    laid: Laid | None = None
 
 
 class Composed(Side):
@@ -45,12 +36,12 @@ class Composed(Side):
         self._made: list[_Made] = []
         self._count = len(side.step_data.partials)
 
-    def make(self, how: How, parts: Sequence[Value], shape: tuple[int, ...], beside: Beside | None = None) -> Value:
+    def make(self, how: How, parts: Sequence[Value], shape: tuple[int, ...], laid: Laid | None = None) -> Value:
         """Return a value made of others. All values must be made before one is asked for its columns."""
         first = parts[0]
         self.adds_up = self.adds_up or len(parts) > 1
-        self._made.append(_Made(how, tuple(parts), shape, beside))
-        in_order = how in ("transposed", "added") or beside is not None
+        self._made.append(_Made(how, tuple(parts), shape, laid))
+        in_order = how in ("transposed", "added") or laid is not None
         tensor = first.tensor if in_order and all(part.tensor for part in parts) else None
         return Value(self._count + len(self._made) - 1, first.dtype, shape, type=first.type, tensor=tensor)
 
@@ -89,13 +80,13 @@ class Composed(Side):
         if value.row < self._count:
             return self._side.array(value)
         made = self._made[value.row - self._count]
-        if made.how not in ("transposed", "added") and made.beside is None:
+        if made.how not in ("transposed", "added") and made.laid is None:
             return None
         arrays = [array for part in made.parts if (array := self.array(part)) is not None]
         if len(arrays) < len(made.parts):
             return None
-        if made.beside is not None:
-            whole = made.beside.rows.together(arrays, weights=made.beside.weights)
+        if made.laid is not None:
+            whole = made.laid.together(arrays)
         else:
             whole = arrays[0].T if made.how == "transposed" else np.sum([np.asarray(each, np.float64) for each in arrays], 0)
         return whole if whole is not None and whole.shape == made.shape else None
@@ -103,7 +94,4 @@ class Composed(Side):
     def place_of(self, value: Value, at: Sequence[int]) -> str:
         """Return which element of which of several modules an element of theirs is."""
         made = None if value.row < self._count else self._made[value.row - self._count]
-        if made is None or made.beside is None:
-            return ""
-        part, where = made.beside.rows.place(at, weights=made.beside.weights)
-        return f"most at {where} of {made.beside.names[part]}"
+        return "" if made is None or made.laid is None else made.laid.place(at)

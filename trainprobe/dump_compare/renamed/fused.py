@@ -17,8 +17,8 @@ from typing import Any
 from trainprobe.dump_compare.call_slots import fill
 from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.pairing import CallPair
-from trainprobe.dump_compare.renamed.composed import Beside, Composed
-from trainprobe.dump_compare.renamed.fused_rows import Rows, find_rows
+from trainprobe.dump_compare.renamed.composed import Composed
+from trainprobe.dump_compare.renamed.fused_rows import Laid, Rows, find_rows
 from trainprobe.dump_compare.renamed.modules import Looks, Module, has_weights, value_look
 from trainprobe.engine.core.records import Call, Value
 from trainprobe.engine.core.step_data import slots
@@ -53,6 +53,11 @@ class Fused:
         around = names[0].rpartition(".")[0]
         alike = all(name.rpartition(".")[0] == around for name in names)
         return f"{names[0]}{''.join('+' + name.rpartition('.')[2] for name in names[1:])}" if alike else "+".join(names)
+
+    @property
+    def short_names(self) -> list[str]:
+        """Return the last names of the parts: q, k, v."""
+        return [part.name.rpartition(".")[2] for part in self.parts]
 
     def names(self, side: int) -> list[str]:
         """Return the names of these modules on one side."""
@@ -142,10 +147,10 @@ def as_one(
                 gone |= {id(pair), *map(id, here)}
     kept = [*(pair for pair in pairs if id(pair) not in gone), *made]
     found = [CallPair(i, pair.a, pair.b) for i, pair in enumerate(sorted(kept, key=lambda pair: pair.place))]
-    return found, _about_rows(known)
+    return found, about_rows(known)
 
 
-def _about_rows(known: Sequence[Rows | None]) -> str:
+def about_rows(known: Sequence[Rows | None]) -> str:
     """Return what is to be said of how several modules are compared with the one that they are. known: how its rows lie."""
     count = sum(rows is not None for rows in known)
     if not count:
@@ -185,7 +190,6 @@ def _joined(fused: Fused, parts: Sequence[Call], whole: Call, side: Composed, ro
     made = Call(first.kind, fused.name, first.call, first.phase, cls=first.cls, micro=first.micro, parent=first.parent)
     values: dict[str, Value] = {}
     met: set[int] = set()
-    names = [part.name.rpartition(".")[2] for part in fused.parts]
     for slot, like in slots(whole):
         found = [_at(part, slot, whole) for part in parts]
         there = [value for value in found if value is not None]
@@ -197,8 +201,8 @@ def _joined(fused: Fused, parts: Sequence[Call], whole: Call, side: Composed, ro
         elif len(there) == len(parts):
             how = "added" if slot.startswith("grad_input") else "side by side"
             weights = first.kind == "parameter" or slot.startswith("parameters")
-            beside = None if rows is None or how == "added" else Beside(rows, names, weights)
-            values[slot] = side.make(how, there, tuple(like.shape), beside)
+            laid = None if rows is None or how == "added" else Laid(rows, fused.short_names, weights)
+            values[slot] = side.make(how, there, tuple(like.shape), laid)
     for slot, value in (of_part for part in parts for of_part in slots(part)):
         if id(value) not in met and (shares or not slot.startswith("grad_input")):
             values.setdefault(slot, value)  # in these alone

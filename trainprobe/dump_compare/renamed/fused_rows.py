@@ -58,6 +58,24 @@ class Rows:
         return part, where[::-1] if weights and len(at) == 2 and self.turned[0] != self.turned[1] else where
 
 
+@dataclass(frozen=True, slots=True)
+class Laid:
+    """How values of several modules lie in that of the one. names: of the parts. weights: whether rows are the first axis."""
+
+    rows: Rows
+    names: Sequence[str]
+    weights: bool
+
+    def together(self, parts: Sequence[Array]) -> Array | None:
+        """Return the values of parts as the one module has them, None where these are not of this form."""
+        return self.rows.together(parts, weights=self.weights)
+
+    def place(self, at: Sequence[int]) -> str:
+        """Return which element of which part an element of the one module is."""
+        part, where = self.rows.place(at, weights=self.weights)
+        return f"most at {where} of {self.names[part]}"
+
+
 def find_rows(whole: tuple[int, ...], parts: Sequence[tuple[int, ...]], groups: int, load: Load, *, named: bool) -> Rows | None:
     """Return how the rows lie, None where nothing tells it.
 
