@@ -38,8 +38,10 @@ def outcomes(found: DumpChecked) -> set[str]:
     return {row.worst.outcome for row in found.rows}
 
 
+@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("scale", [2.0**10, 2.0**24])
-def test_what_grad_scaler_runs_is_judged(tmp_path: Path, scale: float) -> None:
+def test_what_grad_scaler_runs_is_judged(tmp_path: Path, scale: float, threads: int) -> None:
+    torch.set_num_threads(threads)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 8))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

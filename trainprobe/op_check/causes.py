@@ -28,7 +28,7 @@ def likely(case: Case, index: int, y: Tensor, found: Judgement, backward: bool) 
             continue
         if expected is not None and judge(y, expected).outcome in ("exact", "rounding"):
             return f"it is what comes out {text}"
-    threads = _threads_that_kept_sums_in_16_bits(case, y) if backward else 0
+    threads = threads_that_kept_sums_in_16_bits(case, y) if backward else 0
     if threads:
         by = "" if threads == 1 else f" by each of {threads} threads"
         low = str(_given(case).dtype).removeprefix("torch.")
@@ -46,7 +46,7 @@ def _given(case: Case) -> Tensor:
     return next(g for g in case.gradients or () if g is not None)
 
 
-def _threads_that_kept_sums_in_16_bits(case: Case, y: Tensor) -> int:
+def threads_that_kept_sums_in_16_bits(case: Case, y: Tensor) -> int:
     """Return how many threads give a norm's bias gradient bit by bit, each rounding every step of its sum; 0 where none do."""
     gradients = [g for g in case.gradients or () if g is not None]
     if api(case.name) not in ("layer_norm", "native_layer_norm") or y.ndim != 1 or not gradients:
