@@ -16,7 +16,7 @@ from trainprobe.errors import CompareError, FormatError
 
 
 class _Stored(_Known):
-    def array(self, value: Value) -> np.ndarray:
+    def held(self, value: Value, shape: tuple[int, ...]) -> np.ndarray:
         return self.elements
 
 
