@@ -139,9 +139,9 @@ def test_rows_are_found_among_all_that_fit():
     for whole, named in ((of_groups, True), (of_groups, False), (np.concatenate([parts[i] for i in (1, 2, 0)]), False)):
         for turned in (False, True):
             given = whole.T if turned else whole
-            rows = find_rows(given.shape, [part.shape for part in parts], 0, lambda given=given: (given, parts), named=named)
+            rows = find_rows(given.shape, [part.shape for part in parts], 0, lambda given=given: [given, *parts], named=named)
             assert rows is not None
             np.testing.assert_array_equal(rows.together(parts, weights=True), given)
     strange = rng.normal(size=(32, 6))
-    assert find_rows(strange.shape, [part.shape for part in parts], 0, lambda: (strange, parts), named=True) is None
+    assert find_rows(strange.shape, [part.shape for part in parts], 0, lambda: [strange, *parts], named=True) is None
     assert DIM * GROUPS == 16

@@ -18,6 +18,7 @@ from typing import Any
 
 import orjson
 
+from trainprobe.dump_compare.call_slots import is_result
 from trainprobe.dump_compare.distances import Distance
 from trainprobe.dump_compare.dump_side import Side, hexadecimal
 from trainprobe.dump_compare.judge import Judged, Outcome
@@ -172,7 +173,7 @@ def _given_and_given_back(call: Call) -> tuple[list[Value], list[Value]]:
 
 
 def _is_result(call: Call, slot: str) -> bool:
-    return call.kind in ("parameter", "saved") or slot.startswith(("output", "grad_input"))
+    return call.kind in ("parameter", "saved") or is_result(slot)
 
 
 def _stack(rank: VisRank, call: Call, side: Side, source: str) -> str:

@@ -31,7 +31,7 @@ from trainprobe.dump_compare.layouts.grouping import (
     settle_averaging,
     table_of,
 )
-from trainprobe.dump_compare.layouts.joined import Join, JoinedSide, Part
+from trainprobe.dump_compare.layouts.joined import Join, JoinedSide, Part, array_of
 from trainprobe.dump_compare.layouts.known_splits import Rule, Splits, splits
 from trainprobe.dump_compare.layouts.names import pair_names, renamed_parameter
 from trainprobe.dump_compare.layouts.operator_pairs import OperatorPairs
@@ -171,20 +171,19 @@ class _Maker:
     def _rows_of(self, fused: Fused, of_one: Mapping[Key, Sequence[Key]]) -> Rows | None:
         """Return how the rows of several modules lie in the one, None where neither a map nor stored weights tell."""
         split, single = self._tables[fused.split], self._tables[1 - fused.split]
-        for key, keys in of_one.items():
-            found = matrix(self._beside(key, keys, [*single.calls[key]], [*split.calls[keys[0]]], fused.split))
-            if found is None:
-                continue
-            one, several = found
-            whole = self._sides[1 - fused.split].add(one)
-            parts = [self._sides[fused.split].add(each) for each in several.several]
+        matrices = (
+            matrix(self._beside(key, keys, [*single.calls[key]], [*split.calls[keys[0]]], fused.split))
+            for key, keys in of_one.items()
+        )
+        found = next((each for each in matrices if each is not None), None)
+        if found is None:
+            return None
+        one, joins_of_parts = found[0], found[1].several
 
-            def load(i: int = fused.split, whole: Value = whole, parts: Sequence[Value] = parts) -> Any:
-                arrays = [self._sides[1 - i].array(whole), *(self._sides[i].array(part) for part in parts)]
-                return (arrays[0], arrays[1:]) if all(array is not None for array in arrays) else None
+        def load() -> list[Any]:
+            return [*map(array_of, (one, *joins_of_parts))]
 
-            return find_rows(one.shape, [each.shape for each in several.several], fused.groups, load, named=fused.named)
-        return None
+        return find_rows(one.shape, [each.shape for each in joins_of_parts], fused.groups, load, named=fused.named)
 
     def _beside(self, key: Key, keys: Sequence[Key], of_whole: Sequence[Piece], of_split: Sequence[Piece], i: int) -> Beside:
         """Return what the values of several modules come to beside those of one. i: the side that has the several."""

@@ -182,7 +182,7 @@ class JoinedSide(Side):
         Where that is not known, statistics tell how far two values are apart. The parts are read one after the other, and none
         is kept.
         """
-        return _array(self._rows[value.row].join)
+        return array_of(self._rows[value.row].join)
 
     def place_of(self, value: Value, at: Sequence[int]) -> str:
         """Return which element of which of several modules an element of theirs is."""
@@ -202,10 +202,13 @@ class JoinedSide(Side):
         return sorted({part.rank for part in self._rows[value.row].join.parts})
 
 
-def _array(join: Join) -> npt.NDArray[Any] | None:
+def array_of(join: Join) -> npt.NDArray[Any] | None:
+    """Return the elements of what a join makes (see JoinedSide.array)."""
     if join.several:
-        arrays = [array for each in join.several if join.laid is not None and (array := _array(each)) is not None]
-        whole = join.laid.together(arrays) if join.laid is not None and len(arrays) == len(join.several) else None
+        if join.laid is None:
+            return None
+        arrays = [array for each in join.several if (array := array_of(each)) is not None]
+        whole = join.laid.together(arrays) if len(arrays) == len(join.several) else None
     else:
         read = (_scaled(part, join.factor) for part in join.parts)
         if join.how == "terms":

@@ -6,6 +6,7 @@ together, and a module whose tensors are several of another family (q, k and v i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
@@ -55,8 +56,8 @@ def pair_by_maps(
 def _by_name(known: Mapping[str, Sequence[_Known]], modules: Sequence[Module]) -> dict[str, Module]:
     """Return the name that a module has everywhere → module, of those that are one everywhere."""
     of_all = [(each.names[0], module) for module in modules for each in known.get(module.name, ()) if len(each.names) == 1]
-    twice = {name for i, (name, _) in enumerate(of_all) if name in {other for other, _ in of_all[:i]}}
-    return {name: module for name, module in of_all if name not in twice}
+    counts = Counter(name for name, _ in of_all)
+    return {name: module for name, module in of_all if counts[name] == 1}
 
 
 def _known(modules: Sequence[Module], lone: Set[str]) -> dict[str, list[_Known]]:

@@ -170,9 +170,8 @@ def _rows(fused: Fused, sides: tuple[Composed, Composed]) -> Rows | None:
     if whole is None or len(matrices) < len(parts):
         return None
 
-    def load() -> tuple[Any, list[Any]] | None:
-        arrays = [single.array(whole), *[split.array(part) for part in matrices]]
-        return (arrays[0], arrays[1:]) if all(array is not None for array in arrays) else None
+    def load() -> list[Any]:
+        return [single.array(whole), *map(split.array, matrices)]
 
     shapes = [tuple(part.shape) for part in matrices]
     return find_rows(tuple(whole.shape), shapes, fused.groups, load, named=fused.named)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from trainprobe.engine.model_names.rows import interleaved
 
 Array = npt.NDArray[Any]
-Load = Callable[[], tuple[Array, Sequence[Array]] | None]
+Load = Callable[[], Sequence[Array | None]]
 _ALIKE = 1e-3  # of what rows differ by among each other: those of two sides are apart by rounding, or by a step
 _MOST, _SOME = 0.5, 0.1  # shares of rows that must be alike for weights to tell the order; less where a map says that of parts
 
@@ -80,7 +80,8 @@ def find_rows(whole: tuple[int, ...], parts: Sequence[tuple[int, ...]], groups: 
     """Return how the rows lie, None where nothing tells it.
 
     whole, parts: shapes of the matrices. groups: their number as a map says it, 0 where it does not. named: whether a map says
-    the order of the parts. load: returns the matrices of the one and of the parts, or None.
+    the order of the parts. load: returns the matrix of the one and behind it those of the
+    parts, None for each that is not stored.
     """
     ways = [(one, other) for one in (False, True) for other in (False, True)]
     forms = [(turned, sizes) for turned in ways if (sizes := _sizes(whole, parts, turned)) is not None]
@@ -89,12 +90,12 @@ def find_rows(whole: tuple[int, ...], parts: Sequence[tuple[int, ...]], groups: 
     if groups and len(forms) == 1:
         turned, sizes = forms[0]
         return Rows(_order(sizes, range(len(sizes)), groups), sizes, turned)
-    loaded = load()
-    if loaded is None:
+    loaded = [matrix for matrix in load() if matrix is not None]
+    if len(loaded) <= len(parts):
         return None
     best, most = None, _SOME if named else _MOST
     for turned, sizes in forms:
-        mine, theirs = _signatures(loaded[0], loaded[1], turned)
+        mine, theirs = _signatures(loaded[0], loaded[1:], turned)
         near = _ALIKE * float(np.std(theirs))
         for order in _orders(sizes, groups, named):
             share = float(np.mean(np.abs(mine - theirs[order]) <= near))
