@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, cast
@@ -40,6 +41,34 @@ settings.register_profile(
     "trainprobe", deadline=None, derandomize=bool(os.environ.get("CI")), suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("trainprobe")
+
+
+def _settings_of_torch() -> dict[str, Any]:
+    """Return the settings of this process on which the bits of a training depend."""
+    torch = cast(Any, sys.modules.get("torch"))
+    if torch is None:
+        return {}
+    return {
+        "threads": torch.get_num_threads(),
+        "default dtype": torch.get_default_dtype(),
+        "gradients": torch.is_grad_enabled(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "matmul precision": torch.get_float32_matmul_precision(),
+        "oneDNN": torch.backends.mkldnn.enabled,
+        "autocast": torch.is_autocast_enabled("cpu"),
+    }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def torch_is_left_as_it_was() -> Iterator[None]:
+    """Fail the last test of a file that leaves a setting of torch changed: tests after it would get other bits."""
+    before = _settings_of_torch()
+    yield
+    after = _settings_of_torch()
+    changed = {name: (was, after[name]) for name, was in before.items() if after[name] != was}
+    if "threads" in changed:
+        sys.modules["torch"].set_num_threads(before["threads"])
+    assert not changed, f"settings of torch that this file changed and left: {changed}"
 
 
 @pytest.fixture(scope="session")

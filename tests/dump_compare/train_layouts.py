@@ -223,6 +223,7 @@ def batches(kind: str) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def train(output: Path, kind: str = "alone", fault: str = "", level: str = "L0") -> None:
+    torch.set_num_threads(1)  # as all layouts, whose bits it is compared with
     torch.manual_seed(0)
     CONTEXT[:] = [True] if kind == "context" else []
     bare = Gpt()
@@ -291,7 +292,6 @@ def train_deepspeed(output: Path, kind: str, bare: Any, fault: str, plan: dict[s
 
 
 def main() -> None:
-    torch.set_num_threads(1)
     dist.init_process_group("gloo")
     for layout in sys.argv[2:]:
         recorded, _, fault = layout.partition(":")
