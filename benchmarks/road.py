@@ -8,7 +8,7 @@ two models, divided by how many values more the deeper one has, is what a value 
 
 `--compiled` (a minute; needs gcc and gcov) builds the compiled part with counters and tells in which of its files a function
 runs once more for each further layer of each step: `compiled_files` of a forward pass without gradients, where a layer is a
-value at L0 and L1 and two at mix, and `compiled_files_with_gradients` of both passes.
+value at L0 and L1 and two at mix, and `compiled_files_of_gradients` for each further layer of a model that is not frozen.
 """
 
 from __future__ import annotations
@@ -36,11 +36,15 @@ SHALLOW, DEEP, STEPS = 8, 40, 4
 LEVELS = ("L0", "L1", "mix")
 
 
-def counted(layers: int, level: str, gradients: bool = True) -> tuple[Counter[str], int]:
-    """Return the calls of the last of a few steps by file and function, and how many values that step has."""
+def counted(layers: int, level: str, trained: int) -> tuple[Counter[str], int]:
+    """Return the calls of the last of a few steps by file and function, and how many values that step has.
+
+    trained: how many layers, the last ones, train; the others are frozen.
+    """
     torch.manual_seed(0)
-    torch.set_grad_enabled(gradients)
+    torch.set_grad_enabled(trained > 0)
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(layers)))
+    model[: layers - trained].requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     calls: Counter[str] = Counter()
     counting: list[bool] = []
@@ -65,7 +69,7 @@ def counted(layers: int, level: str, gradients: bool = True) -> tuple[Counter[st
                     with probe.step():
                         optimizer.zero_grad()
                         loss = model(torch.ones(4, 8)).sum()
-                        if gradients:
+                        if trained:
                             loss.backward()
                             optimizer.step()
                 probe.flush()
@@ -78,7 +82,7 @@ def counted(layers: int, level: str, gradients: bool = True) -> tuple[Counter[st
 
 def road(level: str) -> dict[str, Any]:
     """Return the Python calls that one further value of a step costs at a level, and the files in which they are."""
-    (shallow, few), (deep, many) = counted(SHALLOW, level), counted(DEEP, level)
+    (shallow, few), (deep, many) = counted(SHALLOW, level, SHALLOW), counted(DEEP, level, DEEP)
     least = (DEEP - SHALLOW) / 4  # a thread that waits once more is no cost of a value
     more = {name: n - shallow[name] for name, n in deep.items() if n - shallow[name] > least}
     return {
@@ -103,11 +107,11 @@ def built_with_counters(folder: Path) -> Path:
     return next((folder / "build").rglob("native/tape.gcno")).parent
 
 
-def runs(counters: Path, folder: Path, layers: int, level: str, gradients: bool) -> Counter[tuple[str, str]]:
+def runs(counters: Path, folder: Path, layers: int, level: str, trained: int) -> Counter[tuple[str, str]]:
     """Return how often each function of the compiled part runs in such a training, by file and name."""
     for file in counters.glob("*.gcda"):
         file.unlink()
-    program = f"from benchmarks.road import counted; counted({layers}, {level!r}, {gradients})"
+    program = f"from benchmarks.road import counted; counted({layers}, {level!r}, {trained})"
     path = {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, "-c", program], cwd=folder, env={**os.environ, **path}, check=True)
     found: Counter[tuple[str, str]] = Counter()
@@ -121,12 +125,19 @@ def runs(counters: Path, folder: Path, layers: int, level: str, gradients: bool)
 
 
 def compiled_road(level: str, folder: Path, counters: Path) -> dict[str, Any]:
-    """Return the compiled files through which each further layer leads."""
-    answer: dict[str, Any] = {"figure": "compiled road", "level": level}
-    for name, gradients in (("compiled_files", False), ("compiled_files_with_gradients", True)):
-        shallow, deep = (runs(counters, folder, layers, level, gradients) for layers in (SHALLOW, DEEP))
-        answer[name] = sorted({file for (file, of), n in deep.items() if n - shallow[file, of] >= (DEEP - SHALLOW) * STEPS})
-    return answer
+    """Return the compiled files through which each further layer leads, forward, and each further layer that trains, backward."""
+    untrained, forward = (runs(counters, folder, layers, level, 0) for layers in (SHALLOW, DEEP))
+    frozen, backward = (runs(counters, folder, DEEP, level, layers) for layers in (SHALLOW, DEEP))
+    return {
+        "figure": "compiled road",
+        "level": level,
+        "compiled_files": _run_more(untrained, forward),
+        "compiled_files_of_gradients": _run_more(frozen, backward),
+    }
+
+
+def _run_more(shallow: Counter[tuple[str, str]], deep: Counter[tuple[str, str]]) -> list[str]:
+    return sorted({file for (file, of), n in deep.items() if n - shallow[file, of] >= (DEEP - SHALLOW) * STEPS})
 
 
 def main() -> None:

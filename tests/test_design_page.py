@@ -42,7 +42,7 @@ def compiled_roads() -> dict[str, dict[str, Any]]:
 
 
 def said(level: str) -> list[int]:
-    """Return what the page says of a level: calls, Python files, compiled files without gradients and with them."""
+    """Return what the page says of a level: calls, Python files, compiled files of the forward pass and of gradients."""
     row = re.search(rf"\| `{level}` \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|", PAGE)
     assert row is not None
     return [int(number) for number in row.groups()]
@@ -61,10 +61,11 @@ def test_the_road_of_a_tensor_is_as_long_as_the_page_says(level, roads):
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_road_through_the_compiled_part_is_as_long_as_the_page_says(level, compiled_roads):
     measured = compiled_roads[level]
-    files = measured["compiled_files"]
-    assert [len(files), len(measured["compiled_files_with_gradients"])] == said(level)[2:], measured
-    assert all(f"`{name}`" in PAGE for name in measured["compiled_files_with_gradients"]), measured
-    assert len(files) + said(level)[1] <= 10
+    files, of_gradients = measured["compiled_files"], measured["compiled_files_of_gradients"]
+    assert [len(files), len(of_gradients)] == said(level)[2:], measured
+    assert all(f"`{name}`" in PAGE for name in {*files, *of_gradients}), measured
+    one_way = {*of_gradients} - ({"ops.c"} if level == "mix" else set())  # which gradients of modules do not take
+    assert max(len(files), len(one_way)) + said(level)[1] <= 10
 
 
 def test_every_place_that_the_page_names_is_there():
