@@ -125,7 +125,7 @@ def runs(counters: Path, folder: Path, layers: int, level: str, trained: int) ->
 
 
 def compiled_road(level: str, folder: Path, counters: Path) -> dict[str, Any]:
-    """Return the compiled files through which each further layer leads, forward, and each further layer that trains, backward."""
+    """Return the compiled files that run for each further layer, forward, and for each further layer that trains, backward."""
     untrained, forward = (runs(counters, folder, layers, level, 0) for layers in (SHALLOW, DEEP))
     frozen, backward = (runs(counters, folder, DEEP, level, layers) for layers in (SHALLOW, DEEP))
     return {
