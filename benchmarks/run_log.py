@@ -131,7 +131,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=320)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--batch", type=int, default=36, help="steps that are written at once; 36 of the demo are 16,000 values")
+    parser.add_argument(
+        "--batch", type=int, default=36, help="steps that are written at once; 36 of the demo are 16,000 values"
+    )
     parser.add_argument("--keep", type=Path, help="folder for the steps, which are made where it has none")
     parser.add_argument("--against", type=Path, help="another checkout of trainprobe")
     parser.add_argument("--json", action="store_true")

@@ -40,24 +40,22 @@ _known: dict[bytes, StepLayout] = {}
 def layout_of(step_data: StepData) -> StepLayout:
     """Return the layout of a collected step: the same object for collected steps that differ in nothing but their numbers.
 
-    The names of features and scalars belong to it as the calls do.
+    The names of features and scalars belong to it as the calls do, and how many numbers a feature has, but not how many bins:
+    those follow from the numbers that were counted.
     """
     found: StepLayout | None = step_data.layout
     if found is None and native is None:  # what was recorded elsewhere is only read
         found = step_data.layout = StepLayout()
     if found is None:
         key = _structure_key(step_data)
-        found = _known.get(key)
-        if found is None:
-            if len(_known) >= KEPT:
-                _known.pop(next(iter(_known)), None)
-            found = _known[key] = StepLayout()
-        step_data.layout = found
+        found = step_data.layout = _known[key] = _known.pop(key, None) or StepLayout()
+        while len(_known) > KEPT:
+            _known.pop(next(iter(tuple(_known))), None)  # not met for longest; a copy, as another thread may be here too
     return found
 
 
 def _structure_key(step_data: StepData) -> bytes:
     """Return a fingerprint of all that the calls say, 64 bytes; numbers that stand in rows are no part of it."""
-    features = [(f.name, f.slot, f.call, f.micro, f.numbers.size, f.edges is None) for f in step_data.features]
+    features = [(f.name, f.slot, f.call, f.micro, f.numbers.size if f.edges is None else None) for f in step_data.features]
     about = features, list(step_data.scalars), [list(stack) for stack in step_data.stacks]
     return hashlib.blake2b(recording.structure(step_data.calls) + repr(about).encode(errors="surrogatepass")).digest()

@@ -204,6 +204,26 @@ def test_features_and_scalars_belong_to_the_layout_by_name(change):
     assert layout_of(step_data(2, lambda r: _set(r, **moved))) is other
 
 
+def test_how_many_bins_were_counted_makes_no_other_layout():
+    def binned(bins):
+        counts = Feature("layers.0", "exponents", 0, 0, np.ones(bins), np.arange(bins + 1.0))
+        return lambda r: _set(r, features=[counts])
+
+    first = layout_of(step_data(0, binned(3)))
+    assert layout_of(step_data(1, binned(5))) is first
+    several = dataclasses.replace(FEATURE, numbers=np.ones(3))
+    assert layout_of(step_data(2, lambda r: _set(r, features=[several]))) is not layout_of(
+        step_data(3, lambda r: _set(r, features=[FEATURE]))
+    )
+
+
+def test_a_layout_that_is_met_again_and_again_is_kept_through_many_others():
+    usual = layout_of(step_data(0))
+    for number in range(3 * step_layout.KEPT):
+        layout_of(step_data(0, lambda r, number=number: _set(r.calls[0], name=f"layers.{number}")))
+        assert layout_of(step_data(1)) is usual
+
+
 def test_few_layouts_are_kept_and_what_was_made_of_one_goes_with_its_owner():
     class Owner:
         pass

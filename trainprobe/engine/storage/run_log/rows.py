@@ -38,15 +38,14 @@ class _Layout:
 
     rows: row of the partials of each value [n], -1 where it has no numbers. columns: name → int32 [n + features + scalars + 1],
     codes of strings or whole numbers. key: what names this layout in the table. text: the calls as JSON. singles: which
-    features are one number, firsts: where that is among the numbers of all features. others: which are several numbers.
+    features are one number. others: which are several numbers.
     """
 
     key: str
     text: str
     rows: I64
     columns: Mapping[str, Codes]
-    singles: I64
-    firsts: I64
+    singles: list[int]
     others: list[int]
 
     def __len__(self) -> int:
@@ -114,10 +113,9 @@ class Rows:
         rows = np.array([value.row for _, _, value in entries], np.int64)
         columns = self._columns(n + more + scalars + 1, words, numbers)
         key = hashlib.sha256(text.encode()).hexdigest()[:16]
-        one = np.array([feature.edges is None and feature.numbers.size == 1 for feature in features], bool)
-        sizes = np.array([feature.numbers.size for feature in features], np.int64)
-        firsts = (np.cumsum(sizes) - sizes)[one]
-        return _Layout(key, text, rows, columns, np.flatnonzero(one), firsts, np.flatnonzero(~one).tolist())
+        singles = [i for i, feature in enumerate(features) if feature.edges is None and feature.numbers.size == 1]
+        others = sorted({*range(more)} - {*singles})
+        return _Layout(key, text, rows, columns, singles, others)
 
     def _columns(
         self,
@@ -162,15 +160,15 @@ class _Table:
         self.add(layout.columns)
         self._steps.append((begin, step_data, layout.rows))
         self._rare(begin, step_data, layout.rows)
-        features = begin + len(layout.rows)
-        if step_data.features:
-            flat = np.concatenate([feature.numbers for feature in step_data.features])
-            self._value[features + layout.singles], self._has_value[features + layout.singles] = flat[layout.firsts], True
-            for i in layout.others:
-                self._lists["numbers"][features + i] = step_data.features[i].numbers
-                if step_data.features[i].edges is not None:
-                    self._lists["edges"][features + i] = step_data.features[i].edges
-        scalars = slice(features + len(step_data.features), self.end - 1)
+        begin_features, features = begin + len(layout.rows), step_data.features
+        if layout.singles:
+            at = [begin_features + i for i in layout.singles]
+            self._value[at], self._has_value[at] = np.concatenate([features[i].numbers for i in layout.singles]), True
+        for i in layout.others:
+            self._lists["numbers"][begin_features + i] = features[i].numbers
+            if features[i].edges is not None:
+                self._lists["edges"][begin_features + i] = features[i].edges
+        scalars = slice(begin_features + len(features), self.end - 1)
         self._value[scalars], self._has_value[scalars] = list(step_data.scalars.values()), True
         self.texts["detail"][self.end - 1] = _about(step_data, layout)
 
