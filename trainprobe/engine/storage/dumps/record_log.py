@@ -115,12 +115,14 @@ def structure(step_data: StepData, places: Sequence[Value]) -> bytes:
     """
     values = _Values()
     calls, columns = _calls_and_columns(step_data, values)
-    shapeless = {number: (*head[:2], *head[3:]) for number, head in enumerate(columns["heads"])}
+    shapeless = [(*head[:2], *head[3:]) for head in columns["heads"]]
+    heads = {head: number for number, head in enumerate(dict.fromkeys(shapeless))}
+    number_of = [heads[head] for head in shapeless]
     text = {
         "calls": calls,
         **columns,
-        "heads": (heads := list(dict.fromkeys(shapeless.values()))),
-        "head": [heads.index(shapeless[number]) for number in columns["head"]],
+        "heads": [*heads],
+        "head": [number_of[head] for head in columns["head"]],
         "places": [values.numbers[id(value)] for value in places],
         "stacks": [list(stack) for stack in step_data.stacks],
     }

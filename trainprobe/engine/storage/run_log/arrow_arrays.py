@@ -2,40 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 Bools = npt.NDArray[np.bool_]
+T = TypeVar("T")
 
 
-def numbers(kind: pa.DataType, values: npt.NDArray[Any], valid: Bools | None = None) -> pa.Array:
-    """Return numbers [n], whose dtype has as many bytes as the kind; valid: where they are not null."""
-    return pa.Array.from_buffers(kind, len(values), [_bits(valid), pa.py_buffer(np.ascontiguousarray(values))])
+def bits(valid: Bools) -> pa.Buffer | None:
+    """Return where a column [n] is not null, as Arrow keeps it; None where nothing is null."""
+    return None if valid.all() else pa.py_buffer(np.packbits(valid, bitorder="little"))
 
 
-def texts(n: int, known: Mapping[int, bytes]) -> pa.Array:
-    """Return n texts in UTF-8; those that are not among the known ones are null."""
-    if not known:
+def numbers(kind: pa.DataType, values: npt.NDArray[Any], valid: pa.Buffer | None = None) -> pa.Array:
+    """Return numbers [n], whose dtype has as many bytes as the kind; valid: `bits` of where they are not null."""
+    return pa.Array.from_buffers(kind, len(values), [valid, pa.py_buffer(np.ascontiguousarray(values))])
+
+
+class Sparse(Generic[T]):
+    """The things of a column that has few, in the order of their rows."""
+
+    def __init__(self) -> None:
+        self.places: list[int] = []
+        self.things: list[T] = []
+
+    def add(self, begin: int, places: Iterable[int], things: Iterable[T]) -> None:
+        """Put things into rows, counted from `begin`, behind those that have one."""
+        self.places.extend(map(begin.__add__, places))
+        self.things.extend(things)
+
+
+def texts(n: int, known: Sparse[bytes]) -> pa.Array:
+    """Return n texts, given in UTF-8; the others are null."""
+    if not known.places:
         return pa.nulls(n, pa.string())
-    places = sorted(known)
-    data = pa.py_buffer(b"".join(known[at] for at in places))
-    valid, offsets = _offsets(n, places, [len(known[at]) for at in places])
-    return pa.Array.from_buffers(pa.string(), n, [_bits(valid), offsets, data])
+    return pa.Array.from_buffers(pa.string(), n, [*_ends(n, known), pa.py_buffer(b"".join(known.things))])
 
 
-def lists(n: int, known: Mapping[int, Any]) -> pa.Array:
-    """Return n lists of float64; those that are not among the known ones are null."""
+def lists(n: int, known: Sparse[Any]) -> pa.Array:
+    """Return n lists of float64; the others are null."""
     kind = pa.list_(pa.float64())
-    if not known:
+    if not known.places:
         return pa.nulls(n, kind)
-    places = sorted(known)
-    arrays = [np.asarray(known[at], np.float64) for at in places]
-    valid, offsets = _offsets(n, places, [len(array) for array in arrays])
-    return pa.Array.from_buffers(kind, n, [_bits(valid), offsets], children=[numbers(pa.float64(), np.concatenate(arrays))])
+    whole = np.concatenate(known.things, dtype=np.float64)
+    return pa.Array.from_buffers(kind, n, [*_ends(n, known)], children=[numbers(pa.float64(), whole)])
+
+
+def _ends(n: int, known: Sparse[Any]) -> tuple[pa.Buffer | None, pa.Buffer]:
+    """Return where a column of things of any length is not null, and where each begins and ends."""
+    valid, ends = np.zeros(n, bool), np.zeros(n + 1, np.int32)
+    valid[known.places] = True
+    ends[1:][known.places] = [*map(len, known.things)]
+    return bits(valid), pa.py_buffer(np.cumsum(ends, dtype=np.int32))
 
 
 class _Numbers(dict[str | None, int]):
@@ -56,7 +78,7 @@ class StringDictionary:
 
     def __init__(self) -> None:
         self._numbers = _Numbers()
-        self._array = texts(0, {})
+        self._array = texts(0, Sparse())
 
     def numbers(self, words: Iterable[str | None]) -> list[int]:
         """Return the number of each string."""
@@ -66,18 +88,8 @@ class StringDictionary:
         """Return numbers [n] as a column of strings."""
         words = self._numbers.written
         if len(self._array) < len(words):
-            self._array = texts(len(words), {i: word.encode() for i, word in enumerate(words)})
-        known = codes >= 0
-        indices = numbers(pa.int32(), codes, None if known.all() else known)
+            known = Sparse[bytes]()
+            known.add(0, range(len(words)), map(str.encode, words))
+            self._array = texts(len(words), known)
+        indices = numbers(pa.int32(), codes, bits(codes >= 0))
         return pa.DictionaryArray.from_arrays(indices, self._array, safe=False)
-
-
-def _bits(valid: Bools | None) -> pa.Buffer | None:
-    return None if valid is None else pa.py_buffer(np.packbits(valid, bitorder="little"))
-
-
-def _offsets(n: int, places: list[int], lengths: list[int]) -> tuple[Bools, pa.Buffer]:
-    valid, ends = np.zeros(n, bool), np.zeros(n + 1, np.int32)
-    valid[places] = True
-    ends[np.array(places, np.int64) + 1] = lengths
-    return valid, pa.py_buffer(np.cumsum(ends, dtype=np.int32))
