@@ -12,6 +12,7 @@ its own. `--keep` names a folder in which the steps stay for the next call.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -103,6 +104,8 @@ def cost(write: Callable[[Path, Sequence[StepData], int], None], steps: Sequence
 def rounds(run: Path, count: int, batch: int) -> dict[str, list[tuple[float, int]]]:
     """Return what the table and the text cost in each of some rounds, after one that warms up."""
     steps = list(read_log(run))
+    gc.collect()
+    gc.freeze()  # a training has few steps in memory: the collector is not to walk through all of them
     sinks = {"table": write_table, "text": write_text}
     for write in sinks.values():
         cost(write, steps, batch)

@@ -66,8 +66,8 @@ def order(stage: int, call: int) -> tuple[int, int]:
 
 def in_order(step_data: StepData) -> list[tuple[Address, Call, Value]]:
     """Return every value of a collected step at every place, in the order of execution."""
-    found = [(order(stage, i), where, call, value) for i, stage, where, call, value in _each(step_data)]
-    return [(where, call, value) for _, where, call, value in sorted(found, key=lambda entry: entry[0])]
+    found = sorted(_each(step_data), key=lambda entry: order(entry[1], entry[0]))
+    return [(where, call, value) for _, _, where, call, value in found]
 
 
 def _each(step_data: StepData) -> Iterator[tuple[int, int, Address, Call, Value]]:

@@ -43,20 +43,22 @@ class _Pieces:
 
 
 class LiveStream:
-    """Appends record batches to a file that must not exist yet."""
+    """Appends record batches to a file that must not exist yet, and keeps them, so that nobody has to read them again."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.batches: list[pa.RecordBatch] = []
         self.size = self.rows = 0
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINK | getattr(os, "O_BINARY", 0), 0o644)
         self._pieces = _Pieces()
-        own = SCHEMA.with_metadata({**SCHEMA.metadata, STREAM: secrets.token_hex(8)})
-        self._writer = ipc.new_stream(pa.PythonFile(self._pieces, mode="w"), own, options=_OPTIONS)
+        self.schema = SCHEMA.with_metadata({**SCHEMA.metadata, STREAM: secrets.token_hex(8)})
+        self._writer = ipc.new_stream(pa.PythonFile(self._pieces, mode="w"), self.schema, options=_OPTIONS)
 
     def write(self, batch: pa.RecordBatch) -> None:
         """Append a batch. Raises OSError where the disk refuses; a part that was written is taken back."""
         self._writer.write_batch(batch)
         self._append(self._pieces.take())
+        self.batches.append(batch)
         self.rows += batch.num_rows
 
     def close(self) -> None:

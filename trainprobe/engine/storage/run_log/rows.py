@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -95,7 +96,7 @@ class Rows:
             "name": [*(address.name for address in addresses), *(f.name for f in features), *scalars],
             "slot": [*(address.slot for address in addresses), *(f.slot for f in features), *["value"] * len(scalars)],
             "dtype": [value.dtype for value in values],
-            "shape": [str(list(value.shape)) for value in values],
+            "shape": [_shape_text(value.shape) for value in values],
             "note": [value.note for value in values],
         }
         numbers: dict[str, list[int | None]] = {
@@ -227,6 +228,11 @@ class _Table:
             taken = np.concatenate([fingerprinted(step_data) for step_data in steps])
             found.update(shown(["checksum"], taken, {"checksum": np.concatenate([*map(_sums, steps)])}))
         return found
+
+
+@lru_cache(maxsize=1 << 12)
+def _shape_text(shape: tuple[int, ...]) -> str:
+    return str([*shape])
 
 
 def _whole(values: F64) -> I64:

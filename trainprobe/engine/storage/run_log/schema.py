@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import pyarrow as pa
 
 from trainprobe.engine.stats.partials import ASKED, STATISTICS
@@ -66,6 +68,7 @@ _GRADIENT_SLOTS = {"grad", "grad_unclipped", "grad_unreduced"}
 _PARAMETER_SLOTS = {"value", "value_after", "update"}
 
 
+@lru_cache(maxsize=1 << 12)
 def kind_in_words(kind: str, slot: str) -> str:
     """Return what a value is in the table: what belongs to a parameter is distinguished by its slot."""
     if kind != "parameter":

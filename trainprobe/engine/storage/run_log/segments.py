@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from trainprobe.engine.storage.dumps.layout import LIVE_FILE, find_segments, next_segment
-from trainprobe.engine.storage.run_log.live import STREAM, read_stream
+from trainprobe.engine.storage.run_log.live import STREAM, LiveStream, read_stream
 from trainprobe.engine.storage.run_log.schema import COLUMNS, FLOATS, SCHEMA, WORDS
 from trainprobe.engine.storage.safe_files import NO_LINK
 
@@ -30,14 +30,14 @@ def live_table(folder: Path) -> pa.Table | None:
     segments = find_segments(folder)
     if not batches or schema is None or (segments and _made_of(segments[-1], schema)):
         return None
-    return _joined(batches)
+    return _joined(batches, schema)
 
 
-def _joined(batches: Sequence[pa.RecordBatch]) -> pa.Table:
+def _joined(batches: Sequence[pa.RecordBatch], schema: pa.Schema) -> pa.Table:
     """Return batches of one stream as a table of one chunk. Dictionaries of a stream only grow: the last has all words."""
-    last, rows = batches[-1], sum(batch.num_rows for batch in batches)
+    rows = sum(batch.num_rows for batch in batches)
     columns: list[pa.Array] = []
-    for i, field in enumerate(last.schema):
+    for i, field in enumerate(schema):
         arrays = [batch.column(i) for batch in batches]
         if field.name in WORDS:
             codes = pa.concat_arrays([array.indices for array in arrays])
@@ -46,21 +46,23 @@ def _joined(batches: Sequence[pa.RecordBatch]) -> pa.Table:
             columns.append(pa.nulls(rows, field.type))
         else:
             columns.append(pa.concat_arrays(arrays))
-    return pa.Table.from_arrays(columns, schema=last.schema)
+    return pa.Table.from_arrays(columns, schema=schema)
 
 
-def close_segment(folder: Path) -> Path | None:
-    """Turn the live stream of a rank's folder into a segment; return it, or None where there was nothing in the stream.
+def close_segment(folder: Path, live: LiveStream | None = None) -> None:
+    """Turn the live stream of a rank's folder into a segment. live: the stream itself, where this process has written it.
 
     The stream goes once the segment is whole and on disk. After a kill between the two, the segment bears the name of the
     stream, which is passed over.
     """
-    table, segment = live_table(folder), None
+    if live is None:
+        table = live_table(folder)
+    else:
+        live.close()
+        table = _joined(live.batches, live.schema) if live.batches else None
     if table is not None:
-        segment = next_segment(folder)
-        write_segment(segment, table)
+        write_segment(next_segment(folder), table)
     (folder / LIVE_FILE).unlink(missing_ok=True)
-    return segment
 
 
 def last_time(folder: Path) -> int:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # the run log brings pyarrow, which a process that only dumps
     from trainprobe.engine.storage.run_log.live import LiveStream
     from trainprobe.engine.storage.run_log.rows import Rows
 
-SEGMENT = 1 << 17  # rows of the live stream that become a segment: some 35 MB of memory while it is made
+SEGMENT = 1 << 17  # rows of the live stream, which are kept and become a segment
 
 
 class ParquetSink:
@@ -75,8 +75,7 @@ class ParquetSink:
 
         if self._live is not None:
             live, self._live = self._live, None
-            live.close()
-            close_segment(self._folder)
+            close_segment(self._folder, live)
 
     def findings(self, findings: Sequence[Finding]) -> None:
         """Findings have a file of their own."""
