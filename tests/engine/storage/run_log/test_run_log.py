@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ import trainprobe
 from tests.engine.storage.sinks.collected_steps import collected_steps, plan_for, small_step, told
 from tests.monitor.small_training import GPT, batch
 from trainprobe.cli import main
-from trainprobe.engine.core.records import Place
+from trainprobe.engine.core.records import Feature, Place
 from trainprobe.engine.storage.dumps import read_log
 from trainprobe.engine.storage.dumps.layout import LIVE_FILE, find_segments
 from trainprobe.engine.storage.run_log.read import read_tables
@@ -240,6 +241,48 @@ def test_a_kill_between_the_segment_and_the_end_of_the_stream_counts_no_step_twi
     assert steps_in(tmp_path / "rank0") == [0]
     fill(tmp_path, [small_step(1)], on_existing="continue")
     assert steps_in(tmp_path / "rank0") == [0, 1]
+
+
+def test_a_run_of_an_earlier_version_is_read_and_continued(tmp_path):
+    """`written_at_26b6f22.zip` was written at that commit: `small_step` 0 to 2 and, by a run that was killed, 3 and 4."""
+    zipfile.ZipFile(Path(__file__).with_name("written_at_26b6f22.zip")).extractall(tmp_path)
+    for count in (5, 6):
+        found = list(read_log(tmp_path))
+        assert [step_data.step for step_data in found] == [*range(count)]
+        for step_data in found:
+            expected = small_step(step_data.step).records()
+            assert [told(record) for record in step_data.records()] == [told(record) for record in expected]
+        fill(tmp_path, [small_step(count)], on_existing="continue")
+
+
+def test_bins_and_numbers_of_features_are_read_as_they_were_written(tmp_path):
+    rng = np.random.default_rng(0)
+    steps = []
+    for step in range(4):
+        counts = Feature("layers.0", "exponents", 0, 0, rng.integers(0, 9, 3 + step).astype(float), np.arange(4.0 + step))
+        several, one = rng.normal(size=4), rng.normal(size=1)
+        features = [counts, Feature("b", "entropy", 0, 0, one), Feature("a", "peak", 1, None, several)]
+        steps.append(small_step(step, features=features))
+    fill(tmp_path, steps)
+    for made, found in zip(steps, read_log(tmp_path), strict=True):
+        assert [(f.name, f.slot, f.call, f.micro) for f in found.features] == [
+            (f.name, f.slot, f.call, f.micro) for f in made.features
+        ]
+        for ours, theirs in zip(found.features, made.features, strict=True):
+            np.testing.assert_array_equal(ours.numbers, theirs.numbers)
+            assert (ours.edges is None) == (theirs.edges is None)
+            if ours.edges is not None:
+                np.testing.assert_array_equal(ours.edges, theirs.edges)
+
+
+def test_a_segment_is_made_of_what_the_stream_was_given_whatever_became_of_the_file(tmp_path):
+    sink = parquet.open(tmp_path, plan_for(tmp_path, sinks=["parquet"]), Place())
+    for step in range(3):
+        sink.write(small_step(step))
+        sink.flush()
+    (tmp_path / "rank0" / LIVE_FILE).write_bytes(b"")
+    sink.close()
+    assert steps_in(tmp_path / "rank0") == [0, 1, 2]
 
 
 def test_a_second_run_log_is_refused_and_a_damaged_segment_is_named(tmp_path):
