@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 from trainprobe.dump_compare.call_slots import named_values
@@ -37,8 +37,8 @@ class Terms:
     """The norms of terms in one side's calls. Raises nothing: what is not known is no cancellation."""
 
     def __init__(self, calls: Iterable[Call], side: Side) -> None:
-        self._side, self._known_norms = side, side.known_norms
-        self._forward: dict[Hashable, Call] = {}
+        self._side = side
+        self._forward: dict[tuple[str, str], dict[int, Call]] = defaultdict(dict)  # in two steps, as there may be 100,000
         self._backward: dict[str, list[Call]] = defaultdict(list)
         self._states: dict[str, list[Call]] = defaultdict(list)  # by the module whose parameters they are about
         for call in calls:
@@ -47,7 +47,7 @@ class Terms:
             elif call.phase == "backward" and call.kind == "module":
                 self._backward[call.name].append(call)
             elif call.phase == "forward" and call.kind in ("module", "op"):
-                self._forward[call.kind, call.name, call.call] = call
+                self._forward[call.kind, call.name][call.call] = call
 
     def of(self, call: Call, slot: str) -> tuple[float, float]:
         """Return the norm of the terms that were summed to get the value at `slot`, and of the value; 0 where not known."""
@@ -62,7 +62,7 @@ class Terms:
             return self._of_parameter(call, slot, result)
         if call.phase == "backward":
             given = [values[i] for i in _gradients_among(names)]
-            forward = self._forward.get((call.kind, call.name, call.call))
+            forward = self._forward[call.kind, call.name].get(call.call)
             return self._of_gradient(_kind_of(call), given, _given(forward), result)
         return self._of_result(_kind_of(call), [values[i] for i in _given_among(names)], result)
 
@@ -95,7 +95,7 @@ class Terms:
         found = 0.0
         for backward in self._backward.get(owner(call), ()):
             gradients = [value for at, value in slots(backward) if at.startswith("grad_output")]
-            given = _given(self._forward.get(("module", backward.name, backward.call)))
+            given = _given(self._forward["module", backward.name].get(backward.call))
             kind = _kind_of(backward)
             terms = self._of_gradient(kind, gradients, given, result)
             found = math.hypot(found, terms or (max(map(self._norm, gradients), default=0.0) if "embedding" in kind else 0.0))
@@ -115,9 +115,7 @@ class Terms:
         return math.sqrt(size * products) * self._spread(a) * self._spread(b)
 
     def _norm(self, value: Value) -> float:
-        norm = self._known_norms[value.row] if self._known_norms else None
-        if norm is None:
-            norm = self._side.norm(value)
+        norm = self._side.norm(value)
         return norm if math.isfinite(norm) else 0.0
 
     def _spread(self, value: Value) -> float:

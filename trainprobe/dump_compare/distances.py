@@ -16,6 +16,7 @@ from trainprobe.dump_compare.parameter_states import AFTER
 from trainprobe.engine.compare.number_formats import FORMATS, coarser
 from trainprobe.engine.core.records import Value
 
+_AT_ONCE = 4096  # calls
 SLACK = 10.0  # times the noise, before a difference is worth a look
 Paired = tuple[str, Value | None, Value | None]  # slot, value of A, value of B
 _ELSEWHERE = "are one tensor: at input"  # in the note of engine.capture.module_gradients
@@ -76,8 +77,17 @@ class Measured(NamedTuple):
     weights: float = 0.0
 
 
-def measure_calls(pairs: Sequence[CallPair], a: Side, b: Side) -> list[Measured]:
-    """Return how far the values of each pair are apart; of a call without a partner, nothing."""
+def measure_calls(pairs: Sequence[CallPair], a: Side, b: Side) -> Iterator[Measured]:
+    """Yield how far the values of each pair are apart; of a call without a partner, nothing.
+
+    They are looked at some calls at a time, as the values of all calls would take more memory than all else.
+    """
+    known = _Known()
+    for start in range(0, len(pairs), _AT_ONCE):
+        yield from _measure_some(pairs[start : start + _AT_ONCE], a, b, known)
+
+
+def _measure_some(pairs: Sequence[CallPair], a: Side, b: Side, known: _Known) -> list[Measured]:
     matched = [_matched(pair) for pair in pairs]
     left, right = list[Value](), list[Value]()
     for each in matched:
@@ -89,7 +99,6 @@ def measure_calls(pairs: Sequence[CallPair], a: Side, b: Side) -> list[Measured]
             left += each.left  # type: ignore[arg-type]
             right += each.right  # type: ignore[arg-type]
     found = iter(intervals(a, left, b, right))
-    known = _Known()
     return [_measured(pair, each, found, known) for pair, each in zip(pairs, matched, strict=True)]
 
 

@@ -66,28 +66,24 @@ class Side:
         rows = np.fromiter(map(attrgetter("row"), values), np.int64, len(values))
         whole = self._columns
         return Columns(
-            {name: (x[rows], there[rows]) for name, (x, there) in whole.statistics.items()},
-            {name: (x[rows], there[rows]) for name, (x, there) in whole.bits.items()},
+            {name: _at_rows(column, rows) for name, column in whole.statistics.items()},
+            {name: _at_rows(column, rows) for name, column in whole.bits.items()},
         )
 
     @cached_property
     def _columns(self) -> Columns:
-        """All rows, and behind them one of which nothing is known: the row of values that could not be reduced is -1."""
+        """What is said of all rows."""
         step_data, count = self.step_data, len(self.step_data.partials)
-        nothing = np.zeros(count + 1), np.zeros(count + 1, bool)
+        nothing = np.zeros(count), np.zeros(count, bool)
         statistics = dict.fromkeys(STATISTICS, nothing)
         for name in STATISTICS:
             if name in step_data.finished:
-                statistics[name] = (
-                    np.append(step_data.finished[name], 0.0),
-                    ~np.append(step_data.absent.get(name, nothing[1][:count]), True),
-                )
+                statistics[name] = step_data.finished[name], ~step_data.absent.get(name, nothing[1])
         bits: dict[str, tuple[npt.NDArray[np.uint64], Bools]] = {}
         if step_data.checksums is not None:
-            gone = step_data.absent.get("checksum", nothing[1][:count])
-            bits["checksum"] = np.append(step_data.checksums, np.uint64(0)), ~np.append(gone, True)
+            bits["checksum"] = step_data.checksums, ~step_data.absent.get("checksum", nothing[1])
         if step_data.crc32:
-            bits["crc32"] = np.zeros(count + 1, np.uint64), np.zeros(count + 1, bool)
+            bits["crc32"] = np.zeros(count, np.uint64), np.zeros(count, bool)
             rows = np.fromiter(step_data.crc32, np.int64, len(step_data.crc32))
             bits["crc32"][0][rows] = [int(text, 16) % (1 << 64) for text in step_data.crc32.values()]
             bits["crc32"][1][rows] = True
@@ -95,14 +91,14 @@ class Side:
 
     def norm(self, value: Value) -> float:
         """Return the l2 norm of a value from its statistics or else its elements; NaN where the dump has neither."""
-        norm = self.known_norms[value.row]
-        return norm_of(self.array(value)) if norm is None else norm
+        norms, there = self._norms
+        return norms[value.row] if value.row >= 0 and there[value.row] else norm_of(self.array(value))
 
     @cached_property
-    def known_norms(self) -> list[float | None]:
-        """The l2 norms of all rows as the dump says them, and behind them that of the row of which nothing is known."""
+    def _norms(self) -> tuple[memoryview, memoryview]:
+        """The column of norms, whose elements are taken out one by one a third faster so."""
         norms, there = self._columns.statistics["norm"]
-        return [norm if known else None for norm, known in zip(norms.tolist(), there.tolist(), strict=True)]
+        return memoryview(norms), memoryview(there)
 
     def array(self, value: Value) -> npt.NDArray[Any] | None:
         """Return the elements of a value where the dump stores all of them. Raises UnsafeFile where a name leads elsewhere."""
@@ -128,6 +124,13 @@ class Side:
     def disagreement(self, value: Value) -> Any:
         """Return how far copies of a value are apart that several ranks hold: None, as this is one rank."""
         return None
+
+
+def _at_rows(column: tuple[npt.NDArray[Any], Bools], rows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[Any], Bools]:
+    """Return the numbers in these rows, and where there is one; of row -1, a value that could not be reduced, there is none."""
+    numbers, there = column
+    known = rows >= 0
+    return (numbers[rows], there[rows] & known) if len(numbers) else (np.zeros(len(rows), numbers.dtype), known)
 
 
 def norm_of(array: npt.NDArray[Any] | None) -> float:

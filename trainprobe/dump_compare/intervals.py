@@ -88,10 +88,10 @@ def intervals(a: Side, left: Sequence[Value], b: Side, right: Sequence[Value]) -
     outcome[(same_bits > 0) | (sizes == 0)] = _IS_SAME  # of a tensor without elements there is nothing to differ
     measured = outcome == _IS_MEASURED
     found: list[Interval] = list(map(_FIXED.__getitem__, np.where(measured, 0, outcome).tolist()))
-    for i, one_low, one_high in zip(
-        np.flatnonzero(measured).tolist(), low[measured].tolist(), high[measured].tolist(), strict=True
-    ):
-        found[i] = Interval(one_low, one_high, "statistics")
+    known: dict[tuple[float, float], Interval] = {}  # what one call gives, others are given: one object for all of them
+    ends_of_each = zip(low[measured].tolist(), high[measured].tolist(), strict=True)
+    for i, ends in zip(np.flatnonzero(measured).tolist(), ends_of_each, strict=True):
+        found[i] = known.get(ends) or known.setdefault(ends, Interval(*ends, "statistics"))
     for i in np.flatnonzero(~alike).tolist():
         x, y = left[i], right[i]
         if tuple(x.shape) != tuple(y.shape):

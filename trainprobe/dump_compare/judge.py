@@ -158,7 +158,7 @@ def _explain(judged: Sequence[Judged]) -> None:
         key = _module_of(owner(call), arrived) if of_parameters else (call.kind, call.name, call.call)
         if call.phase == "backward":
             one.given = max(one.given, arrived.get(key, noise if of_parameters else 0.0))  # tied weights: of a module unknown
-        if not of_parameters:
+        if not of_parameters and (one.given > 0 or call.kind == "module"):  # which modules were called is asked for too
             for each in (key, key[:2]):
                 if one.given >= arrived.get(each, 0.0):
                     arrived[each] = one.given

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import random
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -99,10 +100,10 @@ def dumps(tmp_path) -> list[Path]:
 
 
 def test_the_compiled_part_reads_most_tensors(dumps):
-    found = native.read_dump((dumps[0] / "dump.json").read_bytes(), reader.describe, json.loads)
+    found = native.read_dump((dumps[0] / "dump.json").open("rb").read, reader.describe, json.loads, lambda name, entry: entry)
     assert found is not None
-    assert len(found[1]) == 3 * 23
-    assert np.frombuffer(found[2]).shape == (4 * 3 * 23,)
+    assert len(found[3]) == 3 * 23
+    assert np.frombuffer(found[1]).shape == (4 * 3 * 23,)
 
 
 def test_numbers_are_the_doubles_that_python_reads(tmp_path):
@@ -119,7 +120,9 @@ def test_numbers_are_the_doubles_that_python_reads(tmp_path):
         for digits in (scaled - 1, scaled, scaled + 1):
             texts.append(f"{digits // 10**behind}.{digits % 10**behind:0{behind}d}")
     texts += ["0.0", "-0.0", "-0.5", "9999999999999999999.0", "18446744073709551615.5", "0." + "0" * 26 + "7", "1e22", "1.5E-3"]
-    found = native.read_dump(f"[{', '.join(texts)}]".encode(), reader.describe, json.loads)
+    found = native.read_dump(
+        BytesIO(f"[{', '.join(texts)}]".encode()).read, reader.describe, json.loads, lambda name, entry: entry
+    )
     assert found is not None
     assert list(map(repr, found[0])) == [repr(float(text)) for text in texts]
 
@@ -157,3 +160,49 @@ def test_both_read_the_same_of_changed_files_or_say_the_same(dumps, monkeypatch,
             answers, errors = answers + 1, errors + isinstance(plain, str)
         (alone / "dump.json").unlink()
     assert 0 < errors < answers
+
+
+PIECE = 1 << 20  # bytes that the compiled part holds at once
+
+
+def test_a_dump_is_the_same_wherever_its_text_is_cut_into_pieces(dumps, monkeypatch):
+    """The end of the first piece goes through all of the entries, and through what stands behind them."""
+    path = dumps[1] / "dump.json"
+    top = json.loads(path.read_text())
+    with_header = {**top, "trainprobe": {"step": 0, "notes": ["12345"], "micro": 3}, "number": 123456}
+    behind = len(json.dumps(with_header, ensure_ascii=False).encode()) - len(json.dumps({"task": ""}).encode())
+    for left in range(0, behind + 30, 7):
+        path.write_text(json.dumps({"task": "x" * (PIECE - left), **{**with_header, "task": None}}, ensure_ascii=False))
+        compiled, plain = both(dumps[1], monkeypatch)
+        assert compiled == plain, left
+        with path.open("rb") as file:
+            assert native.read_dump(file.read, reader.describe, json.loads, lambda name, entry: entry) is not None, left
+
+
+def test_an_entry_may_be_larger_than_a_piece(dumps, monkeypatch):
+    path = dumps[0] / "dump.json"
+    top = json.loads(path.read_text())
+    tensor = {**TENSOR, "requires_grad": True}
+    many = [tensor] * 20_000
+    top["data"]["Torch.stack.0.forward"] = {"input_args": [many, 1], "input_kwargs": {}, "output": many}
+    top["data"]["Torch.add.0.forward"] = {"input_args": [tensor, tensor], "input_kwargs": {}, "output": [tensor]}
+    path.write_text(json.dumps(top))
+    assert path.stat().st_size > 2 * PIECE
+    compiled, plain = both(dumps[0], monkeypatch)
+    assert compiled == plain
+    with path.open("rb") as file:
+        found = native.read_dump(file.read, reader.describe, json.loads, lambda name, entry: entry)
+    assert len(found[3]) == 3 * 23 + 2 * len(many) + 3
+
+
+def test_values_of_a_call_are_made_whenever_they_are_asked_for(dumps):
+    call = read(dumps[0]).calls[1]
+    first, again = call.args, call.args
+    assert [value.row for value in first] == [3, 4]
+    assert all(
+        x is not y and x.row == y.row and x.shape == y.shape == (4, 128, 1024) for x, y in zip(first, again, strict=True)
+    )
+    assert [value.row for value in call.out] == [5]
+    assert call.out[0].requires_grad is True
+    call.args = None
+    assert call.args is None

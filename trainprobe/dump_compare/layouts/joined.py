@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import pairwise
 from typing import Any, ClassVar, Literal
 
@@ -146,11 +145,6 @@ class JoinedSide(Side):
     def columns(self, values: Sequence[Value]) -> Columns:
         """Return the statistics and fingerprints of these values."""
         return gathered(self, values)
-
-    @cached_property
-    def known_norms(self) -> list[float | None]:
-        """Nothing: values are made as they are asked for."""
-        return []
 
     def norm(self, value: Value) -> float:
         """Return the l2 norm of a value, NaN where the dumps have neither statistics nor elements that it follows from."""

@@ -64,15 +64,12 @@ class Composed(Side):
     @cached_property
     def _columns(self) -> Columns:
         statistics = [self.numbers(Value(self._count + i, "", ())) for i in range(len(self._made))]
-        whole, at, more = self._side._columns, self._count, len(statistics)
+        whole, more = self._side._columns, len(statistics)
         nothing = np.zeros(more, np.uint64), np.zeros(more, bool)
         added = {name: column_of([each.get(name) for each in statistics]) for name in STATISTICS}
         return Columns(
-            {
-                name: (np.insert(x, at, added[name][0]), np.insert(y, at, added[name][1]))
-                for name, (x, y) in whole.statistics.items()
-            },
-            {kind: (np.insert(x, at, nothing[0]), np.insert(y, at, nothing[1])) for kind, (x, y) in whole.bits.items()},
+            {name: (np.append(x, added[name][0]), np.append(y, added[name][1])) for name, (x, y) in whole.statistics.items()},
+            {kind: (np.append(x, nothing[0]), np.append(y, nothing[1])) for kind, (x, y) in whole.bits.items()},
         )
 
     def array(self, value: Value) -> npt.NDArray[Any] | None:

@@ -188,11 +188,12 @@ def _joined(fused: Fused, parts: Sequence[Call], whole: Call, side: Composed, ro
     first = parts[0]
     made = Call(first.kind, fused.name, first.call, first.phase, cls=first.cls, micro=first.micro, parent=first.parent)
     values: dict[str, Value] = {}
-    met: set[int] = set()
+    values_of = [dict(slots(part)) for part in parts]
+    met: set[tuple[int, str]] = set()
     for slot, like in slots(whole):
-        found = [_at(part, slot, whole) for part in parts]
-        there = [value for value in found if value is not None]
-        met.update(map(id, there))
+        places = [(i, at) for i, part in enumerate(parts) if (at := _at(part, slot, whole)) in values_of[i]]
+        there = [values_of[i][at] for i, at in places]
+        met.update(places)
         if slot.startswith(("input", "kwargs")) and there:
             one = there[0]
             same = tuple(one.shape) == tuple(like.shape)
@@ -202,18 +203,18 @@ def _joined(fused: Fused, parts: Sequence[Call], whole: Call, side: Composed, ro
             weights = first.kind == "parameter" or slot.startswith("parameters")
             laid = None if rows is None or how == "added" else Laid(rows, fused.short_names, weights)
             values[slot] = side.make(how, there, tuple(like.shape), laid)
-    for slot, value in (of_part for part in parts for of_part in slots(part)):
-        if id(value) not in met and (shares or not slot.startswith("grad_input")):
-            values.setdefault(slot, value)  # in these alone
+    for i, of_part in enumerate(values_of):
+        for slot, value in of_part.items():
+            if (i, slot) not in met and (shares or not slot.startswith("grad_input")):
+                values.setdefault(slot, value)  # in these alone
     fill(made, values)
     return made
 
 
-def _at(call: Call, slot: str, whole: Call) -> Value | None:
-    """Return the value of a part that stands where the one module has `slot`: by name, or as the only one of its sort."""
-    there = dict(slots(call))
-    if slot in there:
-        return there[slot]
+def _at(call: Call, slot: str, whole: Call) -> str:
+    """Return the slot of a part that stands for a slot of the one module: of its name, or the only one of its sort; or ""."""
+    if any(at == slot for at, _ in slots(call)):
+        return slot
     first = slot.partition(".")[0]
     of_sort = [[at for at, _ in slots(each) if at.partition(".")[0] == first] for each in (call, whole)]
-    return there[of_sort[0][0]] if call.kind == "module" and len(of_sort[0]) == len(of_sort[1]) == 1 else None
+    return of_sort[0][0] if call.kind == "module" and len(of_sort[0]) == len(of_sort[1]) == 1 else ""

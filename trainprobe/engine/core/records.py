@@ -209,7 +209,7 @@ class StepData:
     level: str
     task: str
     calls: list[Call]
-    values: list[Value]
+    values: Sequence[Value]
     partials: npt.NDArray[np.float64]
     checksums: npt.NDArray[np.uint64] | None = None
     statistics: tuple[str, ...] = ("max", "min", "mean", "norm")

@@ -40,6 +40,25 @@ class StoredStepData(StepData):
         return dict(self.finished)
 
 
+class ValuesOfCalls(Sequence[Value]):
+    """The values of calls, of which those that are packed are made whenever they are asked for."""
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        self._calls = calls
+
+    def __iter__(self) -> Iterator[Value]:
+        """Yield the values of each call in turn."""
+        return (value for call in self._calls for _, value in slots(call))
+
+    def __len__(self) -> int:
+        """Return how many values the calls have."""
+        return sum(1 for _ in self)
+
+    def __getitem__(self, place: Any) -> Any:
+        """Return a value, or a list of some."""
+        return list(self)[place]
+
+
 def entry_name(call: Call, framework: str = "pytorch", phase: Phase | None = None) -> str:
     """Return the key of a call in a dump: `Module.layers.0.Block.forward.1`, `Functional.linear.0.backward`, `loss.0.debug`.
 

@@ -59,7 +59,7 @@ def unscale(step_data: StepData, scaled: Sequence[Scaled]) -> None:
         step_data.quantiles = {**step_data.quantiles, **quantiles}
     for i, (value, _) in enumerate(kept):
         value.row = first + i
-        step_data.values.append(value)
+    step_data.values = [*step_data.values, *(value for value, _ in kept)]
 
 
 def _number(step_data: StepData, value: Value) -> float:

@@ -1,30 +1,41 @@
-/* Reads the text of a dump. It is JSON; what comes out is what a JSON parser gives, but that most tensors are Values by then and
-   their numbers stand in columns. Whatever is rare is left to the Python that calls this: nothing here raises but for lack of memory. */
+/* Reads the text of a dump, piece by piece. It is JSON; what comes out is what a JSON parser gives, but that most tensors are Values by
+   then, or packed lists of them, and their numbers stand in columns. Whatever is rare is left to the Python that calls this: nothing
+   here raises but for lack of memory. */
 #include <math.h>
 #include <string.h>
 
 #include "objects.h"
 
-enum { NUMBERS = 4, DEEPEST = 450, PLACES = 1024, LONGEST_KEY = 32 };
+enum { NUMBERS = 4, DEEPEST = 450, PLACES = 1024, LONGEST_KEY = 32, LONGEST_PACK = 32, PIECE = 1 << 20 };
 
 static const char *const number_names[NUMBERS] = {"Max", "Min", "Mean", "Norm"};
 
 typedef struct {
-    const char *text;
-    size_t length;
+    PyObject *text; /* bytes */
     PyObject *object;
 } Place; /* of a text that was met before, and what it became */
 
 typedef struct {
     const char *p;
-    PyObject *describe, *loads; /* see _native.pyi */
-    PyObject *values;
+    char *piece; /* of the file, which ends with a zero */
+    size_t length, moves;
+    int is_last, in_data;
+    PyObject *read, *describe, *loads, *entry; /* see _native.pyi */
     double *numbers;
     uint64_t *checksums;
     char *has_checksum;
     size_t rows, room;
-    Place keys[PLACES], likes[PLACES];
+    Place keys[PLACES], likes[2][PLACES]; /* likes: of tensors that require no gradient, and of those that do */
 } Text;
+
+/* A list of Values with consecutive rows, each of which is like another one but for its row. */
+typedef struct {
+    PyObject_VAR_HEAD
+    Py_ssize_t first;
+    PyObject *likes[];
+} Packed;
+
+PyTypeObject *packed_type;
 
 static PyObject *read_value(Text *t, int depth); /* NULL without an exception: this is left to others */
 
@@ -73,13 +84,13 @@ static Place *place_of(Place *places, const char *text, size_t length) {
 }
 
 static int is_known(const Place *place, const char *text, size_t length) {
-    return place->object && place->length == length && !memcmp(place->text, text, length);
+    return place->object && (size_t)PyBytes_Size(place->text) == length && !memcmp(PyBytes_AsString(place->text), text, length);
 }
 
-static void know(Place *place, const char *text, size_t length, PyObject *object) {
-    Py_XDECREF(place->object);
-    Py_INCREF(object);
-    place->text = text, place->length = length, place->object = object;
+static int know(Place *place, PyObject *text, PyObject *object) {
+    Py_XDECREF(place->text), Py_XDECREF(place->object);
+    place->text = text ? Py_NewRef(text) : NULL, place->object = text ? Py_NewRef(object) : NULL;
+    return text != NULL;
 }
 
 typedef struct {
@@ -173,15 +184,16 @@ static int make_room(Text *t) {
 }
 
 /* The Value that a leaf with this type, dtype and shape is like, borrowed; NULL where the describing Python knows none. */
-static PyObject *like_of(Text *t, const char *about, size_t length) {
-    Place *place = place_of(t->likes, about, length);
-    if (is_known(place, about, length)) return place->object == Py_None ? NULL : place->object;
-    PyObject *text = PyBytes_FromStringAndSize(about, (Py_ssize_t)length), *like = text ? call_one(t->describe, text) : NULL;
-    Py_XDECREF(text);
-    if (!like) return NULL;
-    know(place, about, length, like);
-    Py_DECREF(like);
-    return like == Py_None || Py_TYPE(like) != value_type ? NULL : like;
+static PyObject *like_of(Text *t, const char *about, size_t length, int grad) {
+    Place *place = place_of(t->likes[grad], about, length);
+    if (!is_known(place, about, length)) {
+        PyObject *text = PyBytes_FromStringAndSize(about, (Py_ssize_t)length), *like = text ? call_one(t->describe, text) : NULL;
+        int known = like && know(place, text, like);
+        Py_XDECREF(text), Py_XDECREF(like);
+        if (!known) return NULL;
+        if (Py_TYPE(like) == value_type) ((Value *)like)->requires_grad = Py_NewRef(grad ? Py_True : Py_False);
+    }
+    return Py_TYPE(place->object) == value_type ? place->object : NULL;
 }
 
 static int take_checksum(Text *t, uint64_t *checksum) {
@@ -220,8 +232,9 @@ static int take_about(Text *t) { /* {"type": …, "dtype": …, "shape": […] *
     return 1;
 }
 
-/* A tensor of which nothing is told but type, dtype, shape, the four numbers, requires_grad and perhaps a checksum; else NULL. */
-static PyObject *read_tensor(Text *t) {
+/* A tensor of which nothing is told but type, dtype, shape, the four numbers, requires_grad and perhaps a checksum, whose numbers are the
+   last row then: the Value that it is like, borrowed; else NULL. */
+static PyObject *take_tensor(Text *t) {
     enum { ALL_NUMBERS = (1 << NUMBERS) - 1, HAS_GRAD = 1 << NUMBERS, HAS_CHECKSUM = HAS_GRAD << 1 };
     const char *start = t->p, *text;
     size_t length, digits;
@@ -253,17 +266,66 @@ static PyObject *read_tensor(Text *t) {
         found |= bit;
     }
     if ((found | HAS_CHECKSUM) != (ALL_NUMBERS | HAS_GRAD | HAS_CHECKSUM)) return NULL;
-    PyObject *like = like_of(t, start, about);
+    PyObject *like = like_of(t, start, about, grad);
     if (!like || !make_room(t)) return NULL;
-    Value *value = (Value *)value_with_note((Value *)like, NULL);
-    if (!value) return NULL;
-    value->row = (Py_ssize_t)t->rows;
-    value->requires_grad = Py_NewRef(grad ? Py_True : Py_False);
-    if (PyList_Append(t->values, (PyObject *)value)) return Py_DECREF((PyObject *)value), NULL;
     memcpy(t->numbers + t->rows * NUMBERS, numbers, sizeof numbers);
     t->checksums[t->rows] = checksum;
     t->has_checksum[t->rows++] = (found & HAS_CHECKSUM) != 0;
+    return like;
+}
+
+static PyObject *value_like(PyObject *like, Py_ssize_t row) {
+    Value *value = (Value *)value_with_note((Value *)like, NULL);
+    if (!value) return NULL;
+    value->requires_grad = Py_XNewRef(((Value *)like)->requires_grad);
+    value->row = row;
     return (PyObject *)value;
+}
+
+PyObject *packed_list(PyObject *packed) {
+    Packed *self = (Packed *)packed;
+    Py_ssize_t n = Py_SIZE(self);
+    PyObject *made = PyList_New(n);
+    for (Py_ssize_t i = 0; made && i < n; i++) {
+        PyObject *value = value_like(self->likes[i], self->first + i);
+        if (!value || PyList_SetItem(made, i, value)) Py_CLEAR(made);
+    }
+    return made;
+}
+
+static PyObject *packed_to_list(PyObject *self, PyObject *nothing) {
+    (void)nothing;
+    return packed_list(self);
+}
+
+static void packed_free(Packed *self) {
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
+    for (Py_ssize_t i = 0; i < Py_SIZE(self); i++) Py_DECREF(self->likes[i]);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+/* A list of tensors and nothing else; NULL without an exception, with the text where it was, where it is another. */
+static PyObject *read_packed(Text *t) {
+    const char *start = t->p;
+    size_t first = t->rows;
+    Py_ssize_t n = 0;
+    PyObject *likes[LONGEST_PACK], *like;
+    t->p++;
+    do {
+        skip_space(t);
+        like = *t->p == '{' && n < LONGEST_PACK ? take_tensor(t) : NULL;
+        if (like) likes[n++] = Py_NewRef(like); /* another text may take its place */
+    } while (like && take(t, ','));
+    Packed *made = like && take(t, ']') ? (Packed *)PyType_GenericAlloc(packed_type, n) : NULL;
+    if (made) {
+        made->first = (Py_ssize_t)first;
+        memcpy(made->likes, likes, (size_t)n * sizeof *likes);
+        return (PyObject *)made;
+    }
+    while (n) Py_DECREF(likes[--n]);
+    t->p = start, t->rows = first;
+    return NULL;
 }
 
 static PyObject *read_text(Text *t) {
@@ -289,28 +351,75 @@ static PyObject *read_key(Text *t) { /* a new reference */
     Place *place = place_of(t->keys, text, length);
     if (is_known(place, text, length)) return Py_NewRef(place->object);
     PyObject *key = PyUnicode_DecodeUTF8(text, (Py_ssize_t)length, NULL);
-    if (key) know(place, text, length, key);
+    PyObject *bytes = key ? PyBytes_FromStringAndSize(text, (Py_ssize_t)length) : NULL;
+    if (bytes) know(place, bytes, key);
+    Py_XDECREF(bytes);
     return key;
+}
+
+/* Let a piece begin where the text is read, and hold PIECE of it or all that is left; more: more than it holds now, 0 where there is none. */
+static int read_on(Text *t, int more) {
+    size_t left = t->length - (size_t)(t->p - t->piece);
+    if (t->is_last) return !more;
+    for (; !t->is_last && (more || left < PIECE); more = 0) {
+        PyObject *size = PyLong_FromSize_t(left + PIECE), *bytes = size ? call_one(t->read, size) : NULL;
+        Py_XDECREF(size);
+        Py_ssize_t got = bytes && PyBytes_Check(bytes) ? PyBytes_Size(bytes) : -1;
+        char *piece = got < 0 ? NULL : malloc(left + (size_t)got + 1);
+        if (piece) {
+            memcpy(piece, t->p, left), memcpy(piece + left, PyBytes_AsString(bytes), (size_t)got);
+            piece[left += (size_t)got] = 0;
+            free(t->piece);
+            t->p = t->piece = piece, t->length = left, t->is_last = !got, t->moves++;
+        } else if (got >= 0) {
+            PyErr_NoMemory();
+        }
+        Py_XDECREF(bytes);
+        if (!piece) return 0;
+    }
+    return 1;
+}
+
+/* A member of an object and what is behind it, up to the next one. 1 where there is another, 0 behind the last, -1 where it is none. */
+static int read_member(Text *t, PyObject *made, int depth, int first) {
+    if (take(t, '}')) return first ? 0 : -1; /* none is behind a comma */
+    PyObject *key = read_key(t), *value = NULL;
+    if (key && take(t, ':')) {
+        skip_space(t);
+        if (depth == 0) t->in_data = PyUnicode_CompareWithASCIIString(key, "data") == 0;
+        if (depth == 2 && t->in_data && *t->p == '[') value = read_packed(t);
+        if (!value && !PyErr_Occurred()) value = read_value(t, depth + 1);
+    }
+    if (value && depth == 1 && t->in_data) {
+        PyObject *entry = call_two(t->entry, key, value);
+        Py_DECREF(value);
+        value = entry;
+    }
+    int failed = !value || PyDict_SetItem(made, key, value);
+    Py_XDECREF(key), Py_XDECREF(value);
+    if (failed || (depth == 0 && t->in_data && !read_on(t, 0))) return -1;
+    if (take(t, '}')) return 0;
+    if (!take(t, ',')) return -1;
+    skip_space(t);
+    return 1;
 }
 
 static PyObject *read_object(Text *t, int depth) {
     PyObject *made = PyDict_New();
+    int pieces = depth == 0 || (depth == 1 && t->in_data); /* nothing that is being read points into the text there */
+    int more = 1;
     t->p++;
-    for (int first = 1; made; first = 0) {
-        if (take(t, '}')) {
-            if (first) return made;
-            break; /* behind a comma */
+    for (int first = 1; made && more == 1; first = 0) {
+        if (pieces && !read_on(t, 0)) break;
+        size_t at = (size_t)(t->p - t->piece), rows = t->rows, moves = t->moves;
+        while ((more = read_member(t, made, depth, first)) < 0 && pieces && t->moves == moves && !PyErr_Occurred()) {
+            t->p = t->piece + at, t->rows = rows; /* the member may go on behind the piece */
+            if (!read_on(t, 1)) break;
+            at = 0, moves = t->moves;
         }
-        PyObject *key = read_key(t), *value = key && take(t, ':') ? read_value(t, depth + 1) : NULL;
-        int failed = !value || PyDict_SetItem(made, key, value);
-        Py_XDECREF(key), Py_XDECREF(value);
-        if (failed) break;
-        if (take(t, '}')) return made;
-        if (!take(t, ',')) break;
-        skip_space(t);
     }
-    Py_XDECREF(made);
-    return NULL;
+    if (made && more) Py_CLEAR(made);
+    return made;
 }
 
 static PyObject *read_list(Text *t, int depth) {
@@ -339,8 +448,9 @@ static PyObject *read_value(Text *t, int depth) {
     switch (*start) {
     case '{': {
         size_t rows = t->rows;
-        PyObject *tensor = read_tensor(t);
-        if (tensor || PyErr_Occurred() || t->rows != rows) return tensor;
+        PyObject *like = take_tensor(t);
+        if (like) return value_like(like, (Py_ssize_t)rows);
+        if (PyErr_Occurred()) return NULL;
         t->p = start;
         return read_object(t, depth);
     }
@@ -358,31 +468,43 @@ static PyObject *read_value(Text *t, int depth) {
 static PyObject *column(const void *data, size_t size) { return PyBytes_FromStringAndSize((const char *)data, (Py_ssize_t)size); }
 
 static PyObject *read_dump(PyObject *self, PyObject *args) {
-    PyObject *content, *describe, *loads, *found = NULL;
+    PyObject *read, *describe, *loads, *entry, *found = NULL;
     (void)self;
-    if (!PyArg_ParseTuple(args, "SOO", &content, &describe, &loads)) return NULL;
+    if (!PyArg_ParseTuple(args, "OOOO", &read, &describe, &loads, &entry)) return NULL;
     Text *t = PyMem_Calloc(1, sizeof *t);
     if (!t) return PyErr_NoMemory();
-    t->p = PyBytes_AsString(content); /* ends with a zero, which is no part of any JSON */
-    t->describe = describe, t->loads = loads, t->values = PyList_New(0);
-    const char *end = t->p + PyBytes_Size(content);
-    PyObject *top = t->values ? read_value(t, 0) : NULL;
+    t->read = read, t->describe = describe, t->loads = loads, t->entry = entry;
+    PyObject *top = read_on(t, 0) ? read_value(t, 0) : NULL;
     if (top) skip_space(t);
-    if (top && t->p == end)
-        found = Py_BuildValue("OONNN", top, t->values, column(t->numbers, t->rows * NUMBERS * sizeof *t->numbers),
+    if (top && read_on(t, 0) && t->p == t->piece + t->length)
+        found = Py_BuildValue("ONNN", top, column(t->numbers, t->rows * NUMBERS * sizeof *t->numbers),
                               column(t->checksums, t->rows * sizeof *t->checksums), column(t->has_checksum, t->rows));
-    for (int i = 0; i < PLACES; i++) Py_XDECREF(t->keys[i].object), Py_XDECREF(t->likes[i].object);
-    Py_XDECREF(top), Py_XDECREF(t->values);
-    free(t->numbers), free(t->checksums), free(t->has_checksum);
+    for (int i = 0; i < PLACES; i++) know(t->keys + i, NULL, NULL), know(t->likes[0] + i, NULL, NULL), know(t->likes[1] + i, NULL, NULL);
+    Py_XDECREF(top);
+    free(t->piece), free(t->numbers), free(t->checksums), free(t->has_checksum);
     PyMem_Free(t);
     if (found || (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_MemoryError))) return found;
     PyErr_Clear(); /* whoever reads it next says what is wrong with it */
     Py_RETURN_NONE;
 }
 
+static PyMethodDef packed_methods[] = {{"to_list", packed_to_list, METH_NOARGS, "Return the Values, newly made."}, {NULL, NULL, 0, NULL}};
+
+static PyType_Slot packed_slots[] = {{Py_tp_dealloc, packed_free},
+                                     {Py_tp_methods, packed_methods},
+                                     {Py_tp_doc, "A list of Values of a dump that are made when they are asked for."},
+                                     {0, NULL}};
+
+static PyType_Spec packed_spec = {"trainprobe._native.PackedValues", offsetof(Packed, likes), sizeof(PyObject *),
+                                  Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, packed_slots};
+
 static PyMethodDef functions[] = {
     {"read_dump", read_dump, METH_VARARGS,
-     "read_dump(content, describe, loads) -> (document, values, numbers, checksums, has_checksum), or None: see _native.pyi."},
+     "read_dump(read, describe, loads, entry) -> (document, numbers, checksums, has_checksum), or None: see _native.pyi."},
     {NULL, NULL, 0, NULL}};
 
-int dump_text_fill(PyObject *module) { return PyModule_AddFunctions(module, functions); }
+int dump_text_fill(PyObject *module) {
+    packed_type = (PyTypeObject *)PyType_FromSpec(&packed_spec);
+    return !packed_type || PyModule_AddFunctions(module, functions) ||
+           PyModule_AddObjectRef(module, "PackedValues", (PyObject *)packed_type);
+}

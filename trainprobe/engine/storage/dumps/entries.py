@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 
 from trainprobe.engine.core.records import Call
 
@@ -23,7 +24,7 @@ def parse_entry(name: str) -> Call | None:
         op, _, number = before.rpartition(".")
         if op and len(number) <= _MOST_DIGITS and number.isdecimal() and "\n" not in op:
             kind = "collective" if name.startswith(_COLLECTIVES) else "op"
-            return Call(kind, op, int(number), "backward" if last == "backward" else "forward")
+            return Call(kind, sys.intern(op), int(number), "backward" if last == "backward" else "forward")
     elif last == "debug":
         if m := _SAVED.fullmatch(name):
             return Call("saved", m[1], int(m[3]), "backward" if m[2] else "forward")

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
+from trainprobe.compiled import native
 from trainprobe.engine.core.records import Opaque, Value
 from trainprobe.engine.stats.partials import PARTIALS, STATISTICS
 from trainprobe.engine.storage.dumps.entry_text import KEYS, read_number
@@ -68,9 +69,8 @@ class _Shapes(dict[tuple[Any, ...], tuple[int, ...]]):
 
 
 class ReadTensors(NamedTuple):
-    """What the compiled part has made of most tensors of a dump (see `read_dump`): Values, and columns with a row for each."""
+    """What the compiled part has made of most tensors of a dump (see `read_dump`): columns with a row for each."""
 
-    values: list[Value]
     numbers: bytes = b""
     checksums: bytes = b""
     has_checksum: bytes = b""
@@ -86,9 +86,9 @@ def describe(about: bytes) -> Value | None:
     return Value(-1, told["dtype"], tuple(shape), type=told["type"]) if {*map(type, shape)} <= {int} else None
 
 
-def are_values(thing: Any) -> bool:
-    """Return whether something is a list of Values and of nothing else."""
-    return isinstance(thing, list) and {*map(type, thing)} == {Value}  # pyright: ignore[reportUnknownArgumentType]
+def are_packed(thing: Any) -> bool:
+    """Return whether something is a list of Values that are made when a call is asked for them."""
+    return native is not None and type(thing) is native.PackedValues
 
 
 class Leaves:
@@ -96,13 +96,12 @@ class Leaves:
     Values already; it holds them to the numbers of `KEYS`, in that order."""
 
     def __init__(self, statistics: tuple[str, ...] = (), read: ReadTensors | None = None) -> None:
-        self._read = read or ReadTensors([])
-        self.values: list[Value] = self._read.values
+        self._read = read or ReadTensors()
         self.histograms: dict[int, Any] = {}
         self.quantiles: dict[int, Any] = {}
         self._statistics = tuple(name for name in statistics if name in STATISTICS)
         self._keys = {name: KEYS.get(name, name) for name in self._statistics or KEYS}
-        self._first = len(self.values)
+        self._first = len(self._read.has_checksum)
         self._rows: list[tuple[Any, ...]] = []  # as they stand in the file, behind those that were read already
         self._checksums: dict[int, int] = {}
         self._md5: dict[int, str] = {}
@@ -119,10 +118,8 @@ class Leaves:
         if isinstance(thing, list):
             if depth > DEPTH:
                 raise ValueError(f"it is nested deeper than {DEPTH}")
-            if are_values(thing):
-                return thing
             return [self.tree(item, depth + 1) for item in thing]
-        return thing
+        return thing.to_list() if are_packed(thing) else thing
 
     def _object(self, form: _Form, thing: dict[str, Any], depth: int) -> Any:
         if depth > DEPTH:
@@ -143,6 +140,8 @@ class Leaves:
             numbers = np.frombuffer(self._read.numbers).reshape(-1, len(KEYS))[thing.row].tolist()
             about = {"type": thing.type, "dtype": thing.dtype, "shape": list(thing.shape)}
             return {**about, **dict(zip(KEYS.values(), numbers, strict=True)), "requires_grad": thing.requires_grad}
+        if are_packed(thing):
+            thing = thing.to_list()
         if isinstance(thing, list):
             return [self._as_written(item) for item in thing]
         return {key: self._as_written(item) for key, item in thing.items()} if isinstance(thing, dict) else thing
@@ -177,7 +176,7 @@ class Leaves:
             self._md5[row] = md5
         if form.is_special:
             self._read_special(leaf, row)
-        value = Value(
+        return Value(
             row,
             self._texts.setdefault(dtype, dtype),
             self._shapes[tuple(shape)],
@@ -187,8 +186,6 @@ class Leaves:
             tensor=tensor,
             extra={key: leaf[key] for key in form.extra} if form.extra else None,
         )
-        self.values.append(value)
-        return value
 
     def _read_special(self, leaf: dict[str, Any], row: int) -> None:
         if "histogram" in leaf:

@@ -16,12 +16,12 @@ import orjson
 
 from trainprobe.compiled import native
 from trainprobe.engine.core.records import Call, Place
-from trainprobe.engine.core.step_data import BESIDE, StoredStepData, slots
+from trainprobe.engine.core.step_data import BESIDE, StoredStepData, ValuesOfCalls, slots, unwrap
 from trainprobe.engine.storage.dumps.entries import parse_entry
 from trainprobe.engine.storage.dumps.entry_text import KEYS
 from trainprobe.engine.storage.dumps.header import read_place, read_scalars, spread
 from trainprobe.engine.storage.dumps.layout import CONSTRUCT_FILE, DEBUG_FILE, DUMP_FILE, HEADER, STACK_FILE, find_ranks
-from trainprobe.engine.storage.dumps.leaves import Leaves, NoNumber, ReadTensors, are_values, describe
+from trainprobe.engine.storage.dumps.leaves import Leaves, NoNumber, ReadTensors, are_packed, describe
 from trainprobe.engine.storage.kernel_dumps.file_names import holds_kernels, parse_name
 from trainprobe.engine.storage.kernel_dumps.read import read_kernels
 from trainprobe.errors import FormatError
@@ -65,20 +65,7 @@ def read_step(path: Path | str) -> dict[int, StoredStepData]:
 
 def load_json(path: Path) -> Any:
     """Parse JSON with or without the bare tokens NaN and Infinity. Raises FormatError with the file and the reason."""
-    return _parse(_content(path), path)
-
-
-def _content(path: Path) -> bytes:
-    try:
-        size = path.stat().st_size
-        if size > LARGEST:
-            raise FormatError(f"{path} has {size} bytes, more than the {LARGEST} that are read at once")
-        return path.read_bytes()
-    except OSError as error:
-        raise FormatError(f"{path} cannot be read: {error}") from error
-
-
-def _parse(content: bytes, path: Path) -> Any:
+    content = _content(path)
     try:
         return orjson.loads(content)
     except orjson.JSONDecodeError:
@@ -91,16 +78,35 @@ def _parse(content: bytes, path: Path) -> Any:
         raise FormatError(f"{path} is not JSON ({error}); a run that was killed may have left it incomplete") from None
 
 
+def _content(path: Path) -> bytes:
+    try:
+        size = path.stat().st_size
+        if size > LARGEST:
+            raise FormatError(f"{path} has {size} bytes, more than the {LARGEST} that are read at once")
+        return path.read_bytes()
+    except OSError as error:
+        raise FormatError(f"{path} cannot be read: {error}") from error
+
+
 def _load_dump(path: Path) -> tuple[Any, ReadTensors | None]:
     """Parse a dump; return also what the compiled part, where there is one, has made of its tensors."""
-    content = _content(path)
-    found = native.read_dump(content, describe, orjson.loads) if native is not None else None
+    found = _read_compiled(path) if native is not None else None
     if found is None:
-        return _parse(content, path), None
+        return load_json(path), None
     top, *columns = found
     header = top.get(HEADER) if isinstance(top, dict) else None
     wanted = header.get("wanted") if isinstance(header, dict) else None
-    return (_parse(content, path), None) if wanted and list(wanted) != list(KEYS) else (top, ReadTensors(*columns))
+    return (load_json(path), None) if wanted and list(wanted) != list(KEYS) else (top, ReadTensors(*columns))
+
+
+def _read_compiled(path: Path) -> tuple[Any, bytes, bytes, bytes] | None:
+    try:
+        if path.stat().st_size > LARGEST:
+            return None
+        with path.open("rb", buffering=0) as file:
+            return native.read_dump(file.read, describe, orjson.loads, _call_of_tensors)
+    except OSError:
+        return None  # what is wrong with it is said where it is read next
 
 
 def _read_rank(path: Path) -> StoredStepData:
@@ -116,12 +122,13 @@ def _read_rank(path: Path) -> StoredStepData:
     notes = [str(note) for note in head.get("notes", ())]
     for name in list(data):
         entry = data.pop(name)  # what was read is let go, so that the file's content and the step are not both in memory
-        call = parse_entry(name)
+        call = entry if isinstance(entry, Call) else parse_entry(name)
         if call is None:
             notes.append(f"entry {name!r} has no form that is known and was left out")
             continue
         try:
-            _fill(call, entry, leaves)
+            if entry is not call:
+                _fill(call, entry, leaves)
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise FormatError(f"{path}: entry {name!r} cannot be read: {error}") from None
         calls.append(call)
@@ -172,7 +179,7 @@ def _assemble(
         level=str(top.get("level") or "L1"),
         task=str(top.get("task") or "statistics"),
         calls=calls,
-        values=leaves.values,
+        values=ValuesOfCalls([*calls, *states]),
         partials=partials,
         checksums=checksums,
         statistics=tuple(finished),
@@ -215,6 +222,17 @@ def _apply_header(head: Mapping[str, Any], calls: list[Call], by_name: Mapping[s
             by_name[name].node = str(node)
 
 
+def _call_of_tensors(name: str, entry: Any) -> Any:
+    """Return the call of an entry that holds packed tensors alone, as most do, and any other entry as it is."""
+    if isinstance(entry, dict) and len(entry) == 3 and entry.get("input_kwargs") == {}:  # pyright: ignore[reportUnknownArgumentType]
+        given, made = entry.get("input_args"), entry.get("output")  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+        call = parse_entry(name) if are_packed(given) and are_packed(made) else None
+        if call is not None and call.kind in ("module", "op", "collective"):
+            call.args, call.out = given, made
+            return call
+    return entry  # pyright: ignore[reportUnknownVariableType]
+
+
 def _fill(call: Call, entry: Any, leaves: Leaves) -> None:
     """Put the values of an entry into its call."""
     if call.kind == "saved":
@@ -223,23 +241,17 @@ def _fill(call: Call, entry: Any, leaves: Leaves) -> None:
     if not isinstance(entry, dict):
         raise TypeError(f"it is {type(entry).__name__}, not an object")
     if call.kind == "parameter":
-        call.params = {str(k): leaves.tree(_single(v)) for k, v in entry.items() if not isinstance(v, bool)}
-        return
-    given, made = entry.get("input_args"), entry.get("output")
-    if len(entry) == 3 and entry.get("input_kwargs") == {} and are_values(given) and are_values(made):  # as most entries
-        call.args, call.out = given, made
+        call.params = {str(k): unwrap(leaves.tree(v)) for k, v in entry.items() if not isinstance(v, bool)}
         return
     if entry.get("is_recompute") is True:
         call.phase = "recompute"
-    call.args = leaves.tree(entry.get("input_args", entry.get("input")))
+    call.args, call.out = (
+        tree if are_packed(tree) else leaves.tree(tree)
+        for tree in (entry.get("input_args", entry.get("input")), entry.get("output"))
+    )
     call.kwargs = leaves.tree(entry.get("input_kwargs") or None)
     params = {key: entry[key] for key in BESIDE if entry.get(key)} if call.kind == "op" else entry.get("parameters")
     call.params = leaves.tree(params or None)
-    call.out = leaves.tree(entry.get("output"))
-
-
-def _single(entry: Any) -> Any:
-    return entry[0] if isinstance(entry, list) and len(entry) == 1 else entry
 
 
 def _read_stacks(path: Path, by_name: Mapping[str, Call]) -> list[list[str]]:
