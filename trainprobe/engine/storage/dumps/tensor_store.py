@@ -1,4 +1,6 @@
-"""Stored tensor values, read one at a time: a safetensors file is mapped into memory, `.npy` too, `.pt` is loaded without code.
+"""Stored tensor values, read one at a time: a safetensors file is mapped into memory, `.npy` and large `.pt` files too.
+
+A `.pt` file is loaded without code.
 
 `data_name` comes from a file that anybody may have written: a name that is not a plain file name is refused.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 import math
 import mmap
 import pickle
+import zipfile
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -32,6 +35,7 @@ from trainprobe.engine.storage.widening import widen
 from trainprobe.errors import FormatError, UnsafeFile
 
 _LARGEST_HEADER = 100_000_000
+_LARGE_PT = 1 << 20  # bytes: smaller files are copied faster than mapped
 _NAMES = {short: f"torch.{name}" for name, short in SAFETENSORS_DTYPES.items()}
 _BITS = {"BF16": np.uint16, "F8_E4M3": np.uint8, "F8_E5M2": np.uint8, "F8_E8M0": np.uint8}
 
@@ -177,7 +181,7 @@ def _numpy_dtype(short: str) -> Any:
 def _load_pt(path: Path) -> npt.NDArray[Any]:
     torch = load_torch("reading tensors stored as .pt")
     try:
-        tensor = torch.load(path, map_location="cpu", weights_only=True)
+        tensor = torch.load(path, map_location="cpu", weights_only=True, mmap=_is_worth_mapping(path))
     except pickle.UnpicklingError:
         raise UnsafeFile(f"{path} holds more than a tensor, and loading it could run code: it is not loaded") from None
     if not isinstance(tensor, torch.Tensor):
@@ -185,4 +189,15 @@ def _load_pt(path: Path) -> npt.NDArray[Any]:
     tensor = tensor.detach()
     if str(tensor.dtype) == "torch.bfloat16" or "float8" in str(tensor.dtype):
         tensor = tensor.float()
-    return tensor.numpy()
+    return np.require(tensor.numpy(), requirements="A")
+
+
+def _is_worth_mapping(path: Path) -> bool:
+    """Return whether a `.pt` file is large, and a zip file that is not compressed, as torch maps bytes as they are."""
+    if path.stat().st_size < _LARGE_PT:
+        return False
+    try:
+        with zipfile.ZipFile(path) as file:
+            return all(member.compress_type == zipfile.ZIP_STORED for member in file.infolist())
+    except (zipfile.BadZipFile, NotImplementedError):
+        return False  # an older format, or none
