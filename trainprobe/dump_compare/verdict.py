@@ -82,11 +82,13 @@ def judge_runs(ranks: Sequence[Compared], missing: Sequence[str]) -> Verdict:
     if whole == counts["missing"]:
         said = "no call of one has a partner in the other" if whole else "neither dump holds a call"
         return Verdict(3, f"nothing was compared: {said}", details, None, counts)
+    arguments = _about_arguments(ranks)
     if counts["unknown"]:
         said = (
             f"{counts['unknown']} of {whole} calls cannot be compared: both dumps need statistics, or fingerprints of one kind"
         )
-        return Verdict(3, said, details, None, counts)
+        return Verdict(3, "; ".join([said, *arguments]), details, None, counts)
+    details = [*arguments, *details]
     unread = any(rank.unread for rank in ranks)
     if missing or alone or unread:
         agrees = _ROUNDING if counts["rounding"] + counts["carried"] else "all that both dumps hold agrees"
@@ -97,7 +99,8 @@ def judge_runs(ranks: Sequence[Compared], missing: Sequence[str]) -> Verdict:
     alike = sum(rank.by_statistics for rank in ranks)
     if alike:
         details = [f"{alike} values are told by statistics alone, which the same numbers in another order have too", *details]
-    return Verdict(0, f"all {whole} calls agree in all that the dumps hold of them{of_them}", details, None, counts)
+    whom = "their tensors" if arguments else "them"
+    return Verdict(0, f"all {whole} calls agree in all that the dumps hold of {whom}{of_them}", details, None, counts)
 
 
 def _first(ranks: Sequence[Compared]) -> tuple[Compared, Judged] | None:
@@ -322,6 +325,15 @@ def _about_missing(missing: Sequence[tuple[Compared, Judged]]) -> list[str]:
             f"{len(results)} results have no partner; the first is {value.slot} of {_where(*at)}, {value.interval.note}"
         )
     return said
+
+
+def _about_arguments(ranks: Sequence[Compared]) -> list[str]:
+    """Return which plain arguments differ of calls whose results are not known to."""
+    other = [(rank, one) for rank in ranks for one in rank.calls if one.argument and one.outcome not in ("bug", "suspicious")]
+    if not other:
+        return []
+    what = "1 call has another plain argument" if len(other) == 1 else f"{len(other)} calls have another plain argument, first"
+    return [f"{what}: {other[0][1].argument} of {_where(*other[0])}"]
 
 
 def _about_ranks(ranks: Sequence[Compared]) -> list[str]:
