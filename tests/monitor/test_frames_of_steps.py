@@ -11,7 +11,7 @@ import trainprobe
 from trainprobe.engine.core.step_layout import StepLayout
 from trainprobe.engine.stats.partials import PARTIALS, STATISTICS, finish
 from trainprobe.monitor import frames
-from trainprobe.monitor.rules.spike import _median
+from trainprobe.monitor.rules.spike import _median_and_deviation
 
 
 class Branches(torch.nn.Module):
@@ -68,8 +68,10 @@ def test_statistics_of_finite_rows_are_those_of_any_row():
         np.testing.assert_array_equal(numbers, among[name][:200])
 
 
-def test_the_median_of_a_window_is_numpys():
+def test_the_median_of_a_window_and_the_distance_from_it_are_numpys():
     x = np.random.default_rng(0).normal(size=(129, 128))
     for i, row in enumerate(x[:128]):
         row[i + 1 :] = np.nan
-    np.testing.assert_array_equal(_median(x), np.nanmedian(x, axis=1))
+    middle, deviation = _median_and_deviation(x.copy())
+    np.testing.assert_array_equal(middle, np.nanmedian(x, axis=1))
+    np.testing.assert_array_equal(deviation, np.nanmedian(np.abs(x - middle[:, None]), axis=1))

@@ -314,11 +314,16 @@ def with_scalars(
     else:
         at, addresses = like.at, like.addresses
     numbers = np.array(list(scalars.values()), dtype=np.float64)
-    worse = np.where(np.isnan(numbers), Health.NAN, np.where(np.isinf(numbers), Health.INFINITE, Health.FINITE)).astype(
-        np.uint8
-    )
+    worse = np.isinf(numbers) * np.uint8(Health.INFINITE) + np.isnan(numbers) * np.uint8(Health.NAN)
     values, health = np.concatenate([values, numbers]), np.concatenate([health, worse])
     return Frame(step, place, table, at, values, addresses, health, dict(scalars), complete)
+
+
+def as_slice(numbers: I64) -> slice | I64:
+    """Return numbers [n] that pick neighbours as a slice, which copies them in a tenth of the time, others as they are."""
+    if not numbers.size or not (np.diff(numbers) == 1).all():
+        return numbers
+    return slice(int(numbers[0]), int(numbers[-1]) + 1)
 
 
 @dataclass(frozen=True, slots=True)

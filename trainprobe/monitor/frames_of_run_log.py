@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import compress
 from pathlib import Path
@@ -26,6 +26,7 @@ from trainprobe.monitor.frames import (
     Bools,
     Frame,
     SeriesTable,
+    as_slice,
     dimensions_of,
     health_of,
     with_scalars,
@@ -55,6 +56,7 @@ _COLUMNS = (
     "detail",
 )
 _STATISTICS = ("norm", "absmax", "mean", "zero_share")
+_LAYOUTS = 64  # so many are remembered beyond a segment
 _NO_VALUE = ("scalar", "feature", "step", "layout")
 
 
@@ -63,7 +65,7 @@ class RunLog:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._known = SeriesTable()
+        self._known = _Known(SeriesTable())
         self._last: Any = None
 
     def frames(self, bounds: Sequence[Bound] = ()) -> Iterator[Frame]:
@@ -78,12 +80,13 @@ class RunLog:
 class _Layout:
     """What the steps of one structure have in common: rows, counted from the first row of a step, and their series.
 
-    values, features, scalars: the rows of each sort. step: the row of the step itself. names: of the scalars. featured: the
-    addresses of the features. at, addresses: of the values, each with so many statistics. there: which of these numbers there
-    are, where some values have no fingerprint. like: a frame of such a step, where no features come with it.
+    values, features, scalars: the rows of each sort, values as a slice where they lie in one piece. step: the row of the step
+    itself. names: of the scalars. featured: the addresses of the features. at, addresses: of the values, each with so many
+    statistics. there: which of these numbers there are, where some values have no fingerprint. like: a frame of such a step,
+    where no features come with it.
     """
 
-    values: I64
+    values: slice | I64
     features: I64
     scalars: I64
     step: int
@@ -96,12 +99,25 @@ class _Layout:
     like: Frame | None = None
 
 
+@dataclass(slots=True)
+class _Known:
+    """What is known of the segments before. words: those that the keys of rows are made of, for each column.
+
+    layouts: of steps, by the keys of their rows. addresses: the number of each, by a row's key without what else it tells.
+    """
+
+    table: SeriesTable
+    words: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+    layouts: dict[bytes, _Layout] = field(default_factory=dict[bytes, _Layout])
+    addresses: dict[int, int] = field(default_factory=dict[int, int])
+
+
 class _Segment:
     """The columns of one table as arrays; rows are in the order of steps and of execution."""
 
-    def __init__(self, table: pa.Table, known: SeriesTable) -> None:
+    def __init__(self, table: pa.Table, known: _Known) -> None:
         self._table = table
-        self._known = known
+        self._known = known.table
         self._codes = {name: _codes(table[name]) for name in _WORDS}
         self._words: dict[str, list[str]] = {name: table[name].chunk(0).dictionary.to_pylist() for name in _WORDS}
         self._value = _numbers(table["value"], np.nan)
@@ -113,12 +129,13 @@ class _Segment:
         self._health = health_of(*(_numbers(table[name], 0) for name in ("neginf", "posinf", "nan")))
         self._statistics = _statistics(table)
         self._keys = self._keys_of_rows()
-        self._numbered: dict[int, int] = {}  # a row's key without what else it tells → the number of its address
+        if known.words != self._words or len(known.layouts) > _LAYOUTS:
+            known.words, known.layouts, known.addresses = self._words, {}, {}
+        self._layouts, self._numbered = known.layouts, known.addresses
 
     def frames(self) -> Iterator[Frame]:
         """Yield a frame a step."""
-        steps = _numbers(self._table["step"], 0)
-        known: dict[bytes, _Layout] = {}  # most steps have the structure of the one before
+        steps, known = _numbers(self._table["step"], 0), self._layouts  # most steps have the structure of the one before
         for rows in steps_of(self._table):
             key = self._keys[rows].tobytes()
             if key not in known:
@@ -151,7 +168,9 @@ class _Segment:
         scalar_names = [self._words["name"][code] for code in self._codes["name"][scalars + rows.start].tolist()]
         featured = addresses[features].tolist()
         step_row, count = int(step[0]), len(names)
-        return _Layout(values, features, scalars, step_row, scalar_names, featured, at, addresses[values], count, there)
+        return _Layout(
+            as_slice(values), features, scalars, step_row, scalar_names, featured, at, addresses[values], count, there
+        )
 
     def _addresses(self, rows: I64) -> list[int]:
         """Return the number of the address of each of some rows; what is met first has the lower number."""
@@ -171,8 +190,9 @@ class _Segment:
         ]
 
     def _frame(self, step: int, start: int, layout: _Layout) -> Frame:
-        here = layout.values + start
-        at, values = layout.at, self._statistics[here][:, : layout.statistics].reshape(-1)
+        lie = layout.values
+        here = slice(lie.start + start, lie.stop + start) if isinstance(lie, slice) else lie + start
+        at, values = layout.at, self._statistics[here, : layout.statistics].reshape(-1)
         if layout.there is not None:
             values = values[layout.there]
         if layout.features.size:

@@ -7,14 +7,15 @@ nothing that stood out is lost. Rules do not read from here: they keep their own
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from trainprobe.monitor.frames import F64, I64, Bools, Frame, Series, SeriesTable
+from trainprobe.monitor.frames import F64, I64, Bools, Frame, Series, SeriesTable, as_slice
 
 CAPACITY = 4096
+_PART = 256  # columns
 
 
 class History:
@@ -29,7 +30,7 @@ class History:
         self._selected = selected
         self._row_of = np.zeros(0, dtype=np.int64)  # series number of the table → row, -1 not selected
         self._table: SeriesTable | None = None
-        self._last: tuple[I64, I64, I64] | None = None  # `at` of the last frame, its places that are kept, and their rows
+        self._last: tuple[I64, slice | I64, slice | I64] | None = None  # `at` of the last frame, and what `_rows` said of it
         self._values: npt.NDArray[np.float32] = np.zeros((0, 0), dtype=np.float32)
         self._present: Bools = np.zeros((0, 0), dtype=bool)
         self._steps: I64 = np.zeros(0, dtype=np.int64)
@@ -67,17 +68,26 @@ class History:
         """The first step of each column, [columns]."""
         return self._steps[: self._columns]
 
-    def matrix(self, rows: list[int]) -> tuple[npt.NDArray[np.float32], Bools]:
+    def matrix(self, rows: Sequence[int] | I64) -> tuple[npt.NDArray[np.float32], Bools]:
         """Return (values, present), both [rows, columns], of series given by their places in `series`."""
-        return self._values[: self._columns, rows].T, self._present[: self._columns, rows].T
+        values, present = np.empty((len(rows), self._columns), np.float32), np.empty((len(rows), self._columns), bool)
+        for part, got, there in self.parts(rows):
+            values[:, part], present[:, part] = got, there
+        return values, present
 
-    def _rows(self, frame: Frame) -> tuple[I64, I64]:
+    def parts(self, rows: Sequence[int] | I64) -> Iterator[tuple[slice, npt.NDArray[np.float32], Bools]]:
+        """Yield (columns, values, present) of some columns after the other, so many as are turned in one go: see `matrix`."""
+        for start in range(0, self._columns, _PART):
+            part = slice(start, min(start + _PART, self._columns))
+            yield part, self._values[part].take(rows, axis=1).T, self._present[part].take(rows, axis=1).T
+
+    def _rows(self, frame: Frame) -> tuple[slice | I64, slice | I64]:
         """Return the places in `frame.at` that are kept, and the row of each; computed once for steps with the same layout."""
         if self._last is not None and self._last[0] is frame.at and self._table is frame.table:
             return self._last[1:]
         rows = self._number(frame)
         places = np.flatnonzero(rows >= 0)
-        self._last = frame.at, places, rows[places]
+        self._last = frame.at, as_slice(places), as_slice(rows[places])
         return self._last[1:]
 
     def _number(self, frame: Frame) -> I64:

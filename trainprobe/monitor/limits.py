@@ -25,13 +25,16 @@ def limits(frame: Frame, memory: Memory, places: I64, rows: I64, *, loss: float,
         role = role_of(series.address.name) if series.address.kind == "scalar" else "gradient norm"
         return {"loss": loss, "gradient norm": norms}.get(role or "", 0.0)
 
-    found = memory.learned("limit", frame, places, rows, limit)
-    return np.where(losses(frame, memory, places, rows) & ~falling(frame, memory, places, rows), norms, found)
+    def work() -> F64:
+        found = memory.learned("limit", frame, places, rows, limit)
+        return np.where(losses(frame, memory, places, rows) & ~falling(frame, memory, places, rows), norms, found)
+
+    return memory.worked_out(f"limits {loss} {norms} {in_turns(frame)}", places, work)
 
 
 def losses(frame: Frame, memory: Memory, places: I64, rows: I64) -> Bools:
     """Tell which series are losses, [n]."""
-    return memory.learned("loss", frame, places, rows, _kind_of_loss) > 0
+    return memory.worked_out("losses", places, lambda: memory.learned("loss", frame, places, rows, _kind_of_loss) > 0)
 
 
 def falling(frame: Frame, memory: Memory, places: I64, rows: I64) -> Bools:
@@ -40,9 +43,18 @@ def falling(frame: Frame, memory: Memory, places: I64, rows: I64) -> Bools:
     That is the one loss of a training, or the one that its name calls the whole. Parts of a loss trade places, a loss of
     validation rises when a model is overfitted, and where optimizers take turns (adversaries) each undoes what another did.
     """
-    kinds = memory.learned("loss", frame, places, rows, _kind_of_loss)
-    alone = sum(role_of(name) == "loss" for name in frame.scalars) == 1
-    return (kinds == 1) | ((kinds == 2) & alone) if frame.scalars.get("objectives", 0.0) < 2 else kinds < 0
+
+    def work() -> Bools:
+        kinds = memory.learned("loss", frame, places, rows, _kind_of_loss)
+        alone = sum(role_of(name) == "loss" for name in frame.scalars) == 1
+        return kinds < 0 if in_turns(frame) else (kinds == 1) | ((kinds == 2) & alone)
+
+    return memory.worked_out(f"falling {in_turns(frame)}", places, work)
+
+
+def in_turns(frame: Frame) -> bool:
+    """Tell whether several optimizers take turns in a step."""
+    return not frame.scalars.get("objectives", 0.0) < 2
 
 
 def above_rounding(memory: Memory, rows: I64, size: F64) -> F64:
@@ -53,9 +65,13 @@ def above_rounding(memory: Memory, rows: I64, size: F64) -> F64:
     """
     largest = memory.array("largest", fill=0.0)
     known = largest[rows] * _FADES
-    seen = np.where(np.isfinite(size), size, 0.0)
-    largest[rows] = np.maximum(known, np.where(known > 0, np.minimum(seen, 3 * known), seen))
-    return np.maximum(size, _LEAST * largest[rows])
+    finite = np.isfinite(size)
+    seen = size if finite.all() else np.where(finite, size, 0.0)
+    new = known == 0
+    risen = np.minimum(seen, 3 * known)
+    now = np.maximum(known, np.where(new, seen, risen) if new.any() else risen)
+    largest[rows] = now
+    return np.maximum(size, _LEAST * now)
 
 
 def _kind_of_loss(series: Series) -> float:

@@ -109,6 +109,8 @@ class Memory:
 
     def newly(self, name: str, rows: I64, now: Bools, rearm: int = 1) -> Bools:
         """Tell where a condition begins: it holds now and has been false for the last `rearm` looks at that row."""
+        if not now.any() and f"{name}.calm" not in self.arrays:  # what has never held has nothing to remember
+            return now
         calm = self.array(f"{name}.calm", fill=1 << 30)
         begins = now & (calm[rows] >= rearm)
         calm[rows] = np.where(now, 0, np.minimum(calm[rows] + 1, 1 << 30))
@@ -116,6 +118,8 @@ class Memory:
 
     def lasting(self, name: str, rows: I64, now: Bools) -> I64:
         """Return for how many looks in a row a condition has held, this one included, [n]."""
+        if not now.any() and f"{name}.held" not in self.arrays:
+            return np.zeros(now.size, dtype=np.int64)
         held = self.array(f"{name}.held", fill=0)
         held[rows] = np.where(now, held[rows] + 1, 0)
         return held[rows]

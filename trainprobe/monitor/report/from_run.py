@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from trainprobe.engine.core.addresses import Address
 from trainprobe.engine.core.records import Finding
-from trainprobe.monitor.frames import Frame, Series
+from trainprobe.monitor.frames import I64, Frame, Series, as_slice
 from trainprobe.monitor.history import History
 from trainprobe.monitor.report.run_view import Curve, MadeWhenAsked, Metric, RunView, Table
 from trainprobe.monitor.scalar_names import role_of
@@ -54,7 +54,6 @@ _NAMES = {
 }
 _TAKEN_OF = {"output": "outputs", "grad_output": "gradients of outputs", "value": "parameters", "grad": "gradients"}
 _PARTS = {"attention": "head", "router": "expert"}  # what the numbers of a feature are numbered by
-_BLOCK = 64  # rows that are copied at once
 _FIRST = ("loss", "gradient norm", "learning rate", "loss scale")
 
 
@@ -143,16 +142,21 @@ def _metric(label: str, statistic: str, rows: dict[str, dict[int, int]], histori
     values = np.zeros((len(ranks), len(rows), steps.size), dtype=np.float32)
     missing = np.ones(values.shape, dtype=bool)
     for i, rank in enumerate(ranks):
+        here = np.array([(r, places[rank]) for r, places in enumerate(rows.values()) if rank in places])
         columns = np.searchsorted(steps, histories[rank].steps)
-        here = [(r, places[rank]) for r, places in enumerate(rows.values()) if rank in places]
-        for block in (here[start : start + _BLOCK] for start in range(0, len(here), _BLOCK)):
-            got, present = histories[rank].matrix([place for _, place in block])
-            cells = np.ix_(np.array([r for r, _ in block]), columns)
+        for part, got, present in histories[rank].parts(here[:, 1]):
+            cells = _cells(here[:, 0], columns[part])
             values[i][cells], missing[i][cells] = got, ~present
     keep = ~missing.all(axis=(0, 1))
     if not keep.all():
         steps, values, missing = steps[keep], values[:, :, keep], missing[:, :, keep]
     return Metric(label, list(rows), steps, values, _SHOWN.get(statistic, statistic), missing, ranks)
+
+
+def _cells(rows: I64, columns: I64) -> Any:
+    """Return what picks the cells of these rows and columns."""
+    both = as_slice(rows), as_slice(columns)
+    return both if all(isinstance(one, slice) for one in both) else np.ix_(rows, columns)
 
 
 def worst_offenders(histories: dict[int, History], limit: int = 10) -> list[tuple[str, int, float, float]]:

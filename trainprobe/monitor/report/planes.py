@@ -94,7 +94,8 @@ def smallest(codes: Codes, axis: int, largest: Codes) -> Codes:
 
 
 def _choose_scale(values: npt.NDArray[np.floating], present: npt.NDArray[np.bool_]) -> tuple[Scale, float]:
-    if float(values.min(where=present, initial=0.0)) >= 0:
+    least = values.min(initial=0.0) if present.all() else values.min(where=present, initial=0.0)
+    if least >= 0:
         return "log", 1.0
     magnitude = np.abs(values[present & (values != 0)])
     return "symlog", float(np.median(magnitude, overwrite_input=True)) if magnitude.size else 1.0

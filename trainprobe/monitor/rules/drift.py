@@ -29,6 +29,8 @@ from trainprobe.monitor.memory import Memory
 from trainprobe.monitor.rules import Patterns, RuleOptions, names_at
 from trainprobe.monitor.scalar_names import scalar
 
+_CLIPPED = float(np.log(3))
+
 
 class Options(RuleOptions):
     """Settings of the rule `drift`."""
@@ -101,7 +103,7 @@ def _means(memory: Memory, options: Options, rows: I64, x: F64, loss: Bools, res
     n = count[rows]
     noise = memory.array("noise", fill=0.0)
     recent, usual, squares = fast[rows], slow[rows], noise[rows]
-    moved = np.where(n == 0, x, recent + np.clip(x - recent, -np.log(3), np.log(3)))
+    moved = np.where(n == 0, x, recent + np.minimum(np.maximum(x - recent, -_CLIPPED), _CLIPPED))
     n += 1
     share = np.minimum(n, options.slow)
     squares += (np.where(n == 1, 0.0, moved - recent) ** 2 - squares) / share

@@ -19,17 +19,17 @@ and ZClip (Kumar et al., 2025), here with robust estimates.
 
 from __future__ import annotations
 
-from functools import cache, reduce
+from functools import cache
 
 import numpy as np
 
 from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.frames import F64, I64, Bools, Frame, Selection
-from trainprobe.monitor.limits import above_rounding, limits
+from trainprobe.monitor.limits import above_rounding, in_turns, limits
 from trainprobe.monitor.memory import Memory
 from trainprobe.monitor.rules import Patterns, RuleOptions, names_at
 
-RENEW = 8
+RENEW = 8  # this and the next are powers of two
 RECENT = 4
 ESCALATION = 4.0
 LEAST_SPREAD = 0.05
@@ -65,23 +65,25 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     places, rows = memory.watch(frame, _chosen(options.names))
     if not places.size:
         return []
-    judged, least = memory.worked_out("least", places, lambda: _least(frame, memory, options, places, rows))
+    judged, least = memory.worked_out(f"least {in_turns(frame)}", places, lambda: _least(frame, memory, options, places, rows))
     size = above_rounding(memory, rows, np.abs(frame.values[places]))
     usable = np.isfinite(size) & (size > 0) & judged
-    x = np.log(np.where(usable, size, 1.0))
+    x = np.log(size if usable.all() else np.where(usable, size, 1.0))
     count = memory.array("count", fill=0)[rows]
     middle, spread = memory.array("middle", fill=0.0)[rows], memory.array("spread", fill=1.0)[rows]
-    z = (x - middle) / spread
+    rise = x - middle
+    z = rise / spread
     known = count >= options.warmup
-    jumped = usable & known & (z > options.z) & (x - middle > least) & (x - _recent(memory, rows) > least / 2)
+    jumped = usable & known & (z > options.z) & (rise > least)
+    jumped = _above_the_recent(memory, rows, x, least, jumped)
     risen = jumped
     jumped = _above_the_largest(frame, memory, options, places, rows, x, jumped)
-    clipped = np.where(known, np.minimum(x, middle + options.z * spread), x)
+    clipped = np.minimum(x, middle + options.z * spread)
     if not known.all():
         highest = memory.array("highest", fill=-np.inf)
         so_far = highest[rows]
         early = usable & ~known & (count >= options.early) & (x - so_far > np.log(options.early_ratio))
-        jumped, risen, clipped = jumped | early, risen | early, np.where(early, so_far, clipped)
+        jumped, risen, clipped = jumped | early, risen | early, np.where(known, clipped, np.where(early, so_far, x))
         middle = np.where(known, middle, so_far)
         highest[rows[usable]] = np.maximum(so_far, clipped)[usable]
     if usable.all():
@@ -128,35 +130,48 @@ def _above_the_largest(frame: Frame, memory: Memory, options: Options, places: I
     return out
 
 
-def _recent(memory: Memory, rows: I64) -> F64:
-    """Return the largest of the last four values of each series, [n]: what has been climbing does not jump."""
-    return reduce(np.maximum, memory.array("recent", width=RECENT, fill=-np.inf)[rows].T)  # a tenth of what max(axis=1) takes
+def _above_the_recent(memory: Memory, rows: I64, x: F64, least: F64, jumped: Bools) -> Bools:
+    """Leave out, of the series that jumped, what has been climbing: what exceeds one of its last four values by too little."""
+    if not jumped.any():
+        return jumped
+    out = jumped.copy()
+    recent = memory.array("recent", width=RECENT, fill=-np.inf)[rows[jumped]].max(axis=1)
+    out[jumped] = x[jumped] - recent > least[jumped] / 2
+    return out
 
 
 def _remember(memory: Memory, options: Options, rows: I64, clipped: F64, x: F64) -> None:
-    ring, count = memory.array("ring", width=options.window, fill=np.nan), memory.array("count", fill=0)
+    ring, recent = memory.array("ring", width=options.window, fill=np.nan), memory.array("recent", width=RECENT, fill=-np.inf)
+    count = memory.array("count", fill=0)
     n = count[rows]
-    ring[rows, n % options.window] = clipped
-    memory.array("recent", width=RECENT, fill=-np.inf)[rows, n % RECENT] = x
+    ring.reshape(-1)[rows * options.window + n % options.window] = clipped
+    recent.reshape(-1)[rows * RECENT + (n & RECENT - 1)] = x
     n += 1
     count[rows] = n
-    due = rows[(n >= options.warmup) & ((n % RENEW == 0) | (n == options.warmup))]
+    due = rows[(n >= options.warmup) & ((n & RENEW - 1 == 0) | (n == options.warmup))]
     if due.size:
-        windows = ring[due]
-        middle = _median(windows)
+        middle, deviation = _median_and_deviation(ring[due])
         memory.array("middle", fill=0.0)[due] = middle
-        mad = _median(np.abs(windows - middle[:, None]))
-        memory.array("spread", fill=1.0)[due] = np.maximum(1.4826 * mad, LEAST_SPREAD)
+        memory.array("spread", fill=1.0)[due] = np.maximum(1.4826 * deviation, LEAST_SPREAD)
 
 
-def _median(x: F64) -> F64:
-    """Return the median of each row that is not NaN alone, [n]: what `numpy.nanmedian` does, in a tenth of its time."""
-    ordered = np.sort(x, axis=1)  # NaN last
-    if not np.isnan(ordered[:, -1]).any():
-        last = x.shape[1] - 1
-        return (ordered[:, last // 2] + ordered[:, (last + 1) // 2]) / 2
+def _median_and_deviation(x: F64) -> tuple[F64, F64]:
+    """Return the median of each row that is not NaN alone, and the median distance from it, [n] each. Changes x."""
+    x.sort(axis=1)  # NaN last
+    middle = _of_ordered(x)
+    x -= middle[:, None]
+    np.abs(x, out=x)
+    x.sort(axis=1)
+    return middle, _of_ordered(x)
+
+
+def _of_ordered(x: F64) -> F64:
+    """Return the median of each ascending row, [n], which NaN may end: `numpy.nanmedian` in a tenth of its time."""
+    last = x.shape[1] - 1
+    if not np.isnan(x[:, -1]).any():
+        return (x[:, last // 2] + x[:, (last + 1) // 2]) / 2
     row, last = np.arange(len(x)), np.count_nonzero(x == x, axis=1) - 1
-    return (ordered[row, last // 2] + ordered[row, (last + 1) // 2]) / 2
+    return (x[row, last // 2] + x[row, (last + 1) // 2]) / 2
 
 
 def _finding(frame: Frame, options: Options, place: int, usual: float, z: float | None, risen: I64) -> Finding:
