@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from trainprobe.engine.core.findings import Cause, cause_of, ranks_of
 from trainprobe.engine.core.records import Finding
-from trainprobe.monitor.rules import rule_names
 from trainprobe.monitor.watcher import causes
 
 Origin = Literal["recorded", "judged", "both"]
@@ -32,12 +31,6 @@ def all_findings(recorded: Sequence[Finding], judged: Sequence[Finding]) -> list
     new = [finding for finding in judged if _key(finding) not in known]
     by_run, now = _causes(recorded), _causes(judged)
     return [JudgedFinding(finding, _origin(cause_of(finding), by_run, now)) for finding in causes([*recorded, *new])]
-
-
-def of_rules(findings: Iterable[Finding]) -> list[Finding]:
-    """Return the findings that rules of the monitor made: without those of the audit and of the tool itself."""
-    rules = set(rule_names())
-    return [finding for finding in findings if finding.rule in rules]
 
 
 def _key(finding: Finding) -> tuple[Cause, int | None, tuple[int, ...]]:

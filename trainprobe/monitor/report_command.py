@@ -11,7 +11,7 @@ from rich.console import Console
 
 from trainprobe.engine.core.findings import in_folder
 from trainprobe.errors import UsageError
-from trainprobe.monitor.findings_of_run import of_rules
+from trainprobe.monitor.findings_of_run import all_findings
 from trainprobe.monitor.history import History
 from trainprobe.monitor.looked_at import LookedAt
 from trainprobe.monitor.plan import make_rules
@@ -30,7 +30,9 @@ def report(
         Path | None, typer.Option("--output", "-o", help="the page; by default DIR/report.html, of a URL ./report.html")
     ] = None,
     title: Annotated[str | None, typer.Option("--title", help="by default the folder's name")] = None,
-    judge: Annotated[bool, typer.Option("--judge", help="apply the rules now instead of showing what the run found")] = False,
+    judge: Annotated[
+        bool, typer.Option("--judge", help="only what the rules find now, without what the run itself found")
+    ] = False,
     beside: Annotated[
         Path | None,
         typer.Option(help="another run: where the two part, its curves, and maps of how far they are apart", parser=as_given),
@@ -56,15 +58,13 @@ def report(
         return report_all_ranks(folder, ray, target, title or folder.resolve().name)
     histories: dict[int, History] = {}
     recorded = read_findings(folder)
-    judged = judge or not of_rules(recorded)
     seen = LookedAt(folder)
     frames = seen.passing(collect_histories(read_frames(folder), histories))
-    judged_now, unjudged = judge_run(frames, make_rules(None) if judged else {})
+    judged_now, unjudged = judge_run(frames, make_rules(None))
     found = [in_folder(finding, origin(folder)) for finding in judged_now]
-    findings = found if judge else [*recorded, *found]
+    findings = [one.finding for one in all_findings([] if judge else recorded, found)]
     by = ["the run itself"] if recorded and not judge else []
-    by += ["rules applied when this page was written"] if judged else []
-    meta = {"findings by": ", ".join(by)}
+    meta = {"findings by": ", ".join([*by, "rules applied when this page was written"])}
     view = view_of(title or folder.resolve().name, histories, findings, meta)
     view = replace(view, notes=[*view.notes, *(f"{sentence}." for sentence in seen.lacking()), *filter(None, [unjudged])])
     console = Console(highlight=False, soft_wrap=True)

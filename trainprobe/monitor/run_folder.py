@@ -14,7 +14,8 @@ import orjson
 
 from trainprobe.engine.core.findings import with_last_counts
 from trainprobe.engine.core.records import Finding, Place, Site
-from trainprobe.engine.storage.dumps.layout import FINDINGS_FILE, LIVE_FILE, LOG_FILE, find_steps, has_run_log
+from trainprobe.engine.storage.dumps.header import read_place
+from trainprobe.engine.storage.dumps.layout import FINDINGS_FILE, LIVE_FILE, LOG_FILE, find_segments, find_steps, has_run_log
 from trainprobe.engine.storage.dumps.log import read_log
 from trainprobe.engine.storage.dumps.read import read_step
 from trainprobe.errors import FormatError
@@ -63,6 +64,30 @@ def frames_of_log(log: Path) -> Iterator[Frame]:
     table = SeriesTable()
     for step_data in read_log(log):
         yield frame_of_step(step_data, table)
+
+
+def steps_of_log(log: Path) -> list[tuple[int, Place]]:
+    """Return the step and the place of each frame of a log that `find_logs` returned, in their order."""
+    if log.is_dir():
+        return _steps_of_columns(log)
+    with log.open("rb") as lines:
+        read = [orjson.loads(line) for line in lines if line.endswith(b"\n")]
+    return [(int(line["step"]), read_place(line["place"])) for line in read]
+
+
+def _steps_of_columns(log: Path) -> list[tuple[int, Place]]:
+    """Read the rows of kind `step` alone, which a compacted segment holds itself: no replica is read."""
+    import pyarrow.parquet as pq
+
+    from trainprobe.engine.storage.run_log.replicas import read_segment
+    from trainprobe.engine.storage.run_log.segments import live_table
+
+    chosen = pq.filters_to_expression([("kind", "==", "step")])
+    tables = [read_segment(path, ["time", "step", "detail"], filters=chosen) for path in find_segments(log)]
+    live = live_table(log)
+    tables += [live.filter(chosen).select(["time", "step", "detail"])] if live is not None else []
+    rows = [row for table in tables for row in table.sort_by("time").to_pylist()]
+    return [(row["step"], read_place(orjson.loads(row["detail"])["place"])) for row in rows]
 
 
 def find_logs(folder: Path) -> list[Path]:

@@ -16,17 +16,24 @@ from rich.table import Table
 from trainprobe.engine.storage.dumps.layout import FINDINGS_FILE, find_steps
 from trainprobe.errors import FormatError, UsageError
 from trainprobe.monitor.remote_run import as_given, is_copy, origin, run_folder
-from trainprobe.monitor.run_folder import find_logs, read_findings
+from trainprobe.monitor.run_folder import find_logs, read_findings, steps_of_log
+from trainprobe.monitor.watcher import causes
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run's folder. steps: how many rank 0 logged, or else the first rank that did; bytes: of all its files."""
+    """One run's folder. ranks: those of which anything is there, of `world_size`; bytes: of all its files.
+
+    steps, fewest_steps: how many different ones the rank that has most of them logged, and the one that has fewest. findings:
+    one a cause, as `trainprobe judge` shows them.
+    """
 
     folder: str
     format: str
     ranks: int
+    world_size: int
     steps: int
+    fewest_steps: int
     first_step: int | None
     last_step: int | None
     dumped_steps: int
@@ -66,10 +73,12 @@ def runs(
             column, justify="left" if column in ("run", "format", "findings") else "right", no_wrap=column == "run"
         )
     for run in found:
-        span = f"{run.steps} ({run.first_step} to {run.last_step})" if run.steps else "–"
+        count = str(run.steps) if run.fewest_steps == run.steps else f"{run.fewest_steps} to {run.steps}"
+        span = f"{count} ({run.first_step} to {run.last_step})" if run.steps else "–"
+        ranks = str(run.ranks) if run.ranks == run.world_size else f"{run.ranks} of {run.world_size}"
         findings = ", ".join(f"{n} {severity}" for severity, n in run.findings.items()) or "none"
         name = str(Path(run.folder).relative_to(folder))
-        table.add_row(name, run.format, str(run.ranks), span, str(run.dumped_steps or "–"), _size(run.bytes), findings)
+        table.add_row(name, run.format, ranks, span, str(run.dumped_steps or "–"), _size(run.bytes), findings)
     Console(highlight=False, soft_wrap=True).print(table)
     return 0
 
@@ -88,7 +97,8 @@ def _find(folder: Path) -> Iterator[tuple[Path, list[Path]]]:
 
 
 def _describe(run: Path, logs: list[Path]) -> Run:
-    steps = _steps(logs[0]) if logs else []
+    logged = [steps_of_log(log) for log in logs]
+    steps = [{step for step, _ in each} for each in logged]
     dumped = find_steps(run)
     formats = [*dict.fromkeys("columns" if log.is_dir() else "lines" for log in logs), *(["dump"] if dumped else [])]
     ranks = len(logs) or max((len(list(step.glob("rank*"))) for step in dumped.values()), default=0)
@@ -98,23 +108,15 @@ def _describe(run: Path, logs: list[Path]) -> Run:
         str(run),
         " + ".join(formats),
         ranks,
-        len(steps),
-        min(steps, default=None),
-        max(steps, default=None),
+        max([ranks, *(place.world_size for each in logged for _, place in each[-1:])]),
+        max(map(len, steps), default=0),
+        min(map(len, steps), default=0),
+        min(set[int]().union(*steps), default=None),
+        max(set[int]().union(*steps), default=None),
         len(dumped),
         sum(file.stat().st_size for file in run.rglob("*") if file.is_file()),
-        dict(Counter(finding.severity for finding in found)),
+        dict(Counter(finding.severity for finding in causes(found))),
     )
-
-
-def _steps(log: Path) -> list[int]:
-    if log.is_dir():
-        from trainprobe.engine.storage.run_log.read import read_tables
-
-        tables = read_tables(log, ["kind"], [("kind", "==", "step")])
-        return [step for table in tables for step in table["step"].to_pylist()]
-    with log.open("rb") as lines:
-        return [int(orjson.loads(line)["step"]) for line in lines if line.endswith(b"\n")]
 
 
 def _size(n: int) -> str:

@@ -18,7 +18,7 @@ from rich.text import Text
 from trainprobe.engine.core.findings import place_in_words
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.storage.dumps.record_log import decode
-from trainprobe.monitor.findings_of_run import all_findings, of_rules
+from trainprobe.monitor.findings_of_run import all_findings
 from trainprobe.monitor.frames import F64, Frame, SeriesTable, frame_of_step
 from trainprobe.monitor.history import History
 from trainprobe.monitor.looked_at import LookedAt
@@ -70,10 +70,7 @@ class Tail:
 
 
 class View:
-    """What the terminal shows: series of every rank, and the findings of the run.
-
-    Where no rule found anything in the run itself, the rules are applied here.
-    """
+    """What the terminal shows: series of every rank, and the findings: of the run itself, and of the rules applied here."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -92,7 +89,7 @@ class View:
     def render(self) -> Group:
         """Return the view as it is now."""
         recorded = read_findings(self.folder)
-        found = all_findings(recorded, [] if of_rules(recorded) else self.judged)
+        found = all_findings(recorded, self.judged)
         steps = [s.last_step for s in self.histories.values() if s.last_step is not None]
         head = Text.assemble(
             (origin(self.folder), "bold"), f"   last step {max(steps) if steps else '—'}   ranks {len(self.histories)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -18,7 +19,8 @@ from trainprobe.engine.storage.kernel_dumps.file_names import parse_name
 from trainprobe.engine.storage.kernel_dumps.read import KERNEL_LEVEL, overflows_of
 from trainprobe.errors import FormatError
 from trainprobe.monitor.frames import Frame, SeriesTable, frame_of_records
-from trainprobe.monitor.run_folder import find_logs, frames_of_log
+from trainprobe.monitor.rules.nonfinite import that_matter
+from trainprobe.monitor.run_folder import find_logs, frames_of_log, steps_of_log
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,19 +73,67 @@ def steps_of(path: Path) -> Iterator[list[RankStep]]:
     of_dumps = ((step, 0, ranks) for step, ranks in sorted(dumps.items()))
     of_logs = ((ranks[0].frame.step, 1, ranks) for ranks in _of_logs(path, logs))
     for _, found in groupby(heapq.merge(of_dumps, of_logs, key=itemgetter(0, 1)), key=itemgetter(0)):
-        ranks = next(found)[2]  # a dump tells more than the log
-        yield [_read(folder) for _, folder in sorted(ranks.items())] if isinstance(ranks, dict) else ranks
+        logged: list[RankStep] = []
+        dumped: list[RankStep] = []
+        for _, of_log, ranks in found:
+            if of_log:
+                logged = ranks
+            else:
+                dumped = [_read(folder) for _, folder in sorted(ranks.items())]
+        yield _told_by_either(dumped, logged)
+
+
+def _told_by_either(dumped: list[RankStep], logged: list[RankStep]) -> list[RankStep]:
+    """Return each rank once: from its dump, which tells more, unless only the log has what is not finite.
+
+    A dump may hold some modules of a step alone, and some of the ranks.
+    """
+    of_log = {here.rank: here for here in logged}
+    of_dump = {here.rank: here for here in dumped if here.rank not in of_log or here.kernels or that_matter(here.frame).any()}
+    return [here for _, here in sorted({**of_log, **of_dump}.items())]
 
 
 def _of_logs(path: Path, logs: list[Path]) -> Iterator[list[RankStep]]:
-    merged = heapq.merge(*(((frame, log) for frame in frames_of_log(log)) for log in logs), key=lambda pair: pair[0].step)
-    for _, pairs in groupby(merged, key=lambda pair: pair[0].step):
-        ranks: dict[int, tuple[Frame, Path]] = {}
-        for frame, log in pairs:  # a run that was resumed has some steps twice; the last counts
-            if ranks.get(frame.place.rank, (frame, log))[1] != log:
+    """Yield the ranks of each step. A run that went back has some steps more than once: the last time that a rank recorded a
+    step belongs to the last time that the others did, the one before to the one before.
+    """
+    orders = [_in_order([step for step, _ in steps_of_log(log)]) for log in logs]
+    frames = [frames_of_log(log) for log in logs]
+    for members in _aligned(orders):
+        ranks: dict[int, RankStep] = {}
+        for i in members:
+            frame = next(frames[i])
+            if frame.place.rank in ranks:
                 raise FormatError(f"{path} holds several runs: name one of them (`trainprobe runs {path}` lists them)")
-            ranks[frame.place.rank] = frame, log
-        yield [RankStep(rank, frame) for rank, (frame, _) in sorted(ranks.items())]
+            ranks[frame.place.rank] = RankStep(frame.place.rank, frame)
+        yield [here for _, here in sorted(ranks.items())]
+
+
+def _in_order(steps: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the steps with how often each comes again later."""
+    left = Counter(steps)
+    found: list[tuple[int, int]] = []
+    for step in steps:
+        left[step] -= 1
+        found.append((step, left[step]))
+    return found
+
+
+def _aligned(orders: Sequence[Sequence[tuple[int, int]]]) -> Iterator[list[int]]:
+    """Yield who comes next: all that have the same step next, once none of the others still has it before itself."""
+    at = [0] * len(orders)
+    ahead = Counter(key for order in orders for key in order)
+    while any(here < len(order) for here, order in zip(at, orders, strict=True)):
+        nexts: dict[tuple[int, int], list[int]] = {}
+        for i, order in enumerate(orders):
+            if at[i] < len(order):
+                nexts.setdefault(order[at[i]], []).append(i)
+        whole = [key for key, members in nexts.items() if len(members) == ahead[key]]
+        key = min(whole or nexts)
+        for i in nexts[key]:
+            at[i] += 1
+        ahead[key] -= len(nexts[key])
+        yield nexts[key]
 
 
 def _dumps(path: Path) -> dict[int, dict[int, Path]]:
