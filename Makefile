@@ -18,6 +18,8 @@ SOURCES := pyproject.toml $(wildcard setup.py) $(shell find trainprobe -name '*.
 
 .PHONY: demo test test-mindspore test-triton test-foreign test-foreign-all test-oldest test-queries test-wheels wheels check bench clean
 .SILENT:
+# each process would compile again all that it imports: of torch alone that takes longer than the rest of its import
+unexport PYTHONDONTWRITEBYTECODE
 
 demo: $(VENV)/.core
 	$(BIN)/trainprobe demo

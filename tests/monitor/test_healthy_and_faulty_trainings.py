@@ -16,8 +16,8 @@ def judge(frames):
     return [finding for frame in frames for finding in watcher.judge(frame)]
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("rate", [1e-3, pytest.param(3e-3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("seed", "rate"), [(0, 1e-3), (2, 3e-3)])
 def test_no_rule_fires_in_300_steps_of_a_healthy_training(seed, rate):
     assert judge(train(seed, 300, rate)) == []
 
