@@ -26,34 +26,42 @@ ON_A_CPU = {
 }  # fmt: skip
 
 
-def launch(script: str | Path, ranks: int, *arguments: str, timeout: float = 240) -> list[str]:
+def launch(
+    script: str | Path, ranks: int, *arguments: str, timeout: float = 240, python: str = sys.executable
+) -> list[str]:
     """Run a script and return what each rank printed; raise RuntimeError with all of it when a rank fails.
 
-    The process that has imported for it is kept until another script is run: it may hold half a gigabyte.
+    The process that has imported for it is kept until two other scripts are run: it may hold half a gigabyte.
     """
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    if (str(script), path) not in _kept:
-        while _kept:
-            _kept.popitem()[1].communicate()
-        command = [sys.executable, "-m", "tests.distributed.ranks", str(script)]
-        environment = {**os.environ, **ON_A_CPU, "PYTHONPATH": path}
-        _kept[str(script), path] = subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+    parent = _parent(python, str(script), path)
     port = str(free_port())
     environments = [{**os.environ, "PYTHONPATH": path, **rank_environment(rank, ranks, port)} for rank in range(ranks)]
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder, f"rank{rank}.log") for rank in range(ranks)]
         told = [{"environment": env, "log": str(log)} for env, log in zip(environments, logs, strict=True)]
         job = {"arguments": arguments, "folder": str(Path.cwd()), "timeout": timeout, "ranks": told}
-        codes = _answer(_kept[str(script), path], job)
+        codes = _answer(parent, job)
         printed = [log.read_text(errors="replace") if log.exists() else "" for log in logs]
     if any(code != 0 for code in codes):
         raise RuntimeError("\n".join(f"--- rank {r}, exit {codes[r]}\n{text[-8000:]}" for r, text in enumerate(printed)))
     return printed
 
 
-_kept: dict[tuple[str, str], subprocess.Popen[str]] = {}  # by script and PYTHONPATH; one at most
+_kept: dict[tuple[str, str, str], subprocess.Popen[str]] = {}  # the last two that were used
+
+
+def _parent(python: str, script: str, path: str) -> subprocess.Popen[str]:
+    """Return the process that has imported for a script, in a Python and with a PYTHONPATH."""
+    kept = _kept.pop((python, script, path), None)
+    while not kept and len(_kept) > 1:
+        _kept.pop(next(iter(_kept))).communicate()
+    if not kept:
+        command = [python, "-m", "tests.distributed.ranks", script]
+        environment = {**os.environ, **ON_A_CPU, "PYTHONPATH": path}
+        kept = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    _kept[python, script, path] = kept
+    return kept
 
 
 def _answer(parent: subprocess.Popen[str], job: dict) -> list[int | None]:
@@ -67,7 +75,7 @@ def _answer(parent: subprocess.Popen[str], job: dict) -> list[int | None]:
     finally:
         too_late.cancel()
     if not answer:
-        _kept.clear()
+        del _kept[next(reversed(_kept))]
         raise RuntimeError(f"the process that imports for a script ended with {parent.wait()}: {parent.args}")
     return json.loads(answer)
 

@@ -4,40 +4,34 @@ from __future__ import annotations
 
 import csv
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import trainprobe
+from tests.distributed.launch import launch
 from tests.interop.peer import PEER, needs_peer
 from trainprobe.cli import main
 from trainprobe.engine.core.step_data import entry_name
 from trainprobe.engine.storage.dumps import TensorStore, read
 
-ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).parent
 pytestmark = needs_peer
 OURS = {"phases": ["forward", "backward"]}
 
 
-def run(*command: str) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-
-
 def our_dump(folder: Path, step: int = 0, **plan) -> Path:
-    script = str(ROOT / "tests/interop/train_small.py")
-    run(sys.executable, script, "trainprobe", str(folder / "ours"), json.dumps({**OURS, **plan}))
+    launch(HERE / "train_small.py", 1, "trainprobe", str(folder / "ours"), json.dumps({**OURS, **plan}))
     return folder / f"ours/step{step}/rank0"
 
 
+def msprobe(*words: str) -> None:
+    launch(HERE / "msprobe_small.py", 1, *words, python=str(PEER))
+
+
 def their_dump(folder: Path, step: int = 0, **config) -> Path:
-    script = str(ROOT / "tests/interop/train_small.py")
-    run(str(PEER), script, "msprobe", str(folder / "theirs"), json.dumps(config))
+    msprobe("train", str(folder / "theirs"), json.dumps(config))
     found = next((folder / f"theirs/step{step}").iterdir())  # named for the process, for want of ranks
     return found.rename(found.with_name("rank0"))
 
@@ -45,7 +39,7 @@ def their_dump(folder: Path, step: int = 0, **config) -> Path:
 def compared(folder: Path, ours: Path, theirs: Path, kind: str = "torch.") -> list[dict[str, str]]:
     """Run the other tool's comparison; return the rows of tensors (or another kind) that it found on both sides."""
     paths = ["-tp", str(ours / "dump.json"), "-gp", str(theirs / "dump.json"), "-o", str(folder / "out")]
-    run(str(PEER), "-m", "msprobe.msprobe", "compare", *paths)
+    msprobe("compare", *paths)
     with next((folder / "out").glob("*.csv")).open(encoding="utf-8-sig") as file:
         rows = [row for row in csv.DictReader(file) if row["Bench Name"] != "N/A"]
     return [row for row in rows if row["NPU Dtype"].startswith(kind)]
