@@ -26,9 +26,7 @@ ON_A_CPU = {
 }  # fmt: skip
 
 
-def launch(
-    script: str | Path, ranks: int, *arguments: str, timeout: float = 240, python: str = sys.executable
-) -> list[str]:
+def launch(script: str | Path, ranks: int, *arguments: str, timeout: float = 240, python: str = sys.executable) -> list[str]:
     """Run a script and return what each rank printed; raise RuntimeError with all of it when a rank fails.
 
     The process that has imported for it is kept until two other scripts are run: it may hold half a gigabyte.

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import ast
 import atexit
+import contextlib
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -21,17 +23,32 @@ from pathlib import Path
 
 from tests.distributed.one_rank import settle
 
+# what trainprobe imports when a program asks for it, with all that it rests on
+_LATE = (
+    *("watching", "programs", "torch_taps", "torch_backend", "engine.storage.sinks.dump", "engine.storage.sinks.csv"),
+    *("integrations.trainer_mon", "integrations.torch_loop", "monitor.watcher", "config_check.checker", "dump_compare.classic"),
+    *("engine.storage.run_log.rows", "engine.storage.sinks.parquet"),
+)
+
 
 def import_for(script: Path) -> None:
-    """Import what the script imports, as far as importing is all that it needs, and what torch imports at the first step."""
-    for node in ast.parse(script.read_text()).body:
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            try:
-                exec(compile(ast.Module([node], []), str(script), "exec"), {})
-            except ImportError:
-                break
+    """Import what the script imports: run what stands before the last import that is not within a function."""
+    body = ast.parse(script.read_text()).body
+    last = max((i for i, node in enumerate(body) if isinstance(node, (ast.Import, ast.ImportFrom))), default=-1)
+    names = {"__name__": "imported", "__file__": str(script)}
+    for node in body[: last + 1]:
+        with contextlib.suppress(Exception):  # what needs the environment of a rank, which will say so if it fails there too
+            exec(compile(ast.Module([node], []), str(script), "exec"), names)
+    import_late()
+
+
+def import_late() -> None:
+    """Import what torch and trainprobe, where they are there, import at the first step: a second of CPU for each child."""
     if torch := sys.modules.get("torch"):
         torch.optim.SGD([torch.zeros(1)], 0.1).step()
+    if "trainprobe" in sys.modules:
+        for name in _LATE:
+            importlib.import_module(f"trainprobe.{name}")
 
 
 def _serve(script: Path) -> None:

@@ -12,29 +12,16 @@ import threading
 import traceback
 from collections.abc import Callable
 
-import torch
-
-# what trainprobe imports when a program asks for it, with all that it rests on
-_LATE = (
-    *("watching", "programs", "torch_taps", "torch_backend", "engine.storage.sinks.dump", "engine.storage.sinks.csv"),
-    *("integrations.trainer_mon", "integrations.torch_loop", "monitor.watcher", "config_check.checker", "dump_compare.classic"),
-    *("engine.storage.run_log.rows", "engine.storage.sinks.parquet"),
-)
+from tests.distributed.ranks import import_late
 
 
 def import_once(module: str) -> None:
-    """Import what all children need: a second of CPU for each of them else.
-
-    The first optimizer imports hundreds of torch's modules; mindstudio-probe imports Megatron where it is installed.
-    """
+    """Import what all children need; mindstudio-probe imports Megatron where it is installed."""
     importlib.import_module(module)
-    torch.optim.SGD([torch.zeros(1)], 0.1).step()
     if module.startswith("msprobe"):
         with contextlib.suppress(ImportError):
             importlib.import_module("megatron.core")
-    else:
-        for name in _LATE:
-            importlib.import_module(f"trainprobe.{name}")
+    import_late()
 
 
 def in_child(run: Callable[[], None]) -> bool:

@@ -8,7 +8,7 @@ import json
 import sys
 
 import msprobe.msprobe
-import msprobe.pytorch  # noqa: F401
+import msprobe.pytorch
 import pandas  # noqa: F401
 import train_small
 

@@ -15,7 +15,9 @@ from typing import Any
 
 os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": os.environ["WORLD_SIZE"]}
 warnings.filterwarnings("ignore")
+import deepspeed  # noqa: E402
 import torch  # noqa: E402
+from deepspeed.accelerator import get_accelerator  # noqa: E402
 
 from tests.integrations.deepspeed import small_deepspeed as small  # noqa: E402
 from trainprobe.integrations.deepspeed import attach, detach, probe_of  # noqa: E402
@@ -65,9 +67,6 @@ def spoil(fault: str, engine: Any) -> None:
 
 
 if __name__ == "__main__":
-    import deepspeed
-    from deepspeed.accelerator import get_accelerator
-
     torch.set_num_threads(1)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled
     get_accelerator().is_fp16_supported = lambda: True

@@ -14,7 +14,9 @@ from typing import Any
 
 os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": os.environ["WORLD_SIZE"]}
 warnings.filterwarnings("ignore")
+import deepspeed  # noqa: E402
 import torch  # noqa: E402
+from deepspeed.accelerator import get_accelerator  # noqa: E402
 
 from tests.integrations.deepspeed import small_deepspeed as small  # noqa: E402
 from trainprobe.integrations.deepspeed import attach, detach, probe_of  # noqa: E402
@@ -96,9 +98,6 @@ def _rules(engine: Any) -> dict[str, Any]:
 
 
 def main(folder: Path) -> None:
-    import deepspeed
-    from deepspeed.accelerator import get_accelerator
-
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled
     get_accelerator().is_fp16_supported = lambda: True  # slow on this processor, but right
     deepspeed.init_distributed()

@@ -15,6 +15,7 @@ from typing import Any
 
 os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": os.environ["WORLD_SIZE"]}
 warnings.filterwarnings("ignore")
+import deepspeed  # noqa: E402
 import torch  # noqa: E402
 
 from tests.integrations.deepspeed import small_deepspeed as small  # noqa: E402
@@ -88,8 +89,6 @@ def findings(probe: Any) -> list[list[Any]]:
 
 
 def main(folder: Path, names: list[str]) -> None:
-    import deepspeed
-
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled
     deepspeed.init_distributed()
     for told in names:
