@@ -40,6 +40,11 @@ def parameters_of(module: Any) -> dict[int, Any]:
     }
 
 
+def has_own_parameters(module: Any) -> bool:
+    """Tell whether the parameters of a module are its own: while `functional_call` runs, other tensors stand in their place."""
+    return all(isinstance(p, torch.nn.Parameter) for p in parameters_of(module).values())
+
+
 def _best(modules: Collection[Any], held: set[int]) -> Any:
     known = [(module, parameters_of(module).keys()) for module in modules]
     return max(known, key=lambda pair: (len(held & pair[1]), -len(pair[1])), default=(None, ()))[0]

@@ -24,7 +24,7 @@ from trainprobe.engine.plan.loading import load_plan
 from trainprobe.errors import ProbeError, StopTraining
 from trainprobe.integrations.auto_attach import called_from
 from trainprobe.integrations.left_out import LeftOut
-from trainprobe.integrations.live_modules import held_by_optimizers, model_around, model_of, parameters_of
+from trainprobe.integrations.live_modules import has_own_parameters, held_by_optimizers, model_around, model_of, parameters_of
 from trainprobe.integrations.loop_gates import DRIVERS, Handle, backward_gate, driven, module_gates
 from trainprobe.integrations.loop_losses import Losses
 from trainprobe.integrations.loop_step import Step
@@ -162,13 +162,13 @@ class TorchLoop:
         if self._asleep:
             return False
         if self._model is None:
-            if not any(p.requires_grad for p in module.parameters()):
+            if not any(p.requires_grad for p in module.parameters()) or not has_own_parameters(module):
                 return False
             if driven(module):
                 self._stand_by()
                 return True
             self._take(model_around(module), [], first=0)
-        if id(module) not in self._owned:
+        if id(module) not in self._owned or not has_own_parameters(self._model):
             return False
         self._begin(id(module))
         return True
@@ -198,7 +198,7 @@ class TorchLoop:
         if id(module) not in self._owned:
             return self._left_out.called(module, self._parameters.keys()) and self._is_whole_model(module)
         step = self._step
-        if step is None or not self._is_over(step, id(module)):
+        if step is None or not has_own_parameters(self._model) or not self._is_over(step, id(module)):
             return False
         if not step.stepped and self._is_trial():
             self._drop_step()

@@ -113,6 +113,7 @@ class RecordedRank:
         modules = {(c.name, c.call, c.phase): c for c in self.step_data.calls if c.kind == "module"}
         parameters = {c.name: c for c in self.step_data.calls if c.kind == "parameter"}
         called = Counter(c.name for c in self.step_data.calls if c.kind == "module" and c.phase == "forward")
+        passed = Counter(c.name for c in self.step_data.calls if c.kind == "parameter")  # backward passes through a module
         used = Counter(v.tensor for c in around.values() for _, v in leaves([c.args, c.kwargs], "") if v.tensor is not None)
         for module in [c for c in modules.values() if c.phase == "forward" and id(c) in around]:
             op = around[id(module)]
@@ -124,7 +125,7 @@ class RecordedRank:
                 if isinstance(value, Value) and isinstance(gradient, Value) and gradient.note is None and value.tensor:
                     by_key[value.tensor] = gradient
             own = parameters.get(module.name)
-            if own is not None and called[module.name] == 1:
+            if own is not None and called[module.name] == passed[module.name] == 1:
                 for short, value in (module.params or {}).items():
                     if isinstance(value, Value) and value.tensor and used[value.tensor] == 1:
                         by_key[value.tensor] = (own.params or {}).get(short)
@@ -185,6 +186,11 @@ class RecordedRank:
         call = unit.call
         gave = list(unit.results) if unit.direction == "backward" else [call.out, (call.params or {}).get(WRITTEN)]
         return self._given(unit, self._fingerprint), repr(self._printed(gave, self._fingerprint))
+
+    def knows_inputs(self, unit: Unit) -> bool:
+        """Return whether every value that a call is given was looked at; sparse ones, for one, are not."""
+        given = [unit.call.args, unit.call.kwargs, list(unit.gradients)]
+        return all(value.tensor is not None or value.row >= 0 for _, value in leaves(given, ""))
 
     def sketch(self, unit: Unit) -> str:
         """Return a part of what the call is given, which is quick to take and equal in calls that are given the same."""

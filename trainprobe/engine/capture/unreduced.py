@@ -15,6 +15,7 @@ import torch
 from torch._C import _current_graph_task_id
 
 from trainprobe.engine.capture.gradients import edge_of
+from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.core.flat_parameters import handles_of, is_flattened
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.naming import chunks_of
@@ -24,8 +25,9 @@ from trainprobe.engine.tape import Tape
 class UnreducedTap:
     """Calls `arrives(parameter, gradient)` for each gradient of a backward, before it is added to `parameter.grad`.
 
-    due: whether to look at all in this step. per_micro: count the micro-batches of a step by the model's forwards, unless
-    somebody else tells them. paused: gradients that arrive now are not part of the training.
+    due: whether to look at all in this step. per_micro: count the micro-batches of a step by the model's forwards, or by the
+    backward passes where compiled code hides those, unless somebody else tells them. paused: gradients that arrive now are not
+    part of the training.
     """
 
     def __init__(
@@ -36,6 +38,9 @@ class UnreducedTap:
         self._due = due
         self._per_micro = per_micro
         self._forwards = 0
+        self._backwards = 0
+        self._backward = -1  # the one that runs
+        self._calls: Replaced | None = None
         self._tape: Tape | None = None
         self.paused = False
         self._models: list[Any] = []
@@ -51,10 +56,9 @@ class UnreducedTap:
         if not self._due():
             return
         if self._per_micro:
-            self._tape, self._forwards = tape, 0
-            first = self._models[0]
-            if getattr(first, "_compiled_call_impl", None) is None:  # a hook would be compiled into that call
-                self._hooked.append((first, first.register_forward_pre_hook(self._forward)))
+            self._tape, self._forwards, self._backwards, self._backward = tape, 0, 0, -1
+            original = torch.nn.Module._call_impl
+            self._calls = Replaced(torch.nn.Module, "_call_impl", self._counted(original, self._models[0]), traced=True)
         for handle in handles_of(self._models):
             flat = handle.flat_param
             if flat.requires_grad:
@@ -75,9 +79,19 @@ class UnreducedTap:
         for _, handle in self._hooked:
             handle.remove()
         self._hooked.clear()
-        self._tape = None
+        if self._calls is not None:
+            self._calls.back()
+        self._calls = self._tape = None
 
-    def _forward(self, model: Any, args: Any) -> None:
+    def _counted(self, original: Any, model: Any) -> Any:
+        def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if module is model and not (call.ended or torch.compiler.is_compiling()):  # type: ignore[attr-defined]
+                self._guard.run(self._forward, module)
+            return original(module, *args, **kwargs)
+
+        return call
+
+    def _forward(self, model: Any) -> None:
         tape = self._tape
         if tape is None or tape.micro_given or not (model.training and torch.is_grad_enabled()):
             return
@@ -90,4 +104,12 @@ class UnreducedTap:
 
     def _arrived(self, p: Any, gradient: Any) -> None:
         if gradient is not None and not self.paused:
+            if self._tape is not None and not self._forwards:
+                self._count_backward(self._tape)
             self._guard.run(self._arrives, p, gradient)
+
+    def _count_backward(self, tape: Tape) -> None:
+        backward = _current_graph_task_id()
+        if backward != self._backward and not tape.micro_given:
+            self._backward, tape.micro = backward, self._backwards
+            self._backwards += 1

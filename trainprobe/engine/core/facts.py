@@ -365,15 +365,15 @@ class StepFacts:
     optimizers that have not stepped, now that eight audited steps are over. discarded: backward passes whose gradients were
     cleared before an update used them. waiting: parameters whose gradient `fully_shard` had not reduced when the optimizer
     stepped. mixed: parameter → norm of the part of its gradient that came before weights were written, where the update used
-    more that came after. closure: an optimizer ran forward and backward within its step, more than once. differentiated: the
+    more that came after. closure: an optimizer ran forward and backward within its step, more than once. in_turns: an optimizer
+    stepped between two backward passes; climbs: the weights were written between two, by no optimizer. differentiated: the
     losses of the backward passes, empty where one began from more than a number. scaled: by what each of these was multiplied
     last. begun: name → fingerprint of a buffer before the first forward. ordinal: how many steps had begun with this one.
     updates_between: how often optimizers stepped since the audited step before, in steps that are not audited, or in none.
     clips: the calls that clipped. random: fingerprint of the random state at the end of the step; random_begun: of that at its
-    beginning. region: that of the random state of what is split over tp, 0 if none was named. randoms: generator →
-    fingerprint of its state at the beginning, of the first step of a run and of one that follows a load. reductions:
-    gradients before and after they were joined over the ranks. recomputed: forwards that ran again. reruns: updates that were
-    worked out again.
+    beginning. region: that of the random state of what is split over tp, 0 if none was named. randoms: generator → fingerprint
+    of its state at the beginning, of the first step of a run and of one that follows a load. reductions: gradients before and
+    after they were joined over the ranks. recomputed: forwards that ran again. reruns: updates that were worked out again.
     saved: what was saved last, where something was loaded since; loaded: the pieces that were held then, before the update.
     same_epochs: epochs that a shuffling sampler began in the order of the one before. losses: calls of loss functions, in their
     order. ambient: what holds for the whole thread where the first update begins, in words: autocast, grad mode, default dtype
@@ -407,6 +407,8 @@ class StepFacts:
     discarded: int = 0
     waiting: tuple[str, ...] = ()
     closure: bool = False
+    in_turns: bool = False
+    climbs: bool = False
     differentiated: tuple[float, ...] = ()
     scaled: tuple[Scaled, ...] = ()
     mixed: Mapping[str, float] = field(default_factory=dict[str, float])

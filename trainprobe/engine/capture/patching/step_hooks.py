@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch._compile import _disable_dynamo
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 Before = Callable[[Any, Any, Any], "tuple[Any, Any] | None"]
@@ -53,6 +54,7 @@ def settle() -> None:
         _handles.clear()
 
 
+@_disable_dynamo
 def _all_before(optimizer: Any, args: Any, kwargs: Any) -> Any:
     changed = None
     at = 0
@@ -65,6 +67,7 @@ def _all_before(optimizer: Any, args: Any, kwargs: Any) -> Any:
     return changed
 
 
+@_disable_dynamo
 def _all_after(optimizer: Any, args: Any, kwargs: Any) -> None:
     global _walks
     _walks += 1

@@ -41,7 +41,8 @@ def check(evidence: Evidence) -> list[Finding]:
         if before is None or after is None or not evidence.facts.updates or name in mastered:
             continue
         if (name, "grad") not in seen:
-            if before != after and not any(slot.startswith("grad") for slot in seen.slots(name)) and evidence.facts.groups:
+            has_gradient = name in evidence.facts.reached or any(slot.startswith("grad") for slot in seen.slots(name))
+            if before != after and not has_gradient and evidence.facts.groups:
                 drawn.append(name)
             continue
         judged += 1

@@ -5,7 +5,8 @@ statistics, a codebook that is averaged, a queue) moves at each later one in whi
 update is made. Tolerance none. Reported as a warning.
 Usually caused by a momentum that was set to 0, by a buffer that was replaced by another object so that the module updates one
 and saves the other, or by a forward that takes another path after an evaluation. A module in evaluation mode is not judged
-(`modes` judges that), and a buffer of a module in training mode that follows its data cannot violate this.
+(`modes` judges that), nor is one whose observer the program has just switched off (torch.ao's `observer_enabled`), and a
+buffer of a module in training mode that follows its data cannot violate this.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ def check(evidence: Evidence) -> list[Finding]:
     if not facts.updates or evidence.before is None:
         return []
     moved = [name for (kind, name), streak in known.items() if kind == "moves" and streak.value and streak.count >= _LOOKS]
-    stopped = [name for name in moved if _stands(evidence, name) and (name.rpartition(".")[0] or "root") in facts.called]
+    running = [name for name in moved if (name.rpartition(".")[0] or "root") in facts.called]
+    stopped = [name for name in running if _stands(evidence, name) and not _is_switched_off(evidence, evidence.before, name)]
     if not stopped:
         return []
     text = (
@@ -46,6 +48,13 @@ def check(evidence: Evidence) -> list[Finding]:
             names=stopped,
         )
     ]
+
+
+def _is_switched_off(evidence: Evidence, before: Evidence, name: str) -> bool:
+    """Tell whether the observer that moves a buffer, its module or one around it, was switched on or off since."""
+    parts = name.split(".")
+    switches = [".".join([*parts[:end], "observer_enabled"]) for end in range(1, len(parts))]
+    return any(before.facts.buffers.get(s) != evidence.facts.buffers.get(s) for s in switches)
 
 
 def _stands(evidence: Evidence, name: str) -> bool:

@@ -6,7 +6,8 @@ statistics of normalisation layers from the last update to the next forward, jud
 group, whose buffers wrappers hand to the others before a forward. Frozen parameters that something moves from the
 start (the average of a student) and those that other ranks hand over are left out, and so is state that neither of the two
 updates changed of any parameter: it is not the update's own, but kept there for something else (the weights from before an
-ascent). Tolerance zero.
+ascent). Tolerance zero; 1e-5 of the norm for weights that are turned into others and back: for an ascent in this step, or by an
+optimizer whose groups have a `train_mode` (schedule-free ones do so for an evaluation).
 Usually caused by state that was lost, reset or mixed up in saving and loading, by weights that were overwritten in place, by
 master weights that are made anew from rounded ones, or by corrupted memory. Where one parameter's state is now what another's
 was, that is reported.
@@ -22,6 +23,7 @@ OBSERVERS = frozenset({"buffers", "parameter_groups", "updates"})
 EVERY = 10
 STAGE = "state"
 _WEIGHTS = ("value", "main_value")
+_TURNED_BACK = 1e-5  # of the norm: what is left of turning weights into others and back
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -36,7 +38,8 @@ def check(evidence: Evidence) -> list[Finding]:
     for slot in (slot for slot in slots if slot != "step"):  # counters have a relation of their own
         copied = evidence.mastered | _of_others(evidence) if slot == "value" else ()
         held = [name for name in evidence.tensors.with_slot(slot) if name not in copied]
-        changed = [name for name in held if _changed(evidence, before, name, slot)]
+        turned = _turned_back(evidence, before, held) if slot == "value" else ()
+        changed = [name for name in held if name not in turned and _changed(evidence, before, name, slot)]
         if changed and (slot in _WEIGHTS or _is_updated(evidence, slot) or _is_updated(before, slot)):
             found.append(_finding(evidence, before, slot, changed))
     found += _statistics(evidence, before)
@@ -71,6 +74,16 @@ def _of_others(evidence: Evidence) -> frozenset[str]:
     here = frozenset(name for group in evidence.facts.groups for name in group.names)
     untrained = untrained_parameters(evidence)
     return (evidence.history.handed_over - here) | {name for name in untrained if evidence.history.driven.get(name, 0) >= 0}
+
+
+def _turned_back(evidence: Evidence, before: Evidence, names: list[str]) -> frozenset[str]:
+    """Return the weights that an ascent or a schedule-free optimizer may have turned into others and back since."""
+    free = frozenset(name for group in evidence.facts.groups if "train_mode" in group.options for name in group.names)
+    free |= frozenset(names if evidence.facts.climbs else ())
+    old = {name: before.tensors.number(name, "value_after", "norm") for name in names if name in free}
+    return frozenset(
+        n for n, norm in old.items() if abs(evidence.tensors.number(n, "value", "norm") - norm) <= _TURNED_BACK * norm
+    )
 
 
 def _statistics(evidence: Evidence, before: Evidence) -> list[Finding]:

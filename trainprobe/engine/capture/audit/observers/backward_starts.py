@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch._C import _current_graph_task_id
 
 from trainprobe.engine.capture.audit.observers import Audited, Observer
 from trainprobe.engine.capture.patching.replaced import Replaced
@@ -16,8 +17,9 @@ from trainprobe.engine.core.records import StepData
 class BackwardStarts(Observer):
     """Tells the other observers when a backward pass begins and when gradients are cleared.
 
-    count: how many passes have begun. unused: those since the last update, or since their gradients were cleared for good.
-    was_cleared: whether `zero_grad` came after the first.
+    count: how many passes have begun; one that runs within another (reentrant checkpointing) is a part of it. unused: those
+    since the last update, or since their gradients were cleared for good. was_cleared: whether `zero_grad` came after the
+    first.
     """
 
     essential = True
@@ -58,7 +60,8 @@ class BackwardStarts(Observer):
 
     def _backward(self, original: Any) -> Any:
         def backward(*args: Any, **kwargs: Any) -> Any:
-            if not backward.ended and not torch.compiler.is_compiling():  # type: ignore[attr-defined]
+            within = torch.compiler.is_compiling() or _current_graph_task_id() != -1
+            if not backward.ended and not within:  # type: ignore[attr-defined]
                 self.count += 1
                 if self.count == 1:
                     self._guard.run(self._audited.notify, "first_backward")

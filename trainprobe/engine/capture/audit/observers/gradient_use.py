@@ -25,11 +25,12 @@ _NEVER = 8  # after so many, an optimizer that has left no trace of a step is re
 class GradientUse(Observer):
     """Follows gradients from `begin` to the end of a step.
 
-    twice: parameters that were stepped again with the same gradient. reached, unreached: those of the optimizers that
-    stepped, with a gradient and without. discarded: backward passes whose gradients were cleared before an update used them.
-    closure: backward passes ran within an update, after the first. roots: the numbers that backward passes began from; None
-    once one began from more. mixed: parameters whose update used the sum of gradients from before and after weights were
-    written, and the older part.
+    twice: parameters that were stepped again with the same gradient. reached, unreached: those of the optimizers that stepped,
+    with a gradient and without. discarded: backward passes whose gradients were cleared before an update used them. closure:
+    backward passes ran within an update, after the first. in_turns: an update was made between two of them. climbs: the weights
+    were written between two of them, by no update. roots: the numbers that backward passes began from; None once one began from
+    more. mixed: parameters whose update used the sum of gradients from before and after weights were written, and the older
+    part.
     """
 
     needs = (BackwardStarts,)
@@ -48,6 +49,7 @@ class GradientUse(Observer):
         self.unreached: dict[str, None] = {}
         self.discarded = 0
         self.closure = False
+        self.in_turns = self.climbs = False
         self.roots: list[Value] | None = []
         self._used: dict[int, tuple[Any, int]] = {}
         self._stepped: set[int] = set()
@@ -94,6 +96,8 @@ class GradientUse(Observer):
         if tape is None or not self._audited.plain:
             return
         self.closure |= self._updating
+        self.in_turns |= self._moved and self.roots != []
+        self.climbs |= not (self._moved or self._updating) and self.roots != [] and _writes(models) != self._written
         if root is None:
             self.roots = None
         elif self.roots is not None:
@@ -153,6 +157,8 @@ class GradientUse(Observer):
             "never": self.never(optimizers),
             "discarded": self.discarded,
             "closure": self.closure,
+            "in_turns": self.in_turns,
+            "climbs": self.climbs,
             "differentiated": tuple(mean_of(step_data, value) for value in self.roots or ()),
             "mixed": {
                 name: older
