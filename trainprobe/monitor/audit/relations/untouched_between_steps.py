@@ -19,7 +19,7 @@ from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, and_more, untrained_parameters
 
 COST = frozenset({"fingerprints"})
-OBSERVERS = frozenset({"buffers", "parameter_groups", "updates"})
+OBSERVERS = frozenset({"buffers", "gradient_use", "parameter_groups", "updates"})
 EVERY = 10
 STAGE = "state"
 _WEIGHTS = ("value", "main_value")
