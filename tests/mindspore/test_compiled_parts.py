@@ -68,4 +68,4 @@ def test_what_is_compiled_is_said(compiled: str, level: str, tmp_path: Path) -> 
     elif compiled == "all":
         assert said == [COMPILED] and COMPILED in notes
     else:
-        assert said == [f"1 cells, the first of which is b, {UNCALLED}"] and said[0] in notes
+        assert said == [f"the cell b was {UNCALLED}"] and said[0] in notes

@@ -16,9 +16,9 @@ from trainprobe.composition import TapMaker
 from trainprobe.config_check.capture.mindspore_capture import CellCapture
 from trainprobe.engine.arrays.mindspore_library import MindSporeLibrary, copy_out
 from trainprobe.engine.capture import AUDIT, part_of
-from trainprobe.engine.capture.mindspore.audit import CellAuditTap
+from trainprobe.engine.capture.mindspore.audit import CellAuditTap, counted
 from trainprobe.engine.capture.mindspore.calls import KnownCalls, OptimizerTap
-from trainprobe.engine.capture.mindspore.cells import COMPILED, UNCALLED, CellTap, is_graph_mode
+from trainprobe.engine.capture.mindspore.cells import COMPILED, UNCALLED, CellTap, is_graph_mode, is_optimizer
 from trainprobe.engine.capture.mindspore.gathering import gathering
 from trainprobe.engine.capture.mindspore.graph_callback import GraphCallbacks
 from trainprobe.engine.capture.mindspore.graph_cells import GraphCellTap
@@ -30,7 +30,7 @@ from trainprobe.engine.capture.mindspore.tensor_hooks import wait
 from trainprobe.engine.capture.requests import ModuleRequest, OpRequest, StatesRequest
 from trainprobe.engine.core.gathering import Gathering
 from trainprobe.engine.core.guard import Guard
-from trainprobe.engine.core.naming import Rename
+from trainprobe.engine.core.naming import Rename, chunks_of
 from trainprobe.engine.core.position import OPTIMIZER, SOMEWHERE, UPDATED
 from trainprobe.engine.core.records import Finding, Place, StepData
 from trainprobe.engine.core.stacks import Stacks
@@ -51,6 +51,12 @@ from trainprobe.schedules import Parts, guard_of
 REPLACED = (
     "the optimizer of {cell} was replaced: MindSpore does not compile the step anew for it, and goes on with the first one, "
     "whose state is recorded; only a step that it compiles later, for other shapes, has the new one. Begin a training with it"
+)
+
+
+COMPILED_UPDATE = (
+    "the optimizer ran inside a function that MindSpore compiles: parameters and optimizer state were not looked at before "
+    "this step, and are not recorded of it; those of later steps are"
 )
 
 
@@ -164,8 +170,17 @@ class MindSporeProbe(Probe):
     has_watched = False  # a probe of this process began a step
     _limits_reported = False
     _trains: tuple[Any, Any] = (None, None)  # the cell that trains, and the optimizer that it held at first
+    _own_loop = False
+    _updates_compiled: bool | None = (
+        None  # of a loop of the user's own: graphs hold the optimizer; None while that is not known
+    )
+    _count = 0  # of updates, before the step
+    _looked = False  # at parameters and optimizer state, as the step began
 
     def _open(self, model: Any, optimizer: Any, place: Place | None) -> None:
+        if optimizer is None:  # a cell that trains holds its own
+            inside = (cell for chunk in chunks_of(model) for _, cell in getattr(chunk, "cells_and_names", tuple)())
+            optimizer = [cell for cell in inside if is_optimizer(cell)] or None
         super()._open(model, optimizer, place)
         if self.parts.states is not None:
             self.parts.states.axes = self.place.axes
@@ -189,6 +204,33 @@ class MindSporeProbe(Probe):
         if first is not None and cell.optimizer is not first:
             self._trains = (None, None)
             self.report(Finding("mindspore", "warning", REPLACED.format(cell=type(cell).__name__), step=self.step_number))
+
+    def watches_own_loop(self) -> None:
+        """Learn that the loop is the user's own: nobody tells when a graph updates the parameters."""
+        super().watches_own_loop()
+        self._own_loop = True
+
+    def _begin_compiled_update(self) -> None:
+        """Look at parameters and optimizer state as a step begins in which a graph may update them."""
+        optimizers = self.parts.stepping.cells
+        self._count = counted(optimizers)
+        self._looked = self._updates_compiled is not False
+        if self._looked:
+            look_before(self.parts, optimizers, early=True)
+
+    def _end_compiled_update(self) -> None:
+        """Look at them again if no optimizer was called from Python and they have stepped by their own count."""
+        optimizers = self.parts.stepping.cells
+        counts = any(hasattr(optimizer, "global_step") for optimizer in optimizers)
+        stepped = counted(optimizers) != self._count if counts else self._looked and is_graph_mode()
+        if self.parts.stepping.called:
+            self._updates_compiled = False
+        elif stepped and self._looked:
+            self._updates_compiled = True
+            look_after(self.parts, optimizers)
+        elif stepped:
+            self._updates_compiled = None
+            self.report(Finding("mindspore", "info", COMPILED_UPDATE, step=self.step_number))
 
     def change(self, **fields: Any) -> None:
         """Raise PlanError: a plan cannot change while a MindSpore training goes on."""
@@ -218,12 +260,16 @@ class MindSporeProbe(Probe):
         position = self.parts.position
         if position is not None and (is_graph_mode() or not any((self.parts.modules, self.parts.watched))):
             position.is_in(SOMEWHERE)
+        if collects and self._own_loop and self.parts.stepping is not None:
+            self.guard.run(self._begin_compiled_update)
         return collects
 
     def end_step(self, *, complete: bool = True) -> StepData | None:
         """End the step; see `Probe.end_step`. Waits for a graph that runs: what goes wrong there is the training's error."""
         if self.tape is not None and complete:
             wait()
+            if self._own_loop and self.parts.stepping is not None:
+                self.guard.run(self._end_compiled_update)
         return super().end_step(complete=complete)
 
     def train_with(self, cell: Any) -> None:
@@ -283,8 +329,13 @@ def before_update(parts: Parts, optimizers: Sequence[Any], gradients: Any = ()) 
     if parts.ops is not None:
         parts.ops.parent = "optimizer"
         parts.ops.asleep |= not parts.records_update
+    look_before(parts, optimizers, gradients)
+
+
+def look_before(parts: Parts, optimizers: Sequence[Any], gradients: Any = (), early: bool = False) -> None:
+    """Look at what these optimizers are about to change. early: they may do so inside a graph, some time in this step."""
     if parts.audit is not None:
-        parts.let(parts.audit.before_update, optimizers)
+        parts.let(parts.audit.before_update, optimizers, early)
     if parts.states is not None:
         parts.let(parts.states.moment, "before_step", optimizers, gradients)
 
@@ -295,6 +346,11 @@ def after_update(parts: Parts, optimizers: Sequence[Any]) -> None:
     if parts.ops is not None:
         parts.ops.parent = None
         parts.ops.resume()
+    look_after(parts, optimizers)
+
+
+def look_after(parts: Parts, optimizers: Sequence[Any]) -> None:
+    """Look at what these optimizers have changed."""
     if parts.states is not None:
         parts.let(parts.states.moment, "after_step", optimizers)
     if parts.audit is not None:

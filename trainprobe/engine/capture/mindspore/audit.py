@@ -16,7 +16,7 @@ import mindspore
 from trainprobe.engine.capture import AUDIT
 from trainprobe.engine.capture.audit.run import AuditRun
 from trainprobe.engine.capture.mindspore.calls import KnownCalls, listed
-from trainprobe.engine.capture.mindspore.cells import RECOMPUTING, is_graph_mode
+from trainprobe.engine.capture.mindspore.cells import cells_of, is_graph_mode, parameters_in
 from trainprobe.engine.capture.mindspore.states import CellStateTap, rates_of
 from trainprobe.engine.core.containers import tensors_in
 from trainprobe.engine.core.facts import Evaluation, Group, ModelFacts, ParameterFact, Progress, StepFacts
@@ -55,6 +55,7 @@ class CellAuditTap:
         self._updates = 0
         self._stepped: set[int] = set()
         self._repeated = False
+        self._early = False
         self._rates: tuple[float, ...] = ()
         self._groups: list[Group] = []
 
@@ -75,8 +76,8 @@ class CellAuditTap:
         """Listen to a step."""
         self._tape = tape
         self._states.more = STATS | CHECKSUM if self._run.wants("fingerprints") else STATS
-        self._batches, self._updates, self._rates, self._groups = [], 0, (), []
-        self._stepped, self._repeated = set(), False
+        self._batches, self._repeated = [], False
+        self._no_update_yet()
         self._calls.know(listed(self.training_cell) if is_graph_mode() else self._models)
         self._calls.begin()
 
@@ -98,28 +99,34 @@ class CellAuditTap:
 
     # ---- moments ---------------------------------------------------------------------------------------------------
 
-    def before_update(self, optimizers: Sequence[Any]) -> None:
-        """These optimizers are about to step."""
+    def _no_update_yet(self) -> None:
+        self._updates, self._rates, self._groups, self._stepped, self._early = 0, (), [], set(), False
+
+    def before_update(self, optimizers: Sequence[Any], early: bool = False) -> None:
+        """These optimizers are about to step. early: if they do so inside a graph; should one be called, that call counts."""
         if self._tape is None:
             return
+        if self._early:
+            self._no_update_yet()
+        self._early = early
         rates = {id(o): rates_of(o) for o in optimizers}  # now: after the update a schedule stands at the next step
         self._rates = (*self._rates, *dict.fromkeys(rate for several in rates.values() for rate in several))
         held = {id(p) for o in optimizers for p in o.parameters}
         self._repeated |= bool(held & self._stepped)
         self._stepped |= held
         if is_graph_mode():
-            self._updates -= _counted(optimizers)
-        if not is_graph_mode() or self.sees_gradients:
+            self._updates -= counted(optimizers)
+        if self.sees_gradients if is_graph_mode() else not early:
             self._groups += [group for o in optimizers for group in _groups(o, rates[id(o)], self._states.names())]
 
     def after_update(self, optimizers: Sequence[Any]) -> None:
         """These optimizers have stepped, or, in graph mode, the step is over in which they did."""
         if self._tape is not None:
-            self._updates += _counted(optimizers) if is_graph_mode() else 1
+            self._updates += counted(optimizers) if is_graph_mode() else 1
 
     def evaluates(self) -> None:
         """Tell that the model is evaluated now."""
-        live = tuple(name or ROOT for model in self._models for name, cell in _cells(model) if cell.training)
+        live = tuple(name or ROOT for name, cell in cells_of(self._models) if cell.training)
         if not self._evaluations:
             self._evaluations.append(Evaluation(live, ()))
 
@@ -163,13 +170,11 @@ class CellAuditTap:
         recorded = self._states.names()
         everything: dict[int, tuple[Any, dict[str, None]]] = {}
         modes: dict[str, bool] = {}
-        for model in self._models:
-            for name, cell in _cells(model):
-                modes.setdefault(name, bool(cell.training))
-                for short, p in cell._params.items():
-                    if p is not None:
-                        path = f"{name}.{short}" if name else short
-                        everything.setdefault(id(p), (p, {recorded.get(id(p), str(p.name)): None}))[1][path] = None
+        for name, cell in cells_of(self._models):
+            modes.setdefault(name, bool(cell.training))
+            for short, p in parameters_in(cell).items():
+                path = f"{name}.{short}" if name else short
+                everything.setdefault(id(p), (p, {recorded.get(id(p), str(p.name)): None}))[1][path] = None
         owned = bool(optimizers)
         parameters = tuple(
             ParameterFact(
@@ -181,12 +186,7 @@ class CellAuditTap:
         return ModelFacts(parameters, modes, strays, optimizer=", ".join(type(o).__name__ for o in optimizers))
 
 
-def _cells(model: Any) -> Iterator[tuple[str, Any]]:
-    """Yield name ("" for the model itself) and cell, without what MindSpore puts around a cell that is recomputed."""
-    return ((raw, cell) for raw, cell in model.cells_and_names() if RECOMPUTING not in raw.split("."))
-
-
-def _counted(optimizers: Sequence[Any]) -> int:
+def counted(optimizers: Sequence[Any]) -> int:
     """Return how often optimizers have stepped, by their own count."""
     counters: list[Any] = [getattr(optimizer, "global_step", None) for optimizer in optimizers]
     return sum(int(c.asnumpy().reshape(-1)[0]) for c in counters if isinstance(c, mindspore.Tensor))

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from mindspore.experimental.optim import Optimizer as ListedOptimizer
-from mindspore.nn import Cell, Optimizer
+from mindspore.nn import Cell
 
+from trainprobe.engine.capture.mindspore.cells import is_optimizer
 from trainprobe.engine.capture.mindspore.tensor_hooks import wait
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.core.guard import Guard
@@ -87,15 +87,23 @@ class OptimizerTap(KnownCalls):
     """Reports calls of the optimizers: `before(optimizer, gradients)` and `after(optimizer)`.
 
     Another one that steps a parameter of the model takes the place of those that hold a parameter that it holds too.
+    called: whether one was called from Python in this step.
     """
 
     def __init__(self, guard: Guard, before: Callable[[Any, Any], None], after: Callable[[Any], None]) -> None:
         self._models: list[Any] = []
-        super().__init__(
-            guard,
-            lambda optimizer, args, kwargs: before(optimizer, args[0] if args else next(iter(kwargs.values()), ())),
-            after,
-        )
+        self.called = False
+
+        def begins(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.called = True
+            before(optimizer, args[0] if args else next(iter(kwargs.values()), ()))
+
+        super().__init__(guard, begins, after)
+
+    def begin(self, tape: Tape | None = None) -> None:
+        """Replace `Cell.__call__`."""
+        self.called = False
+        super().begin(tape)
 
     def open(self, model: Any, optimizer: Any = None) -> None:
         """Remember the optimizers."""
@@ -103,7 +111,7 @@ class OptimizerTap(KnownCalls):
         self.know(listed(optimizer))
 
     def _joins(self, cell: Any) -> bool:
-        return isinstance(cell, Optimizer | ListedOptimizer) and bool(self._guard.run(self._take_in, cell))
+        return is_optimizer(cell) and bool(self._guard.run(self._take_in, cell))
 
     def _take_in(self, optimizer: Any) -> bool:
         held = {id(p) for p in optimizer.parameters}

@@ -12,13 +12,14 @@ training's own place, so that such an error is raised in the training and not in
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import mindspore
-from mindspore.nn import Cell
+from mindspore.experimental.optim import Optimizer as ListedOptimizer
+from mindspore.nn import Cell, Optimizer
 
 from trainprobe.engine.capture.mindspore.tensor_hooks import compile_without_hooks, hooked, wait
 from trainprobe.engine.capture.patching.replaced import Replaced
@@ -42,7 +43,7 @@ INPUTS = (
     "share of one cell or operator only where nothing else did"
 )
 UNCALLED = (
-    "were not called from Python in this step: nothing used them, or `ms.jit` compiles them. Of what is compiled neither cells "
+    "not called from Python in this step: nothing used them, or `ms.jit` compiles them. Of what is compiled neither cells "
     "nor operators are seen; MS_JIT=0 in the environment runs it uncompiled"
 )
 _CONTAINERS = ("CellList", "CellDict", "SequentialCell")
@@ -54,6 +55,47 @@ def is_graph_mode() -> bool:
     import os
 
     return mindspore.get_context("mode") == mindspore.GRAPH_MODE and os.environ.get("MS_JIT") != "0"
+
+
+def is_optimizer(cell: Any) -> bool:
+    """Tell whether a cell is an optimizer."""
+    return isinstance(cell, Optimizer | ListedOptimizer)
+
+
+def cells_of(models: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    """Yield (recorded name, cell) of models; the name of a model itself is empty, or its number where there are several.
+
+    Left out are the optimizers that a cell holds which trains, and what MindSpore puts around a cell that is recomputed.
+    """
+    for i, model in enumerate(models):
+        optimizers = [f"{raw}." for raw, cell in model.cells_and_names() if is_optimizer(cell)]
+        for raw, cell in model.cells_and_names():
+            if RECOMPUTING not in raw.split(".") and not f"{raw}.".startswith(tuple(optimizers)):
+                yield ".".join(filter(None, (str(i) if len(models) > 1 else "", raw))), cell
+
+
+def parameters_in(cell: Any) -> dict[str, Any]:
+    """Return the parameters of a cell itself, by their short names.
+
+    A cell that holds an optimizer has those alone that this updates and no cell inside of it holds: the others are no weights
+    of a model but a list of them, a loss scale, sums of gradients.
+    """
+    own = {short: p for short, p in cell._params.items() if p is not None}
+    optimizers = [inner for inner in cell.cells() if is_optimizer(inner)]
+    if not optimizers:
+        return own
+    updated = {id(p) for optimizer in optimizers for p in optimizer.parameters}
+    inside = {id(p) for name, inner in cells_of([cell]) if name for p in inner._params.values()}
+    return {short: p for short, p in own.items() if id(p) in updated - inside}
+
+
+def parameters_of(models: Sequence[Any]) -> dict[int, tuple[str, Any]]:
+    """Return id → (path, parameter) of the parameters of models, each with its first path."""
+    found: dict[int, tuple[str, Any]] = {}
+    for name, cell in cells_of(models):
+        for short, p in parameters_in(cell).items():
+            found.setdefault(id(p), (f"{name}.{short}" if name else short, p))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,23 +173,19 @@ class CellTap:
     def _scan(self) -> None:
         self.known.clear()
         self._structure = CellStructure(self._models)
-        found = {id(p): (path, p) for model in self._models for path, p in model.parameters_and_names()}
+        found = parameters_of(self._models)
         often = Counter(p.name for _, p in found.values())
         self.parameter_names = {key: path if often[p.name] > 1 else str(p.name) for key, (path, p) in found.items()}
-        for model in self._models:
-            named = list(model.cells_and_names())
-            repeated = [raw for raw, cell in named if getattr(cell, RECOMPUTING, None) is not None]
-            for raw, cell in named:
-                if RECOMPUTING in raw.split("."):
-                    continue  # what MindSpore puts around a cell: the same names with and without it
-                name = raw or ROOT
-                request, names = self.request, self.parameter_names
-                held = [(n, p) for n, p in cell._params.items() if p is not None]
-                own = tuple((n, p) for n, p in held if request.parameter(names.get(id(p), str(p.name))))
-                again = any(not outer or f"{name}.".startswith(f"{outer}.") for outer in repeated)
-                kind = type(cell).__name__
-                flags = request.flags(name, kind)
-                self.known.setdefault(id(cell), CellInfo(name, kind, own, flags, request.selected(name), again))
+        named = list(cells_of(self._models))
+        repeated = [name for name, cell in named if getattr(cell, RECOMPUTING, None) is not None]
+        request, names = self.request, self.parameter_names
+        for path, cell in named:
+            name = path or ROOT
+            own = tuple((n, p) for n, p in parameters_in(cell).items() if request.parameter(names[id(p)]))
+            again = any(not outer or f"{name}.".startswith(f"{outer}.") for outer in repeated)
+            kind = type(cell).__name__
+            flags = request.flags(name, kind)
+            self.known.setdefault(id(cell), CellInfo(name, kind, own, flags, request.selected(name), again))
 
     def begin(self, tape: Tape) -> None:
         """Replace `Cell.__call__`."""
@@ -196,7 +234,9 @@ class CellTap:
         elif self._tape is not None and not is_graph_mode() and not any(note.endswith(UNCALLED) for note in self.notes):
             uncalled = self._uncalled()
             if uncalled:
-                self.notes[f"{len(uncalled)} cells, the first of which is {uncalled[0]}, {UNCALLED}"] = None
+                several = f"{len(uncalled)} cells, the first of which is {uncalled[0]}, were"
+                which = several if len(uncalled) > 1 else f"the cell {uncalled[0]} was"
+                self.notes[f"{which} {UNCALLED}"] = None
         if not again and self._original is not None:
             self._original.back()
             self._original = None

@@ -13,7 +13,7 @@ import mindspore
 import numpy as np
 
 from trainprobe.engine.arrays.mindspore_library import HostArray, host_array, without_data
-from trainprobe.engine.capture.mindspore.cells import is_graph_mode
+from trainprobe.engine.capture.mindspore.cells import is_graph_mode, parameters_of
 from trainprobe.engine.capture.requests import StatesRequest
 from trainprobe.engine.core.naming import chunks_of
 from trainprobe.engine.core.records import Call
@@ -32,19 +32,26 @@ STANDARD = {
 def states_of(optimizer: Any) -> Iterator[tuple[str, str, Any]]:
     """Yield (parameter's name, standard slot, tensor) of what an optimizer keeps for its parameters.
 
-    A state is a ParameterTuple on the optimizer, other than its parameters, whose members are called `<something>.<parameter>`.
+    A state is a ParameterTuple on the optimizer, other than its parameters: one member for each, of its shape or with its name
+    in it (`<something>.<parameter>`; a cell that is put around the model later gives its parameters other names), or members
+    for some of them, which names alone tell.
     """
-    names = [p.name for p in optimizer.parameters]
-    known = set(names)
+    parameters = list(optimizer.parameters)
+    known = {str(p.name) for p in parameters}
     for key, members in vars(optimizer).items():
         if not isinstance(members, mindspore.ParameterTuple):
             continue
+        all_of_them = len(members) == len(parameters)
         for i, member in enumerate(members):
             name = str(member.name).partition(".")[2]
-            if i < len(names) and member.name.endswith(f".{names[i]}") and len(members) == len(names):
-                name = str(names[i])
+            if all_of_them and (member.name.endswith(f".{parameters[i].name}") or _same_shapes(members, parameters)):
+                name = str(parameters[i].name)
             if name in known and member.name not in known:
                 yield name, STANDARD.get(str(key), str(key)), member
+
+
+def _same_shapes(members: Sequence[Any], parameters: Sequence[Any]) -> bool:
+    return all(member.shape == p.shape for member, p in zip(members, parameters, strict=True))
 
 
 def learning_rates(optimizer: Any) -> dict[str, float]:
@@ -120,7 +127,7 @@ class CellStateTap:
     def _list(self) -> None:
         self._named = self.names()
         self._taken = frozenset(self._named.values())
-        self._parameters = list({id(p): p for model in self._models for p in model.get_parameters()}.values())
+        self._parameters = [p for _, p in parameters_of(self._models).values()]
         self._shards = None
 
     def begin(self, tape: Tape) -> None:

@@ -1,7 +1,8 @@
 """Hooks of this tool on tensors in PyNative mode, which a function under `ms.jit` must not see.
 
 MindSpore compiles the hooks of the tensors that such a function is given together with it, and cannot compile those of a tool.
-They are taken off while the function is compiled and run, and put back afterwards: the gradient still arrives at the tensor.
+So it does with those of parameters, which it finds in the function itself. All are taken off while the function is compiled and
+run, and put back afterwards: the gradient still arrives at the tensor.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ except ImportError:  # before MindSpore 2.9
     from mindspore.common.api import _JitExecutor
 
 
+_on_parameters: dict[int, TensorHook] = {}  # by the hook's id
+
+
 def wait() -> None:
     """Wait for what PyNative mode has begun; raises what went wrong in it, which is the training's error."""
     _pynative_executor.sync()
@@ -31,9 +35,10 @@ class TensorHook:
     def __init__(self, t: Any, seen: Callable[[Any], Any]) -> None:
         self._seen = seen
         self._handle: Any = None
-        self.put_on(t)
+        self.tensor = t
+        self.put_on()
 
-    def put_on(self, t: Any) -> None:
+    def put_on(self) -> None:
         """Register the hook."""
 
         def arrives(gradient: Any) -> None:
@@ -41,11 +46,14 @@ class TensorHook:
             self._seen(gradient)
 
         arrives.trainprobe_hook = self  # pyright: ignore[reportFunctionMemberAccess]
-        self._handle = t.register_hook(arrives)
+        self._handle = self.tensor.register_hook(arrives)
+        if isinstance(self.tensor, mindspore.Parameter):
+            _on_parameters[id(self)] = self
 
     def remove(self) -> None:
         """Take the hook off."""
         self._handle.remove()
+        _on_parameters.pop(id(self), None)
 
 
 def hooked(t: Any, seen: Callable[[Any], Any]) -> TensorHook | None:
@@ -64,18 +72,18 @@ def hooked(t: Any, seen: Callable[[Any], Any]) -> TensorHook | None:
 
 
 def compile_without_hooks() -> Replaced:
-    """Have functions under `ms.jit` given tensors without hooks of this tool, until what is returned is put back."""
+    """Have functions under `ms.jit` see tensors without hooks of this tool, until what is returned is put back."""
     original: Any = _JitExecutor.__call__
 
     def call(executor: Any, *args: Any, **kwargs: Any) -> Any:
-        taken = [(t, hook) for t in _tensors((args, kwargs)) for hook in _hooks(t)]
-        for _, hook in taken:
+        taken = {id(hook): hook for t in _tensors((args, kwargs)) for hook in _hooks(t)} | _on_parameters
+        for hook in taken.values():
             hook.remove()
         try:
             return original(executor, *args, **kwargs)
         finally:
-            for t, hook in taken:
-                hook.put_on(t)
+            for hook in taken.values():
+                hook.put_on()
 
     return Replaced(_JitExecutor, "__call__", call)
 
