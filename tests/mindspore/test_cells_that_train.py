@@ -162,7 +162,8 @@ def test_a_step_without_an_update_shows_none(tmp_path: Path) -> None:
     with watched(net, optimizer, tmp_path / "out") as (probe, found):
         for i in range(4):
             with probe.step():
-                _, given = gradients(*batch(i))
+                loss, given = gradients(*batch(i))
+                probe.note("loss", loss)
                 if i % 2:
                     optimizer(given)
             if i % 2:
