@@ -103,6 +103,33 @@ class MemberLikeAnOperator(Base):
         return self.held[0].dense(x)
 
 
+class MemberOfEither(Base):
+    def construct(self, x: Any) -> Any:
+        if self.flag:
+            one = self.held[0]
+        else:
+            one = self.held[-1]
+        return one.relu(x)
+
+
+class BranchesThatUse(Base):
+    def construct(self, x: Any) -> Any:
+        y = self.a(x)
+        if self.flag:
+            ops.print_(self.b(y))
+        return y
+
+
+class EitherBranch(Base):
+    def construct(self, x: Any) -> Any:
+        y = self.a(x)
+        if self.flag:
+            z = self.b(y)
+        else:
+            z = self.a(y)
+        return z
+
+
 class Closure(Base):
     def construct(self, x: Any) -> Any:
         def inner(y: Any) -> Any:
@@ -139,8 +166,21 @@ class Compiled(Base):
 
 
 # of `x * x` it is not known whether it depends on x: it may be a constant 0
-PROVEN = {Plain: {0}, Helped: set(), Looped: {0}, Added: {0}, Early: {0}, Turned: {0}, Unused: {0}}
-UNPROVEN = (Handed, Alias, UsedTwice, InAContainer, MemberLikeAMethod, MemberLikeAnOperator, Closure, Same, Hooked, Compiled)
+PROVEN = {Plain: {0}, Helped: set(), Looped: {0}, Added: {0}, Early: {0}, Turned: {0}, Unused: {0}, EitherBranch: {0}}
+UNPROVEN = (
+    Handed,
+    MemberOfEither,
+    BranchesThatUse,
+    Alias,
+    UsedTwice,
+    InAContainer,
+    MemberLikeAMethod,
+    MemberLikeAnOperator,
+    Closure,
+    Same,
+    Hooked,
+    Compiled,
+)
 
 
 @pytest.mark.parametrize("kind", PROVEN)
