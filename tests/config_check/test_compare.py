@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import random
-
 import numpy as np
 import pytest
 
 from tests.config_check.made_packs import compare, entry, pack, rank_pack
 from trainprobe.config_check.compare.values import same
-from trainprobe.config_check.compare.verdicts import number_ranges, which_ranks
+from trainprobe.config_check.compare.verdicts import which_ranks
 
 BATCHES = [[[float(i), i + 0.5], [i + 0.25, -i]] for i in range(1, 6)]
 
@@ -179,7 +177,7 @@ def test_one_of_64_ranks_is_named():
     cmp = pack(*(rank_pack(r, weights={"fc.weight": [1.0, 2.0 + (r == 17)], "fc.bias": [0.5]}) for r in range(64)))
     comparison = compare(bench, cmp)
     assert comparison.sentence == (
-        "weight fc.weight differs from the start: norm 2.236067977 and 3.16227766 on rank 17 (ranks 0 to 16, 18 to 63 agree)"
+        "weight fc.weight differs from the start: norm 2.236067977 and 3.16227766 on rank 17 (ranks 0–16, 18–63 agree)"
     )
 
 
@@ -228,15 +226,6 @@ def test_a_tensor_with_equal_statistics_and_other_bits_is_found():
     assert {k: v for k, v in entry(a).items() if k != "checksum"} == {k: v for k, v in entry(b).items() if k != "checksum"}
     comparison = compare(rank_pack(weights={"w": a}), rank_pack(weights={"w": b}))
     assert comparison.sentence == "weight w differs from the start: other bits with equal statistics"
-
-
-@pytest.mark.parametrize(
-    ("numbers", "text"), [([0], "0"), ([0, 1], "0, 1"), ([0, 1, 2, 5, 7, 8, 9], "0 to 2, 5, 7 to 9"), ([], "")]
-)
-def test_numbers_are_grouped(numbers, text):
-    shuffled = list(numbers)
-    random.Random(1).shuffle(shuffled)
-    assert number_ranges(shuffled) == text
 
 
 def test_ranks_are_said_the_short_way():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from pathlib import Path
 
@@ -12,10 +13,20 @@ from trainprobe.engine.core.words import counted, numbered, spans
 
 
 @pytest.mark.parametrize(
-    ("numbers", "text"), [((4,), "4"), ((0, 1), "0, 1"), ((0, 1, 2, 3, 7), "0–3, 7"), ((0, 2, 4), "0, 2, 4")]
+    ("numbers", "text"),
+    [
+        ((), ""),
+        ((4,), "4"),
+        ((0, 1), "0, 1"),
+        ((0, 1, 2, 3, 7), "0–3, 7"),
+        ((0, 2, 4), "0, 2, 4"),
+        ((0, 1, 2, 5, 7, 8, 9, 9), "0–2, 5, 7–9"),
+    ],
 )
-def test_numbers_are_written_briefly(numbers, text):
-    assert spans(numbers) == text
+def test_numbers_are_written_briefly_whatever_their_order(numbers, text):
+    shuffled = list(numbers)
+    random.Random(1).shuffle(shuffled)
+    assert spans(shuffled) == text
 
 
 def test_a_noun_is_singular_for_one_alone():

@@ -9,10 +9,10 @@ from trainprobe.config_check.compare.headline import headline
 from trainprobe.config_check.compare.hyperparameters import compare_hyperparameters
 from trainprobe.config_check.compare.packages import compare_packages
 from trainprobe.config_check.compare.randomness import compare_randomness
-from trainprobe.config_check.compare.verdicts import Check, Comparison, Finding, number_ranges
+from trainprobe.config_check.compare.verdicts import Check, Comparison, Finding
 from trainprobe.config_check.compare.weights import compare_weights
 from trainprobe.config_check.pack import Pack
-from trainprobe.engine.core.words import plural
+from trainprobe.engine.core.words import numbered
 from trainprobe.errors import CompareError, FormatError
 
 CHECKS = (compare_environment, compare_packages, compare_hyperparameters, compare_dataset, compare_weights, compare_randomness)
@@ -52,7 +52,7 @@ def _incomplete(bench: Pack, cmp: Pack) -> list[Finding]:
             found.append(
                 Finding(
                     "error",
-                    f"{side} lacks {plural(len(missing), 'rank')} {number_ranges(missing)} of {pack.world_size}",
+                    f"{side} lacks {numbered('rank', missing)} of {pack.world_size}",
                     "missing",
                 )
             )

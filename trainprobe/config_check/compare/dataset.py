@@ -10,9 +10,9 @@ from trainprobe.config_check.compare.data_story import explain, samples
 from trainprobe.config_check.compare.entries import Batch, batch_key, describe, same_tensor
 from trainprobe.config_check.compare.pair import absent, rank_findings, rank_pairs
 from trainprobe.config_check.compare.values import same
-from trainprobe.config_check.compare.verdicts import Check, Finding, Level, number_ranges, shown, which_ranks
+from trainprobe.config_check.compare.verdicts import Check, Finding, Level, shown, which_ranks
 from trainprobe.config_check.pack import BESIDE, Pack, RankPack
-from trainprobe.engine.core.words import counted
+from trainprobe.engine.core.words import counted, numbered
 
 COLUMNS = ("micro-step", "rank", "tensor", "bench checksum", "cmp checksum", "bench", "cmp", "level")
 _SEEDS = ("setting seed", "setting data_seed", "random seed", "generator seed")
@@ -143,11 +143,7 @@ def _other_size(bench: Pack, cmp: Pack, differs: bool) -> Finding | None:
 def _count_finding(rank: int, left: Mapping[int, Any], right: Mapping[int, Any]) -> Finding:
     extra = sorted(left.keys() ^ right.keys())
     side = "cmp" if extra[0] in left else "bench"
-    which = (
-        f"micro-step {extra[0]} of rank {rank} is"
-        if len(extra) == 1
-        else f"micro-steps {number_ranges(extra)} of rank {rank} are"
-    )
+    which = f"{numbered('micro-step', extra)} of rank {rank} {'is' if len(extra) == 1 else 'are'}"
     text = f"{which} missing in {side}: {len(left)} and {len(right)} were captured"
     return Finding("warning", text, "captured micro-steps")
 
@@ -203,4 +199,4 @@ def _exchanged(bench: Pack, cmp: Pack, first: Mapping[int, int]) -> str:
     of = {r: tuple(map(batch_key, _sequence(c.by_micro.get("dataset", {})))) for r, c in bench.ranks.items()}
     by = {r: tuple(map(batch_key, _sequence(c.by_micro.get("dataset", {})))) for r, c in cmp.ranks.items()}
     swapped = [r for r in first if by.get(r) != of.get(r) and by.get(r) in [of[s] for s in of if s != r]]
-    return f"ranks {number_ranges(swapped)} see each other's data" if len(swapped) == len(first) else ""
+    return f"{numbered('rank', swapped)} see each other's data" if len(swapped) == len(first) else ""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainprobe.config_check.compare.verdicts import Check, Finding, number_ranges
+from trainprobe.config_check.compare.verdicts import Check, Finding
 from trainprobe.config_check.pack import Pack, RankPack
-from trainprobe.engine.core.words import plural
+from trainprobe.engine.core.words import numbered
 
 Pair = tuple[str, str]
 BENCH, CMP = "bench", "cmp"
@@ -50,6 +50,6 @@ def rank_findings(name: str, bench: Pack, cmp: Pack) -> list[Finding]:
             r for r, content in other.ranks.items() if content.has(name) and not (r in pack.ranks and pack.ranks[r].has(name))
         ]
         if lost and pack.world_size == other.world_size:
-            missing = f"{plural(len(lost), 'rank')} {number_ranges(lost)} missing in {side}"
+            missing = f"{numbered('rank', lost)} missing in {side}"
             found.append(Finding("error", f"{name}: {missing}", f"missing {name} ranks"))
     return found

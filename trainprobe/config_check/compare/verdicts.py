@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from trainprobe.engine.core.words import plural
+from trainprobe.engine.core.words import numbered, spans
 
 Level = Literal["note", "warning", "error"]
 Verdict = Literal["pass", "warning", "error"]
@@ -68,27 +68,16 @@ class Comparison:
         return max({"pass": 0, "warning": 1, "error": 2}[check.verdict] for check in self.checks)
 
 
-def number_ranges(numbers: Sequence[int]) -> str:
-    """Return sorted numbers as `0 to 3, 7`."""
-    runs: list[list[int]] = []
-    for n in sorted(set(numbers)):
-        if runs and n == runs[-1][1] + 1:
-            runs[-1][1] = n
-        else:
-            runs.append([n, n])
-    return ", ".join(f"{a}" if a == b else f"{a}, {b}" if b == a + 1 else f"{a} to {b}" for a, b in runs)
-
-
 def which_ranks(differing: Sequence[int], all_ranks: Sequence[int]) -> str:
     """Say which of many ranks differ: nothing for a single rank or all, `rank 17`, `all ranks except 3`."""
     if len(all_ranks) < 2 or set(differing) == set(all_ranks):
         return ""
     rest = sorted(set(all_ranks) - set(differing))
     if len(rest) < len(differing) and len(rest) <= 3:
-        return f" on all ranks except {number_ranges(rest)}"
+        return f" on all ranks except {spans(rest)}"
     if len(differing) <= 3 < len(all_ranks):
-        return f" on {plural(len(differing), 'rank')} {number_ranges(differing)} (ranks {number_ranges(rest)} agree)"
-    return f" on {plural(len(differing), 'rank')} {number_ranges(differing)}"
+        return f" on {numbered('rank', differing)} ({numbered('rank', rest)} agree)"
+    return f" on {numbered('rank', differing)}"
 
 
 def shown(value: Any, longest: int = 60) -> str:

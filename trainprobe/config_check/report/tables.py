@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainprobe.config_check.compare.verdicts import Check, Comparison, number_ranges
+from trainprobe.config_check.compare.verdicts import Check, Comparison
+from trainprobe.engine.core.words import spans
 
 _WEIGHT = {"error": 0, "warning": 1, "note": 2, "pass": 3}
 
@@ -29,6 +30,6 @@ def grouped_rows(check: Check, most: int, *, passed: bool = True) -> tuple[list[
             groups.setdefault(tuple(v for i, v in enumerate(row) if i != at), []).append(row[at] if at >= 0 else 0)
     rows: list[tuple[Any, ...]] = []
     for rest, ranks in groups.items():
-        rows.append((*rest[:at], number_ranges(ranks), *rest[at:]) if at >= 0 else rest)
+        rows.append((*rest[:at], spans(ranks), *rest[at:]) if at >= 0 else rest)
     rows.sort(key=lambda row: _WEIGHT.get(row[-1], 3))
     return rows[:most], max(0, len(rows) - most)

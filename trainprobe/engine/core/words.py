@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable
 
 
 def plural(number: int, noun: str) -> str:
@@ -17,20 +17,20 @@ def counted(number: int, noun: str) -> str:
 
 def numbered(noun: str, numbers: Collection[int]) -> str:
     """Return "rank 3", "ranks 0–3, 7"; the numbers come in any order."""
-    return f"{plural(len(numbers), noun)} {spans(sorted(numbers))}"
+    return f"{plural(len(numbers), noun)} {spans(numbers)}"
 
 
 def briefly(noun: str, numbers: Collection[int], shown: int = 8) -> str:
     """Return what `numbered` does, of many stretches the first: "ranks 0, 2, 4, … (512 ranks)"."""
-    parts = spans(sorted(numbers)).split(", ")
+    parts = spans(numbers).split(", ")
     rest = f", … ({counted(len(numbers), noun)})" if len(parts) > shown else ""
     return f"{plural(len(numbers), noun)} {', '.join(parts[:shown])}{rest}"
 
 
-def spans(numbers: Sequence[int]) -> str:
-    """Write ascending numbers briefly: "0–3, 7"."""
+def spans(numbers: Iterable[int]) -> str:
+    """Write numbers briefly, ascending and each once: "0–3, 7"."""
     parts: list[list[int]] = []
-    for number in numbers:
+    for number in sorted(set(numbers)):
         if parts and number == parts[-1][-1] + 1:
             parts[-1].append(number)
         else:
