@@ -161,7 +161,7 @@ def test_rows_that_only_differ_in_rank_are_one_row(tmp_path):
     cmp = pack(*(rank_pack(r, weights={"fc.weight": [1.0, 3.0], "fc.bias": [0.5]}) for r in range(8)))
     write_reports(compare(bench, cmp), tmp_path, ["json"])
     rows = json.loads((tmp_path / "result.json").read_text())["checks"]["weights"]["rows"]
-    assert [(row["rank"], row["level"]) for row in rows] == [("0 to 7", "error"), ("0 to 7", "pass")]
+    assert [(row["rank"], row["level"]) for row in rows] == [("0–7", "error"), ("0–7", "pass")]
 
 
 @pytest.mark.parametrize(
