@@ -22,7 +22,7 @@ from trainprobe.engine.core.console import Console
 from trainprobe.engine.core.guard import Guard, attempt, fault_text
 from trainprobe.engine.core.records import Finding, Place, StepData
 from trainprobe.engine.core.scope import selected, selects
-from trainprobe.engine.core.stacks import Stacks
+from trainprobe.engine.core.stacks import Stacks, used_by
 from trainprobe.engine.core.unmatched import UnmatchedSelections
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.program import Program, defines
@@ -337,7 +337,6 @@ class Probe:
             "level": self._running.level or self.plan.level,
             "task": self.plan.task,
             "statistics": detail.statistics if detail.wants_statistics else (),
-            "stacks": self._stacks.text() if self._stacks is not None else (),
             "notes": tuple(note for source in self._notes for note in source() if self.reporter.is_new(note)),
             "programs": self._running.names,
             "dumped": self._running.dumped,
@@ -347,6 +346,8 @@ class Probe:
         tape, self.tape = self.tape, None
         assert tape is not None and self.writer is not None
         step_data = tape.drain(self.step_number, self.place, complete=complete, **self._about_step())
+        if self._stacks is not None:
+            step_data.stacks = used_by(step_data.calls, self._stacks.text())
         self._unmatched_selections.saw(step_data)
         if complete and self._running.looks and not step_data.calls and not step_data.scalars and not self._only_collects():
             self.reporter.report_once(_saw_nothing(self.step_number), key="nothing was seen")

@@ -7,11 +7,12 @@ module call only the few frames below that module's own call are walked. Equal s
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from types import CodeType
 from typing import Any
 
 from trainprobe.compiled import recording
+from trainprobe.engine.core.records import Call
 
 _HIDDEN = (
     "torch/overrides.py",
@@ -64,6 +65,18 @@ class Stacks:
                 function = getattr(code, "co_qualname", code.co_name)
                 self._text[where] = f"File {name}, line {line}, in {function}, \n {source}"
         return self._text[where]
+
+
+def used_by(calls: Iterable[Call], stacks: Sequence[list[str]]) -> list[list[str]]:
+    """Return the stacks of some calls, each once, and give the calls their numbers among these.
+
+    So steps that differ in nothing have one layout, whatever a step before them has recorded.
+    """
+    having = [call for call in calls if call.stack >= 0] if stacks else []
+    numbers = {number: i for i, number in enumerate(sorted({call.stack for call in having}))}
+    for call in having:
+        call.stack = numbers[call.stack]
+    return [stacks[number] for number in numbers]
 
 
 def line_number(code: CodeType, instruction: int) -> int:
