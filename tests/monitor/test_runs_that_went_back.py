@@ -38,6 +38,8 @@ def train(
                 model[1].weight.grad[0, 0] = float("nan")  # pyright: ignore[reportOptionalSubscript]
             if step not in bad:
                 optimizer.step()
+            if rank == world - 1:
+                probe.note("loss", 7.25)
     probe.close()
 
 
@@ -113,3 +115,21 @@ def test_the_page_and_top_show_what_the_rules_find_beside_what_the_run_recorded(
     for text in (page, capsys.readouterr().out):
         assert "did not change over 10 collected steps" in " ".join(text.replace("│", " ").split())
         assert "the first NaN of step 20" in " ".join(text.replace("│", " ").split())
+
+
+def test_nan_trace_of_finite_steps_names_the_ranks_that_are_not_there(tmp_path, capsys):
+    train(tmp_path, 0, range(3), world=4)
+    train(tmp_path, 2, range(8), world=4)
+    main(["nan-trace", str(tmp_path)])
+    said = capsys.readouterr().out
+    assert "Of ranks 1, 3 nothing is there." in said
+    assert "Rank 0 had fewer steps: 3." in said
+    assert told(capsys, "nan-trace", tmp_path)["not_seen"] == ["Of ranks 1, 3 nothing is there.", "Rank 0 had fewer steps: 3."]
+
+
+def test_top_shows_a_loss_that_the_last_rank_alone_knows(tmp_path, capsys):
+    for rank in range(2):
+        train(tmp_path, rank, range(3))
+    capsys.readouterr()
+    main(["top", "--once", str(tmp_path)])
+    assert "7.25" in capsys.readouterr().out

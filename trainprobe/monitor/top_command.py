@@ -19,7 +19,7 @@ from trainprobe.engine.core.findings import place_in_words
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.storage.dumps.record_log import decode
 from trainprobe.monitor.findings_of_run import all_findings
-from trainprobe.monitor.frames import F64, Frame, SeriesTable, frame_of_step
+from trainprobe.monitor.frames import F64, Frame, Series, SeriesTable, frame_of_step
 from trainprobe.monitor.history import History
 from trainprobe.monitor.looked_at import LookedAt
 from trainprobe.monitor.plan import make_rules
@@ -105,12 +105,14 @@ class View:
 
     def _scalars(self) -> Table:
         table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
-        first = self.histories[min(self.histories)] if self.histories else None
-        scalars = [t for t in first.series if t.address.kind == "scalar"] if first else []
+        having: dict[Series, History] = {}  # scalars, and the first rank that has each: the last stage alone may know the loss
+        for _, one in sorted(self.histories.items()):
+            for series in one.series:
+                if series.address.kind == "scalar":
+                    having.setdefault(series, one)
         roles = ("loss", "gradient norm", "learning rate", "loss scale", None)
-        for series in sorted(scalars, key=lambda t: roles.index(role_of(t.address.name)))[:8]:
-            assert first is not None
-            _, values = first.get(series)
+        for series in sorted(having, key=lambda t: roles.index(role_of(t.address.name)))[:8]:
+            _, values = having[series].get(series)
             style = "bold red" if values.size and not math.isfinite(values[-1]) else "bold"
             table.add_row(series.address.name, Text(f"{values[-1]:.5g}", style=style), Text(spark(values), style="cyan"))
         return table

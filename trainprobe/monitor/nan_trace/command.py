@@ -16,6 +16,7 @@ from trainprobe.engine.core.naming import ROOT
 from trainprobe.engine.core.records import Call
 from trainprobe.engine.core.step_data import entry_name
 from trainprobe.engine.core.words import counted, numbered
+from trainprobe.monitor.looked_at import LookedAt
 from trainprobe.monitor.nan_trace.steps import RankStep, steps_of
 from trainprobe.monitor.nan_trace.trace import RankTrace, RunTrace, reached, trace_run
 from trainprobe.monitor.rules.nonfinite import describe, is_given
@@ -36,19 +37,17 @@ def nan_trace(
     """
     overflows: list[str] = []
     updates: dict[int, UpdatesSeen] = {}
-    found, looked = trace_run(_followed(_with_overflows(steps_of(folder), overflows), updates))
+    seen = LookedAt(folder if folder.is_dir() else None)
+    found, looked = trace_run(_followed(_with_overflows(steps_of(folder), overflows), updates, seen))
+    not_seen = [*(f"{sentence}." for sentence in seen.lacking()), *filter(None, [steps_without_update(updates.values())])]
+    not_seen = not_seen if found is None else []  # of a run that was not read to its end, this is not known
     if json:
-        typer.echo(
-            orjson.dumps(_as_json(found, looked) | ({"overflows": overflows} if overflows else {}), default=str).decode()
-        )
+        more = {name: lines for name, lines in (("overflows", overflows), ("not_seen", not_seen)) if lines}
+        typer.echo(orjson.dumps(_as_json(found, looked) | more, default=str).decode())
     else:
         console = Console(highlight=False, soft_wrap=True, markup=False)
-        skipped = steps_without_update(updates.values()) if found is None else ""
-        for line in (
-            *_lines(found, looked),
-            *filter(None, [skipped]),
-            *(f"the device reported an overflow: {overflow}" for overflow in overflows),
-        ):
+        reported = (f"the device reported an overflow: {overflow}" for overflow in overflows)
+        for line in (*_lines(found, looked), *not_seen, *reported):
             console.print(line)
     return int(found is not None or bool(overflows))
 
@@ -60,10 +59,11 @@ def _with_overflows(steps: Iterator[list[RankStep]], overflows: list[str]) -> It
         yield ranks
 
 
-def _followed(steps: Iterator[list[RankStep]], updates: dict[int, UpdatesSeen]) -> Iterator[list[RankStep]]:
-    """Yield the steps as they are, and learn at which of them each rank had an update."""
+def _followed(steps: Iterator[list[RankStep]], updates: dict[int, UpdatesSeen], seen: LookedAt) -> Iterator[list[RankStep]]:
+    """Yield the steps as they are, and learn which there are of each rank, and at which of them it had an update."""
     for ranks in steps:
         for here in ranks:
+            seen.add(here.frame)
             updates.setdefault(here.rank, UpdatesSeen()).add(here.frame)
         yield ranks
 
