@@ -75,11 +75,11 @@ def steps_of(path: Path) -> Iterator[list[RankStep]]:
     for _, found in groupby(heapq.merge(of_dumps, of_logs, key=itemgetter(0, 1)), key=itemgetter(0)):
         logged: list[RankStep] = []
         dumped: list[RankStep] = []
-        for _, of_log, ranks in found:
-            if of_log:
-                logged = ranks
-            else:
+        for _, _, ranks in found:
+            if isinstance(ranks, dict):
                 dumped = [_read(folder) for _, folder in sorted(ranks.items())]
+            else:
+                logged = ranks
         yield _told_by_either(dumped, logged)
 
 
