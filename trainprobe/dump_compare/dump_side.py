@@ -98,7 +98,7 @@ class Side:
     def _norms(self) -> tuple[memoryview, memoryview]:
         """The column of norms, whose elements are taken out one by one a third faster so."""
         norms, there = self._columns.statistics["norm"]
-        return memoryview(norms), memoryview(there)
+        return norms.data, there.data
 
     def array(self, value: Value) -> npt.NDArray[Any] | None:
         """Return the elements of a value where the dump stores all of them. Raises UnsafeFile where a name leads elsewhere."""

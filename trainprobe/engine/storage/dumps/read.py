@@ -90,7 +90,7 @@ def _content(path: Path) -> bytes:
 
 def _load_dump(path: Path) -> tuple[Any, ReadTensors | None]:
     """Parse a dump; return also what the compiled part, where there is one, has made of its tensors."""
-    found = _read_compiled(path) if native is not None else None
+    found = _read_compiled(path)
     if found is None:
         return load_json(path), None
     top, *columns = found
@@ -101,7 +101,7 @@ def _load_dump(path: Path) -> tuple[Any, ReadTensors | None]:
 
 def _read_compiled(path: Path) -> tuple[Any, bytes, bytes, bytes] | None:
     try:
-        if path.stat().st_size > LARGEST:
+        if native is None or path.stat().st_size > LARGEST:
             return None
         with path.open("rb", buffering=0) as file:
             return native.read_dump(file.read, describe, orjson.loads, _call_of_tensors)
