@@ -12,9 +12,10 @@ from typing import Any, cast
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.proofs import pytest_collection_modifyitems, pytest_runtest_logreport, pytest_sessionfinish
+from tests import proofs
+from tests.proofs import pytest_runtest_logreport, pytest_sessionfinish
 
-__all__ = ["cluster", "pytest_collection_modifyitems", "pytest_runtest_logreport", "pytest_sessionfinish", "require"]
+__all__ = ["cluster", "pytest_runtest_logreport", "pytest_sessionfinish", "require"]
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TRAINPROBE_ON_ERROR", "raise")
@@ -69,6 +70,13 @@ def torch_is_left_as_it_was() -> Iterator[None]:
     if "threads" in changed:
         sys.modules["torch"].set_num_threads(before["threads"])
     assert not changed, f"settings of torch that this file changed and left: {changed}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put files with slow tests first: no worker then ends with a long file while the others have nothing left to do."""
+    proofs.pytest_collection_modifyitems(items)
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
 
 
 @pytest.fixture(scope="session")

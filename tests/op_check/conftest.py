@@ -9,8 +9,11 @@ import torch
 
 
 @pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    """Give each test the number of threads that torch began with: `op-check` sets it for its process."""
+def threads_of_torch() -> Iterator[None]:
+    """Give each test the number of threads that torch began with: `op-check` sets it for its process, and tests themselves.
+
+    A parameter of a test stands in the place of a fixture of its name, and many have one that is named `threads`.
+    """
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
