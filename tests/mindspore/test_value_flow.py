@@ -105,10 +105,9 @@ class MemberLikeAnOperator(Base):
 
 class MemberOfEither(Base):
     def construct(self, x: Any) -> Any:
+        one = self.held[-1]
         if self.flag:
             one = self.held[0]
-        else:
-            one = self.held[-1]
         return one.exp(x)
 
 
@@ -127,6 +126,7 @@ class EitherBranch(Base):
             z = self.b(y)
         else:
             z = self.a(y)
+            z = z * z + y
         return z
 
 
