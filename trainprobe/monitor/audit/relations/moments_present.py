@@ -2,7 +2,8 @@
 
 Relation: where the step counters are above one, the running averages of most parameters are not all zeros (some engines step
 once without a gradient when they start). Tolerance none; single parameters may have had no gradient so far, so that at least
-half of those with a gradient must be empty, and two. Usually caused by a resume that restored the counters and not the
+half of those with a gradient must be empty, and two; what an audited update has left empty (the first matrix of an adapter,
+whose second begins with zeros) was not lost. Usually caused by a resume that restored the counters and not the
 moments: the first updates are then far too large or too small.
 """
 
@@ -27,7 +28,7 @@ def check(evidence: Evidence) -> list[Finding]:
             for name in seen.with_slot(slot)
             if seen.number(name, "step", "mean") > 1 and (name, "grad") in seen and seen.number(name, "grad", "norm") > 0
         ]
-        empty = [name for name in stepped if seen.number(name, slot, "norm") == 0]
+        empty = [name for name in stepped if seen.number(name, slot, "norm") == 0 and not _was_empty(evidence, name, slot)]
         if len(empty) >= max(2, 0.5 * len(stepped)):
             count = seen.number(empty[0], "step", "mean")
             text = (
@@ -47,3 +48,8 @@ def check(evidence: Evidence) -> list[Finding]:
                 )
             ]
     return []
+
+
+def _was_empty(evidence: Evidence, name: str, slot: str) -> bool:
+    before = evidence.before
+    return before is not None and before.tensors.number(name, f"{slot}_after", "norm") == 0
