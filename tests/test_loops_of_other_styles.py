@@ -392,3 +392,30 @@ def test_operators_are_not_accused_where_a_module_is_differentiated_twice(tmp_pa
 def test_operators_on_sparse_tensors_are_not_called_undeterministic(tmp_path):
     found = with_and_without(sparse_embedding, tmp_path, level="off", op_check={"step": [1]}, console=False)
     assert alarms(found) == []
+
+
+def adapter(watch: Any) -> list[bytes]:
+    """Two matrices of which the second begins with zeros, and a warm-up from a rate of 0: the first waits for two steps."""
+    base = nn.Linear(4, 2).requires_grad_(False)
+    down, up = nn.Linear(4, 4, bias=False), nn.Linear(4, 2, bias=False)
+    down_2, up_2 = nn.Linear(4, 4, bias=False), nn.Linear(4, 2, bias=False)
+    nn.init.zeros_(up.weight)
+    nn.init.zeros_(up_2.weight)
+    model = nn.ModuleList([base, down, up, down_2, up_2])
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 4))
+    with watch(model, optimizer) as probe:
+        for number in range(STEPS):
+            with probe.step():
+                x, y = batch(number)
+                loss = F.mse_loss(base(x) + up(down(x)) + up_2(down_2(x)), y)
+                probe.note("loss", loss.detach())
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                schedule.step()
+    return weights(model)
+
+
+def test_the_first_matrix_of_an_adapter_has_not_lost_its_moments(tmp_path):
+    assert alarms(with_and_without(adapter, tmp_path)) == []

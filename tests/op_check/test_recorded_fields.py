@@ -289,3 +289,23 @@ def test_made_inputs_that_share_memory_keep_both_limits() -> None:
         value = Value(0, "torch.float32", (4, 9), extra={"stride": strides})
         t = laid(made(value, (-3.0, 5.0)), strides)
         assert (t.stride(), t.min(), t.max()) == (tuple(strides), -3.0, 5.0)
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+@pytest.mark.parametrize("name", ["_fused_adam_", "_fused_adamw_"])
+def test_an_average_that_cancels_in_a_fused_update_is_rounding_and_a_wrong_element_of_it_is_not(
+    name: str, as_tensor: bool
+) -> None:
+    """Of 65,536 elements whose gradient nearly undoes what is left of the average, none is further off than its rounding."""
+    torch.manual_seed(0)
+    average = torch.randn(256, 256) * 1e-5
+    gradient = average * -9 * (1 + 1e-2 * torch.randn(256, 256))
+    given = [[torch.randn(256, 256) * 0.02], [gradient], [average], [torch.rand(256, 256) * 1e-9], [], [torch.tensor(3.0)]]
+    before = [[t.clone() for t in each] for each in given]
+    rate = torch.tensor(1e-3) if as_tensor else 1e-3
+    named = {"lr": rate, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "eps": 1e-8, "amsgrad": False, "maximize": False}
+    getattr(torch, name)(*given, **named)
+    one = Case(f"Torch.{name}", tuple(before), named, written={str(i): given[i] for i in (0, 2, 3)})
+    assert outcome(one) in RIGHT
+    average[7, 7] += 1e-3 * abs(gradient[7, 7])
+    assert outcome(one) == "bug"

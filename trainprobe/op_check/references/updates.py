@@ -69,10 +69,11 @@ def _adam(
         g = g if grad_scale is None else g / grad_scale
         g = -g if maximize else g
         p, g = (p - lr * weight_decay * p, g) if decoupled else (p, g + weight_decay * p if weight_decay else g)
-        m, v = m + (1 - beta1) * (g - m), beta2 * v + (1 - beta2) * g * g
+        m, v = m.lerp(g, 1 - beta1), beta2 * v + (1 - beta2) * g * g  # one step: signs of several may leave no rounding
         largest = max_exp_avg_sqs[i].maximum(v) if amsgrad else v
         first, second = 1 - beta1 ** float(step), 1 - beta2 ** float(step)
-        written[0].append(p - lr / first * m / (sqrt(largest) / second**0.5 + eps))
+        change = m / (sqrt(largest) / second**0.5 + eps)
+        written[0].append(p.sub(change, alpha=float(lr) / first))
         written[1].append(m)
         written[2].append(v)
         written[3] += [largest] if amsgrad else []
