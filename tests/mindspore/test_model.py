@@ -24,10 +24,6 @@ from trainprobe.errors import PlanError
 from trainprobe.integrations.mindformers import ProbeCallback
 
 ALL = {"optimizer_state": True, "update": True, "activation_gradients": True}
-ASYNCHRONOUS = (
-    *("test_no_bit_changes", "test_output_gradients_are_those_of_a_framework_hook"),
-    *("test_a_nan_is_found_at_the_cell_where_it_is_born", "test_the_default_plan_says_one_line_and_trains_the_same"),
-)
 
 
 class Keep:
@@ -67,14 +63,6 @@ def test_no_bit_changes(mode: int, plan: dict[str, Any], tmp_path: Path) -> None
     assert nn.Cell.__call__ is before
     assert "torch" not in sys.modules
     assert [finding for finding in callback.findings if finding.severity != "info"] == []
-
-
-def test_waiting_for_each_operator_as_most_tests_do_changes_no_bit() -> None:
-    bits = []
-    for waits in (True, False):
-        ms.set_context(pynative_synchronize=waits)
-        bits.append(train(PYNATIVE).bits)
-    assert bits[0] == bits[1]
 
 
 def test_every_step_differs_so_that_equal_bits_mean_something() -> None:

@@ -19,7 +19,6 @@ from trainprobe.watching import watch
 WHOLE = {"level": "L0", "monitor": True, "audit": {"every": 1}, "on_error": "raise", "console": False}
 STEPS = 2
 MODES = {"PyNative": (ms.PYNATIVE_MODE, None), "O0": (ms.GRAPH_MODE, "O0"), "O1": (ms.GRAPH_MODE, "O1")}
-ASYNCHRONOUS = "all"
 
 
 def trained(seed: int, folder: Path, mode: str, output: Path | None, callbacks: Any = True, odd: bool = False) -> list[bytes]:
