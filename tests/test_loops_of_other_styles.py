@@ -191,7 +191,7 @@ def schedule_free(watch: Any, forgets: bool = False) -> list[bytes]:
     return weights(model)
 
 
-def ascent(watch: Any) -> list[bytes]:
+def ascent(watch: Any, flips: bool = False) -> list[bytes]:
     """Sharpness-aware minimization that takes its step back by subtracting it, which rounds."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
@@ -213,6 +213,9 @@ def ascent(watch: Any) -> list[bytes]:
                         p.sub_(way)
                 optimizer.step()
                 optimizer.zero_grad()
+            if flips and number == 5:
+                with torch.no_grad():
+                    next(model.parameters()).neg_()
     return weights(model)
 
 
@@ -272,6 +275,11 @@ def test_a_schedule_free_optimizer_that_is_not_turned_back_is_found(tmp_path):
         6,
         "value",
     )
+
+
+def test_weights_of_another_sign_are_found_where_an_ascent_is_taken_back(tmp_path):
+    found = with_and_without(partial(ascent, flips=True), tmp_path)
+    assert ("untouched_between_steps", 6, "value") in [(f.rule, f.step, f.site.slot) for f in found if f.severity == "error"]
 
 
 class Checkpointed(nn.Module):

@@ -171,9 +171,7 @@ class MindSporeProbe(Probe):
     _limits_reported = False
     _trains: tuple[Any, Any] = (None, None)  # the cell that trains, and the optimizer that it held at first
     _own_loop = False
-    _updates_compiled: bool | None = (
-        None  # of a loop of the user's own: graphs hold the optimizer; None while that is not known
-    )
+    _updates_compiled: bool | None = None  # whether graphs hold the optimizer, in a loop of the user's own; None: not known yet
     _count = 0  # of updates, before the step
     _looked = False  # at parameters and optimizer state, as the step began
 

@@ -6,8 +6,8 @@ statistics of normalisation layers from the last update to the next forward, jud
 group, whose buffers wrappers hand to the others before a forward. Frozen parameters that something moves from the
 start (the average of a student) and those that other ranks hand over are left out, and so is state that neither of the two
 updates changed of any parameter: it is not the update's own, but kept there for something else (the weights from before an
-ascent). Tolerance zero; 1e-5 of the norm for weights that are turned into others and back: for an ascent in this step, or by an
-optimizer whose groups have a `train_mode` (schedule-free ones do so for an evaluation).
+ascent). Tolerance zero. For weights that are turned into others and back it is 1e-5 of the norm, in norm, max and min: for an
+ascent in this step, or by an optimizer whose groups have a `train_mode` (schedule-free ones do so for an evaluation).
 Usually caused by state that was lost, reset or mixed up in saving and loading, by weights that were overwritten in place, by
 master weights that are made anew from rounded ones, or by corrupted memory. Where one parameter's state is now what another's
 was, that is reported.
@@ -80,10 +80,16 @@ def _turned_back(evidence: Evidence, before: Evidence, names: list[str]) -> froz
     """Return the weights that an ascent or a schedule-free optimizer may have turned into others and back since."""
     free = frozenset(name for group in evidence.facts.groups if "train_mode" in group.options for name in group.names)
     free |= frozenset(names if evidence.facts.climbs else ())
-    old = {name: before.tensors.number(name, "value_after", "norm") for name in names if name in free}
-    return frozenset(
-        n for n, norm in old.items() if abs(evidence.tensors.number(n, "value", "norm") - norm) <= _TURNED_BACK * norm
+    return frozenset(name for name in names if name in free and _is_about_the_same(evidence, before, name))
+
+
+def _is_about_the_same(evidence: Evidence, before: Evidence, name: str) -> bool:
+    tolerance = _TURNED_BACK * before.tensors.number(name, "value_after", "norm")
+    was, now = (
+        [tensors.number(name, slot, statistic) for statistic in ("norm", "max", "min")]
+        for tensors, slot in ((before.tensors, "value_after"), (evidence.tensors, "value"))
     )
+    return all(abs(x - y) <= tolerance for x, y in zip(was, now, strict=True))
 
 
 def _statistics(evidence: Evidence, before: Evidence) -> list[Finding]:
