@@ -25,6 +25,7 @@ from trainprobe.op_check.made import made, run_here
 from trainprobe.op_check.recorded import RecordedRank
 
 RIGHT = ("exact", "rounding")
+SGD = "_fused_sgd_"
 
 
 class Mixed(nn.Module):
@@ -308,4 +309,54 @@ def test_an_average_that_cancels_in_a_fused_update_is_rounding_and_a_wrong_eleme
     one = Case(f"Torch.{name}", tuple(before), named, written={str(i): given[i] for i in (0, 2, 3)})
     assert outcome(one) in RIGHT
     average[7, 7] += 1e-3 * abs(gradient[7, 7])
+    assert outcome(one) == "bug"
+
+
+@pytest.mark.parametrize(
+    ("left", "scaled", "options"),
+    [
+        (0.0, False, {}),
+        (0.1, False, {}),  # was called one-sided
+        (0.0, True, {}),  # each of the scaled was called a bug
+        (0.0, True, {"dampening": 0.1}),
+        (0.0, True, {"weight_decay": 1e-6}),
+        (0.0, True, {"maximize": True, "nesterov": True}),
+    ],
+)
+def test_an_average_that_cancels_in_a_fused_sgd_is_rounding_and_a_wrong_element_of_it_is_not(
+    left: float, scaled: bool, options: dict[str, Any]
+) -> None:
+    """Of 65,536 elements whose gradient nearly undoes what momentum 0.9 keeps of the average, leaving `left` of it."""
+    torch.manual_seed(0)
+    named = {"weight_decay": 0.0, "momentum": 0.9, "dampening": 0.0, "nesterov": False, "maximize": False, **options}
+    weight, average = torch.randn(256, 256) * 0.02, torch.randn(256, 256) * 1e-5
+    change = average * -(0.9 + left) / (1 - named["dampening"]) * (1 + 1e-2 * torch.randn(256, 256))
+    change -= named["weight_decay"] * weight
+    scale = {"grad_scale": torch.tensor(3.0)} if scaled else {}
+    gradient = change * (3.0 if scaled else 1.0) * (-1 if named["maximize"] else 1)
+    given = [[weight], [gradient], [average]]
+    before = [[t.clone() for t in each] for each in given]
+    named = {**named, **scale, "lr": 1e-3, "is_first_step": False}
+    getattr(torch, SGD)(*given, **named)
+    one = Case(f"Torch.{SGD}", tuple(before), named, written={str(i): given[i] for i in (0, 2)})
+    assert outcome(one) in RIGHT
+    average[7, 7] += 1e-3 * abs(before[1][0][7, 7])
+    assert outcome(one) == "bug"
+
+
+@pytest.mark.parametrize("found", [0.0, 1.0])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("first", [False, True])
+def test_a_fused_sgd_that_is_skipped_or_begins_is_judged(found: float, momentum: float, first: bool) -> None:
+    torch.manual_seed(0)
+    given = (
+        [[torch.randn(7, 5), torch.randn(3)] for _ in range(3)] if momentum else [[torch.randn(7, 5)], [torch.randn(7, 5)], []]
+    )
+    before = [[t.clone() for t in each] for each in given]
+    named = {"weight_decay": 0.1, "momentum": momentum, "lr": torch.tensor(0.1), "dampening": 0.0, "nesterov": False}
+    named |= {"maximize": False, "is_first_step": first, "grad_scale": torch.tensor(2.0), "found_inf": torch.tensor(found)}
+    getattr(torch, SGD)(*given, **named)
+    one = Case(f"Torch.{SGD}", tuple(before), named, written={str(i): given[i] for i in (0, 2) if given[i]})
+    assert outcome(one) in RIGHT
+    given[0][0][1, 1] += 1e-3
     assert outcome(one) == "bug"

@@ -144,8 +144,8 @@ class Run:
             return None
         with without_dispatch():
             args, kwargs = self._given_for_sizes(accumulate)
-            size = known(*args, **kwargs)
-        return _finite([(size, accumulate)])
+            sizes = known(*args, **kwargs)
+        return _finite([(size, accumulate) for size in flat(sizes)])
 
     def _given_for_sizes(self, accumulate: float, *more: Tensor | None) -> Any:
         """Return the arguments, and more of their kind, as sizes are worked out of them."""

@@ -92,8 +92,19 @@ def fused_adam(*given: Any, **named: Any) -> list[list[Tensor]]:
     return _adam(*given, decoupled=False, **named)
 
 
-@formula("_fused_sgd")
-def fused_sgd(
+Near = tuple[Tensor, Tensor]  # a number, and how far a kernel may be off in it, in units of what it calculates in
+
+
+def _plus(x: Near, y: Near, factor: Any) -> Near:
+    """X + factor · y, before the result is rounded."""
+    return x[0] + factor * y[0], x[1] + abs(factor) * (y[1] + abs(y[0]))
+
+
+def _rounded(x: Near) -> Near:
+    return x[0], x[1] + abs(x[0])
+
+
+def _sgd(
     self: Sequence[Tensor],
     grads: Sequence[Tensor],
     momentum_buffer_list: Sequence[Tensor],
@@ -107,20 +118,37 @@ def fused_sgd(
     is_first_step: bool,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
-) -> list[list[Tensor]]:
+) -> list[list[Near]]:
     """θ − lr b with b = μ b + (1 − τ) g, at the first step b = g."""
     if found_inf is not None and bool(found_inf):
-        return [[*self], [*momentum_buffer_list]]
-    written: list[list[Tensor]] = [[], []]
-    for i, (p, g) in enumerate(zip(self, grads, strict=True)):
-        g = g if grad_scale is None else g / grad_scale
-        g = (-g if maximize else g) + (weight_decay * p if weight_decay else 0)
+        return [[(t, zeros_like(t)) for t in tensors] for tensors in (self, momentum_buffer_list)]
+    written: list[list[Near]] = [[], []]
+    for i, (p, gradient) in enumerate(zip(self, grads, strict=True)):
+        weight = p, zeros_like(p)
+        g = gradient, zeros_like(gradient)
+        g = g if grad_scale is None else _rounded((gradient / grad_scale, g[1]))
+        g = (-g[0], g[1]) if maximize else g
+        g = _rounded(_plus(g, weight, weight_decay)) if weight_decay else g
         if momentum:
-            b = g if is_first_step else momentum * momentum_buffer_list[i] + (1 - dampening) * g
+            b = g
+            if not is_first_step:
+                new = _rounded(((1 - dampening) * g[0], abs(1 - dampening) * g[1])) if dampening else g
+                b = _plus(new, (momentum_buffer_list[i], zeros_like(p)), momentum)
             written[1].append(b)
-            g = g + momentum * b if nesterov else b
-        written[0].append(p - lr * g)
+            g = _rounded(_plus(g, _rounded(b), momentum)) if nesterov else _rounded(b)
+        written[0].append(_plus(weight, g, -lr))
     return written
+
+
+def _of_sgd(*given: Any, **named: Any) -> list[list[Tensor]]:
+    """Worked out and not tried: a sum that cancels may hide in every try that its terms are off by the same."""
+    return [[off for _, off in each] for each in _sgd(*given, **named)]
+
+
+@formula("_fused_sgd", rounding=_of_sgd)
+def fused_sgd(*given: Any, **named: Any) -> list[list[Tensor]]:
+    """SGD with momentum and decay."""
+    return [[value for value, _ in each] for each in _sgd(*given, **named)]
 
 
 @formula("_amp_foreach_non_finite_check_and_unscale")
