@@ -192,6 +192,47 @@ def test_a_compiled_module_is_captured_with_its_arguments(begun, tmp_path):
     assert content["randomness"]["counted_until"] == -1
 
 
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.drop = nn.Linear(4, 1), nn.Dropout(0.5)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.drop(self.layer(inputs))
+
+
+def scripted_whole(net: nn.Module) -> nn.Module:
+    return torch.jit.script(net)
+
+
+def traced_whole(net: nn.Module) -> nn.Module:
+    return torch.jit.trace(net, torch.ones(2, 4), check_trace=False)
+
+
+def in_another(net: nn.Module) -> nn.Module:
+    return nn.Sequential(torch.jit.script(net), nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("make", "where", "name"),
+    [(scripted_whole, "the model", ""), (traced_whole, "the model", ""), (in_another, "module 0", "0.")],
+)
+def test_torchscript_is_captured_but_for_what_is_called_inside_it_and_the_pack_says_so(begun, make, where, name, tmp_path):
+    torch.manual_seed(0)
+    net = make(Named())
+    weight = dict(net.named_parameters())[f"{name}layer.weight"].norm().item()
+    content = captured(tmp_path / "pack.zip", net)
+    assert sorted(content["dataset"]) == sorted(content["weights"]) == [0, 1]
+    assert list(content["dataset"][0]["tensors"]) == ["input" if name else "inputs"]
+    assert content["weights"][0]["parameters"][f"{name}layer.weight"]["norm"] == pytest.approx(weight)
+    (structure,) = [s["values"] for s in content["hyperparameters"]["sources"] if s["kind"] == "model"]
+    assert structure[f"{name}layer"] == "Linear as TorchScript"
+    assert content["hyperparameters"]["model_state"]["methods"] == {}
+    assert [note for note in read_pack(tmp_path / "pack.zip").notes if note.startswith(f"{where} is TorchScript")]
+    net(torch.ones(2, 4))
+    assert "trainprobe" not in str([*net._forward_pre_hooks.values(), *net._forward_hooks.values()]), "hooks are left behind"
+
+
 def test_the_sources_of_the_program_are_hashed_and_those_of_torch_are_not(begun, tmp_path):
     sources = captured(tmp_path / "pack.zip", nn.Linear(4, 1))["packages"]["sources"]
     own = next(found for name, found in sources.items() if name.endswith("test_captured_state.py"))

@@ -36,9 +36,10 @@ def named_arguments(call: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
     """Return arguments by name; positional ones take the name in the signature where it has one."""
     try:
         parameters = list(inspect.signature(call).parameters.values())
+        by_place = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     except (ValueError, TypeError):
-        parameters = []
-    by_place = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        schema = getattr(call, "schema", None)  # of TorchScript
+        by_place = [] if schema is None else [a.name for a in schema.arguments[1:]]
     named = {by_place[i] if i < len(by_place) else f"args.{i}": value for i, value in enumerate(args)}
     return named | dict(kwargs)
 

@@ -206,15 +206,23 @@ def _model(model: Any, name: str) -> list[dict[str, Any]]:
                 found.append(source("model settings", f"{name}.{attribute}", flat(values) if isinstance(values, dict) else {}))
         if values := wrapper_values(inner):
             found.append(source("wrapper", type(inner).__name__, flat(values)))
-        inner = vars(inner).get("_modules", {}).get("module") or vars(inner).get("_modules", {}).get("_orig_mod")
+        children = dict(inner.named_children())
+        inner = children.get("module", children.get("_orig_mod"))
         if inner is None:
             break
     return [s for s in found if s["values"]]
 
 
+def is_scripted(module: Any) -> bool:
+    """Tell whether a module was scripted or traced by torch: what is within it is called where no Python sees it."""
+    return any((cls.__module__, cls.__name__) == ("torch.jit._script", "ScriptModule") for cls in type(module).__mro__)
+
+
 def _describe(module: Any) -> str:
     """Return class and settings of a module: torch's own say them, any other may keep its constructor's arguments."""
     kind = type(module)
+    if is_scripted(module):
+        return f"{module.original_name} as TorchScript"
     text = module.extra_repr() if kind.__module__.startswith("torch.nn.") else _attributes(module)
     return f"{kind.__name__}({text})" if text else kind.__name__
 

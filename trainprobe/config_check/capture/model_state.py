@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from trainprobe.config_check.capture.hyperparameters import is_scripted
 from trainprobe.config_check.capture.plain_values import plain
 from trainprobe.engine.core.naming import count_outer_wrappers, logical_name
 
@@ -19,6 +20,7 @@ HOOKS = {
 _GLOBAL_HOOKS = {f"_global{attribute}": kind for attribute, kind in HOOKS.items()}
 TENSOR_HOOKS = {"_backward_hooks": "gradient hook", "_post_accumulate_grad_hooks": "hook after accumulation"}
 WHOLE = "the model"
+_MOST_NAMED = 3
 
 
 def model_state(models: list[Any], compiled_with: dict[int, str]) -> dict[str, dict[str, str]]:
@@ -32,7 +34,7 @@ def model_state(models: list[Any], compiled_with: dict[int, str]) -> dict[str, d
             found["evaluation"][name] = type(module).__name__
         if hooks := [*_hooks(module, HOOKS)]:
             found["hooks"][f"module {name}"] = ", ".join(hooks)
-        if "forward" in vars(module) and not is_compiled(module):
+        if "forward" in vars(module) and not is_compiled(module) and not is_scripted(module):
             found["methods"][name] = str(plain(vars(module)["forward"]))
         if is_compiled(module):
             found["compiled"][name] = compiled_with.get(id(module), "")
@@ -47,6 +49,16 @@ def model_state(models: list[Any], compiled_with: dict[int, str]) -> dict[str, d
 def is_compiled(module: Any) -> bool:
     """Tell whether a module is what torch.compile made, or was compiled in place."""
     return "_orig_mod" in vars(module).get("_modules", {}) or vars(module).get("_compiled_call_impl") is not None
+
+
+def scripted_modules(models: list[Any]) -> str:
+    """Return the outermost modules that are TorchScript, in words; nothing where there are none."""
+    names: list[str] = []
+    for name, module in _named(models):
+        if is_scripted(module) and not any(outer == WHOLE or name.startswith(f"{outer}.") for outer in names):
+            names.append(name)
+    most = [name if name == WHOLE else f"module {name}" for name in names[:_MOST_NAMED]]
+    return ", ".join(most) + (f" (and {len(names) - len(most)} more)" if len(names) > len(most) else "")
 
 
 def _named(models: list[Any]) -> Iterator[tuple[str, Any]]:

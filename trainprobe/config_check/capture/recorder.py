@@ -21,11 +21,11 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from trainprobe.config_check.capture.dataset import capture_inputs, signature_of
 from trainprobe.config_check.capture.environment import capture_environment
-from trainprobe.config_check.capture.hyperparameters import SettingsWatch
+from trainprobe.config_check.capture.hyperparameters import SettingsWatch, is_scripted
 from trainprobe.config_check.capture.labels import LabelWatch, with_labels, with_target
 from trainprobe.config_check.capture.loaders import LoaderWatch
 from trainprobe.config_check.capture.loop_calls import LoopWatch
-from trainprobe.config_check.capture.model_state import is_compiled, model_state
+from trainprobe.config_check.capture.model_state import is_compiled, model_state, scripted_modules
 from trainprobe.config_check.capture.optimizers import OptimizerWatch
 from trainprobe.config_check.capture.packages import capture_packages
 from trainprobe.config_check.capture.patches import Patches
@@ -116,8 +116,9 @@ class Recorder:
             self._hook(wrapper or first)
 
     def _hook(self, module: Any) -> None:
-        self._handles.append(module.register_forward_pre_hook(self._before_forward, with_kwargs=True))
-        self._handles.append(module.register_forward_hook(self._after_forward, always_call=True))
+        register = torch.nn.Module  # TorchScript's modules call these hooks and refuse to have them registered
+        self._handles.append(register.register_forward_pre_hook(module, self._before_forward, with_kwargs=True))
+        self._handles.append(register.register_forward_hook(module, self._after_forward, always_call=True))
 
     def _see_compiled(self, target: Any, compiled: Any, arguments: str) -> None:
         """Watch the wrapper that torch.compile puts around a model: hooks on what is inside are compiled away."""
@@ -247,6 +248,10 @@ class Recorder:
     def _first(self, writer: PackWriter) -> None:
         """Capture what does not change from micro-step to micro-step."""
         self._optimizers.name_parameters({id(tensor): name for name, _, tensor in named_tensors(self._models)})
+        if scripted := scripted_modules(self._models):
+            writer.note(
+                f"{scripted} is TorchScript: its layers are known by class and weights, their random calls are not counted"
+            )
         if "environment" in self.settings.captures:
             writer.put("environment", capture_environment())
         if "packages" in self.settings.captures:
@@ -265,7 +270,7 @@ class Recorder:
         modules = [m for model in self._models for m in model.modules()]
         if any(is_compiled(m) for m in modules):
             return
-        layers = {id(m): m for m in modules if not any(True for _ in m.children())}
+        layers = {id(m): m for m in modules if is_scripted(m) or not any(True for _ in m.children())}
 
         def before_layer(module: Any, _: Any) -> None:
             if layers.get(id(module)) is module and not torch.compiler.is_compiling():
