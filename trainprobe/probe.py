@@ -165,6 +165,7 @@ class Probe(EngineProbe):
         run = Run(
             steps=self.begun,
             collected=self.collected,
+            cut_short=self.cut_short,
             first_step=self._first_step or 0,
             place=self.place,
             output=self.plan.output,

@@ -18,6 +18,7 @@ def test_an_error_of_the_training_is_the_trainings_own(tmp_path: Path) -> None:
     bare = run("run_failing", "bare", cwd=tmp_path)
     told = run("run_failing", str(tmp_path / "out"), cwd=tmp_path)
     assert "CumsumExt" in told["error"]
+    assert told.pop("end").startswith("trainprobe: 1 step, 0 of them watched, 1 cut short, no step judged as a whole;")
     assert told == {"error": bare["error"], "restored": True, "closed": True, "findings": []}
     dump = json.loads((tmp_path / "out/step1/rank0/dump.json").read_text())
     assert dump["trainprobe"]["complete"] is False

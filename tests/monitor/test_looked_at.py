@@ -112,6 +112,31 @@ def test_a_run_whose_plan_names_none_of_its_steps_has_no_findings_to_be_glad_of(
     assert "0 steps watched, nothing judged" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("plan", [{"monitor": True}, {"audit": True}, {"monitor": True, "level": "mix"}])
+@pytest.mark.parametrize("healthy", [0, 2])
+def test_a_step_that_fails_is_among_the_steps_that_the_plan_names(plan, healthy, tmp_path, capfd):
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(RuntimeError), trainprobe.watch(model, optimizer, output=tmp_path, **plan) as probe:
+        for width in [4] * healthy + [5]:
+            with probe.step():
+                model(torch.randn(3, width)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    judged = "no findings" if healthy else "no step judged as a whole"
+    steps = "3 steps, 2" if healthy else "1 step, 0"
+    assert f"trainprobe: {steps} of them watched, 1 cut short, {judged}; output in" in capfd.readouterr().err
+
+
+def test_a_run_in_which_the_tool_stopped_at_once_says_nothing_of_the_plan(tmp_path, capfd):
+    model = torch.nn.Linear(4, 2)
+    with trainprobe.watch(model, output=tmp_path, monitor=True, on_error="continue") as probe:
+        probe.guard.run(torch.ones(2).reshape, 3)
+        with probe.step():
+            model(torch.randn(3, 4))
+    assert "1 step, 0 of them watched, then disabled by a fault of its own, nothing judged; output" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("sinks", [["dump"], ["csv"], ["tensorboard"]])
 @pytest.mark.parametrize("judge", ["monitor", "audit"])
 def test_findings_are_kept_under_every_sink(sinks, judge, tmp_path, capsys):

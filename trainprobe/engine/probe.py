@@ -65,6 +65,7 @@ class Probe:
         self.guard = guard
         self.reporter = Reporter(Console(plan.console), plan.output)
         self.collected = 0  # how many steps were collected and ended well
+        self.cut_short = 0  # how many steps were collected and did not end well
         self.sentences: list[str] = []  # at the end of the line that ends the run
         self.watchers: list[Watcher] = []  # called behind the programs
         self.tape: Tape | None = None
@@ -354,6 +355,7 @@ class Probe:
         for fault in tape.library.faults():
             self.reporter.report_once(Finding("kernels", "warning", fault, step=self.step_number))
         self.collected += complete
+        self.cut_short += not complete
         found = self._judge(step_data)
         for finding in found:
             self.report(finding)

@@ -23,8 +23,9 @@ LONG = 400  # characters of a message
 class Run:
     """A run that is over, as one rank saw it.
 
-    steps, collected: how many there were, and how many were looked at. judged: whether the plan has a monitor or an audit.
-    written: whether `output` can be read back. stopped: whether the tool has disabled itself. left_out: parts that failed.
+    steps, collected: how many there were, and how many were looked at. cut_short: how many of the others an error or the end of
+    the run cut short while they were looked at. judged: whether the plan has a monitor or an audit. written: whether `output`
+    can be read back. stopped: whether the tool has disabled itself. left_out: parts that failed.
     """
 
     steps: int
@@ -32,6 +33,7 @@ class Run:
     first_step: int
     place: Place
     output: Path
+    cut_short: int = 0
     judged: bool = True
     written: bool = True
     stopped: bool = False
@@ -48,14 +50,18 @@ def end_line(run: Run, findings: Sequence[Finding]) -> str:
 def _nothing_found(run: Run) -> str:
     if not run.judged:
         return "nothing judged (monitor=True and audit=True judge the steps)"
-    if run.steps and not run.collected:
-        return "nothing judged (none of them is among the steps that the plan names)"
-    return "no findings" if run.steps else "nothing judged"
+    if run.collected:
+        return "no findings"
+    if run.cut_short:
+        return "no step judged as a whole"
+    unnamed = run.steps and not run.stopped
+    return "nothing judged" + (" (none of them is among the steps that the plan names)" if unnamed else "")
 
 
 def _steps(run: Run) -> str:
     all_of_them = run.steps == run.collected
     seen = counted(run.steps, "step") + (" watched" if all_of_them else f", {run.collected} of them watched")
+    seen += f", {run.cut_short} cut short" if run.cut_short else ""
     if run.stopped:
         return f"{seen}, then disabled by a fault of its own"
     return seen + (f" (without {' and '.join(run.left_out)}, left out after a fault)" if run.left_out else "")
