@@ -1,9 +1,16 @@
 """The rule `nonfinite` names where the first NaN was born."""
 
 import math
+from pathlib import Path
 
 import pytest
+import torch
 from frames_by_hand import Bench, value
+
+import trainprobe
+from trainprobe.monitor.rules.nonfinite import Options
+from trainprobe.monitor.run_folder import read_frames
+from trainprobe.monitor.watcher import judge_frames
 
 NAN = math.nan
 
@@ -161,3 +168,50 @@ def test_of_a_forward_pass_that_was_not_recorded_nothing_is_claimed(seen):
     assert "the loss was finite, it arose in the backward pass" in found.message
     (found,) = Bench("nonfinite").feed(*seen, grad("layers.2.w", NAN), loss=NAN)
     assert found.site.name == "loss" and "the forward pass was not recorded: it came in with the batch, or" in found.message
+
+
+def mixed_precision(folder: Path, level: str, skips: bool) -> trainprobe.Probe:
+    """Train under fp16 autocast with a loss scale of 2 ** 20: the gradients of the first two steps overflow.
+
+    skips: as GradScaler does; else the optimizer steps whatever the gradients are.
+    """
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+    x, y = torch.randn(64, 16), torch.randn(64, 4)
+    with trainprobe.watch(model, optimizer, output=folder, level=level, monitor=True, console=False) as probe:
+        for _ in range(4):
+            with probe.step():
+                with torch.autocast("cpu", torch.float16):
+                    loss = torch.nn.functional.mse_loss(model(x), y)
+                probe.note("loss", loss.detach())
+                scaler.scale(loss).backward()
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                scaler.step(optimizer) if skips else optimizer.step()
+                scaler.update()
+                optimizer.zero_grad()
+    assert all(bool(p.isfinite().all()) for p in model.parameters()) == skips
+    return probe
+
+
+@pytest.mark.parametrize("level", ["off", "L0", "L1", "mix"])
+def test_an_overflow_is_a_note_where_the_scaler_skips_the_step_and_an_error_where_the_optimizer_steps(level, tmp_path):
+    found = {}
+    for skips in (True, False):
+        probe = mixed_precision(tmp_path / str(skips), level, skips)
+        live = [(f.step, f.severity, f.site) for f in probe.findings if f.rule == "nonfinite"]
+        again = [
+            (f.step, f.severity, f.site) for f in judge_frames(read_frames(tmp_path / str(skips)), {"nonfinite": Options()})
+        ]
+        assert live == again
+        found[skips] = [(step, severity) for step, severity, _ in live]
+    assert found == {True: [(0, "info")], False: [(0, "error")]}
+
+
+def test_what_is_not_finite_in_the_forward_pass_of_a_later_micro_batch_is_no_overflow():
+    forward = value("forward", "op", "Tensor.log", "output", norm=NAN)
+    passes = [*module("a", 1.0, 1.0), *module("a", 1.0, math.inf, "backward"), forward]
+    (found,) = Bench("nonfinite").feed(*passes, *module("a", 1.0, math.inf, "backward", 1), loss=1.0, loss_scale=2.0**20)
+    assert found.severity == "error"

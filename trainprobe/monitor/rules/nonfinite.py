@@ -9,7 +9,8 @@ call that is known to have made such a result of finite values is an origin; wit
 Minus infinity alone is not counted, because attention masks are made of it. What stands in single calls alone, and in nothing
 that is made of them, is worth a note (a constant, a mask, memory that nobody had filled yet), and is no origin later. While a
 dynamic loss scale is in use, infinite gradients are how it finds its limit: a few such steps are only worth a note, and so are,
-until the first finite step, all at a scale above 65536, which makes an infinity of every float16 gradient of 1.
+until the first finite step, all at a scale above 65536, which makes an infinity of every float16 gradient of 1. Where the
+optimizer stepped all the same and wrote what is not finite, they are an error.
 
 Source: the "first divergence" of TrainCheck and the overflow checks of mixed precision training (Micikevicius et al., 2018).
 """
@@ -141,10 +142,17 @@ def lasts(memory: Memory) -> bool:
 
 
 def _only_gradients_under_a_scale(frame: Frame, bad: np.ndarray) -> bool:
-    if not _scale(frame) > 1:
+    """Tell whether all that is bad are gradients, and what is made of them before an update that does not come."""
+    if not _scale(frame) > 1 or _loss_is_bad(frame):
         return False
-    phases = {frame.table.addresses[s].phase for s in frame.addresses[bad].tolist()}
-    return phases <= {"backward", "optimizer", "step"} and not _loss_is_bad(frame)
+    addresses = [frame.table.addresses[s] for s in frame.addresses.tolist()]
+    begins = _begins(addresses)
+    ends = max((i for i, a in enumerate(addresses) if a.phase == "backward" and a.kind != "parameter"), default=len(addresses))
+    after = {"collective": begins, "op": ends}  # the scaler's own ops are given the gradients
+    return all(
+        addresses[i].phase in ("backward", "step") or i > after.get(addresses[i].kind, len(addresses))
+        for i in np.flatnonzero(bad).tolist()
+    )
 
 
 def _scale(frame: Frame) -> float:
