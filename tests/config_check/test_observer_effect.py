@@ -8,6 +8,7 @@ import pickle
 import random
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -156,6 +157,27 @@ def test_a_compiled_model_gives_the_same_bits_and_is_captured_whole(tmp_path):
     assert watched == losses(None)
     pack = read_pack(tmp_path / "pack.zip")
     assert set(pack.ranks[0].by_micro["weights"][0]["parameters"]) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+
+
+@pytest.mark.parametrize(("before", "warm"), [(True, False), (True, True), (False, False)])
+def test_a_model_whose_compiled_wrapper_is_called_is_captured_whenever_that_was_made(before, warm, tmp_path):
+    def train(out: Path | None) -> list[bytes]:
+        torch._dynamo.reset()
+        torch.manual_seed(3)
+        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        compiled = torch.compile(net, backend="eager") if before else None
+        if warm and compiled is not None:
+            compiled(torch.ones(3, 4)).sum().backward()
+        with ConfigChecker(net, output_zip_path=out, on_error="raise", micro_steps=2) if out else nullcontext():
+            compiled = compiled or torch.compile(net, backend="eager")
+            return [bits_of(compiled(torch.full((3, 4), float(n)))) for n in range(4)]
+
+    assert train(tmp_path / "pack.zip") == train(None)
+    rank = read_pack(tmp_path / "pack.zip").ranks[0]
+    assert sorted(rank.by_micro["weights"]) == sorted(rank.by_micro["dataset"]) == [0, 1]
+    state = rank.single["hyperparameters"]["model_state"]
+    assert list(state["compiled"]) == ["the model"]
+    assert state["hooks"] == state["methods"] == {}
 
 
 def test_a_compiler_that_lists_torchs_functions_while_they_are_replaced_still_compiles(tmp_path):

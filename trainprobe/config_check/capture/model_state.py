@@ -36,7 +36,7 @@ def model_state(models: list[Any], compiled_with: dict[int, str]) -> dict[str, d
             found["hooks"][f"module {name}"] = ", ".join(hooks)
         if "forward" in vars(module) and not is_compiled(module) and not is_scripted(module):
             found["methods"][name] = str(plain(vars(module)["forward"]))
-        if is_compiled(module):
+        if is_compiled(module) or id(module) in compiled_with:
             found["compiled"][name] = compiled_with.get(id(module), "")
     if hooks := [*_hooks(torch.nn.modules.module, _GLOBAL_HOOKS)]:
         found["hooks"]["every module"] = ", ".join(hooks)

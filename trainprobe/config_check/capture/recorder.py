@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import threading
 import time
 import weakref
@@ -114,6 +115,9 @@ class Recorder:
             self._late_patches.replace(first, "_compiled_call_impl", functools.partial(self._compiled_call, first))
         else:
             self._hook(wrapper or first)
+            compiler = sys.modules.get("torch._dynamo.eval_frame")
+            if wrapper is None and compiler is not None:
+                self._late_patches.replace(compiler.OptimizedModule, "__call__", self._calling_compiled)
 
     def _hook(self, module: Any) -> None:
         register = torch.nn.Module  # TorchScript's modules call these hooks and refuse to have them registered
@@ -132,6 +136,18 @@ class Recorder:
             while self._handles:
                 self._handles.pop().remove()
             self._hook(compiled)
+
+    def _calling_compiled(self, original: Any) -> Any:
+        """Find the wrapper of the model where torch.compile made it before anything was watched."""
+
+        @functools.wraps(original)
+        def call(compiled: Any, *args: Any, **kwargs: Any) -> Any:
+            inner = compiled._modules.get("_orig_mod")
+            if inner in self._models[:1] and not any(known() is compiled for _, known in self._compiled):
+                self.guard.run(self._see_compiled, inner, compiled, "")
+            return original(compiled, *args, **kwargs)
+
+        return call
 
     def _compiled_call(self, module: Any, original: Any) -> Any:
         @functools.wraps(original)
