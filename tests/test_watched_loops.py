@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -49,13 +50,25 @@ def masters() -> None:
         train(probe, model, optimizer)
 
 
+def scripted() -> None:
+    model: Any = torch.jit.script(net()[0])
+    with trainprobe.watch(model, optimizer := torch.optim.SGD(model.parameters(), lr=0.1), PLAN) as probe:
+        train(probe, model, optimizer)
+
+
+def traced() -> None:
+    model: Any = torch.jit.trace(net()[0], torch.ones(2, 4))
+    with trainprobe.watch(model, optimizer := torch.optim.SGD(model.parameters(), lr=0.1), PLAN) as probe:
+        train(probe, model, optimizer)
+
+
 def inference() -> None:
     model, _ = net()
     with trainprobe.watch(model, level="L0", sinks=[]) as probe, probe.step():
         model(torch.ones(2, 4))
 
 
-@pytest.mark.parametrize("loop", [healthy, another_optimizer_is_made_later, masters, inference])
+@pytest.mark.parametrize("loop", [healthy, another_optimizer_is_made_later, masters, inference, scripted, traced])
 def test_a_loop_that_is_what_was_told_has_no_sentence(loop: Callable[[], None], capsys: pytest.CaptureFixture[str]) -> None:
     loop()
     err = capsys.readouterr().err

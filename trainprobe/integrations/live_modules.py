@@ -59,6 +59,7 @@ def modules_inside(module: Any) -> Iterator[Any]:
         if at is not None and id(at) not in seen:
             seen.add(id(at))
             waiting += at.__dict__.get("_modules", {}).values()
+            waiting.append(at.__dict__.get("_actual_script_module"))  # what a traced model keeps all that it has in
             yield at
 
 
