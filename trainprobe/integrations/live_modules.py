@@ -35,14 +35,17 @@ def model_of(optimizer: Any) -> Any:
 
 def parameters_of(module: Any) -> dict[int, Any]:
     """Return id → parameter of a module and all modules inside it."""
-    return {
-        id(p): p for inner in modules_inside(module) for p in inner.__dict__.get("_parameters", {}).values() if p is not None
-    }
+    return {id(p): p for p in _each_parameter(module)}
 
 
 def has_own_parameters(module: Any) -> bool:
     """Tell whether the parameters of a module are its own: while `functional_call` runs, other tensors stand in their place."""
-    return all(isinstance(p, torch.nn.Parameter) for p in parameters_of(module).values())
+    return all(isinstance(p, torch.nn.Parameter) for p in _each_parameter(module))
+
+
+def _each_parameter(module: Any) -> Iterator[Any]:
+    inside = (inner.__dict__.get("_parameters", {}) for inner in modules_inside(module))
+    return (p for held in inside for p in held.values() if p is not None)
 
 
 def _best(modules: Collection[Any], held: set[int]) -> Any:

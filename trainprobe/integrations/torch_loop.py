@@ -198,7 +198,7 @@ class TorchLoop:
         if id(module) not in self._owned:
             return self._left_out.called(module, self._parameters.keys()) and self._is_whole_model(module)
         step = self._step
-        if step is None or not has_own_parameters(self._model) or not self._is_over(step, id(module)):
+        if step is None or not self._is_over(step, id(module)):
             return False
         if not step.stepped and self._is_trial():
             self._drop_step()
@@ -225,6 +225,9 @@ class TorchLoop:
     def _is_over(self, step: Step, module: int) -> bool:
         """Return whether the update of this step has been made when a module is called."""
         if self._losses.in_backward or self._updating is not None:  # recomputation, or a line search
+            return False
+        tells = step.stepped or step.backward or module == step.entry
+        if not tells or not has_own_parameters(self._model):  # walks through the model: not at each call of a layer
             return False
         if step.stepped:
             return True
