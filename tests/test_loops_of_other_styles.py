@@ -89,6 +89,16 @@ def with_and_without(loop: Loop, tmp_path: Any, **plan: Any) -> list[Any]:
     return [finding for probe in probes for finding in probe.findings]
 
 
+def one_step(probe: Any, model: nn.Module, optimizer: Any, number: int) -> None:
+    with probe.step():
+        x, y = batch(number)
+        loss = F.mse_loss(model(x), y)
+        probe.note("loss", loss.detach())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
 def with_a_compiled_call(watch: Any, whole: bool, micros: int = 2) -> list[bytes]:
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -173,13 +183,7 @@ def schedule_free(watch: Any, forgets: bool = False) -> list[bytes]:
     optimizer = ScheduleFree(model.parameters())
     with watch(model, optimizer) as probe:
         for number in range(STEPS):
-            with probe.step():
-                x, y = batch(number)
-                loss = F.mse_loss(model(x), y)
-                probe.note("loss", loss.detach())
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+            one_step(probe, model, optimizer, number)
             if number % 3 == 2:
                 model.eval()
                 optimizer.eval()
@@ -251,13 +255,7 @@ def observers_switched_off(watch: Any) -> list[bytes]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     with watch(model, optimizer) as probe:
         for number in range(STEPS):
-            with probe.step():
-                x, y = batch(number)
-                loss = F.mse_loss(model(x), y)
-                probe.note("loss", loss.detach())
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+            one_step(probe, model, optimizer, number)
             if number == 7:
                 model.apply(quantization.disable_observer)
     return weights(model)

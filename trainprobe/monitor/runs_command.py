@@ -99,6 +99,7 @@ def _find(folder: Path) -> Iterator[tuple[Path, list[Path]]]:
 def _describe(run: Path, logs: list[Path]) -> Run:
     logged = [steps_of_log(log) for log in logs]
     steps = [{step for step, _ in each} for each in logged]
+    of_all = set[int]().union(*steps)
     dumped = find_steps(run)
     formats = [*dict.fromkeys("columns" if log.is_dir() else "lines" for log in logs), *(["dump"] if dumped else [])]
     ranks = len(logs) or max((len(list(step.glob("rank*"))) for step in dumped.values()), default=0)
@@ -111,8 +112,8 @@ def _describe(run: Path, logs: list[Path]) -> Run:
         max([ranks, *(place.world_size for each in logged for _, place in each[-1:])]),
         max(map(len, steps), default=0),
         min(map(len, steps), default=0),
-        min(set[int]().union(*steps), default=None),
-        max(set[int]().union(*steps), default=None),
+        min(of_all, default=None),
+        max(of_all, default=None),
         len(dumped),
         sum(file.stat().st_size for file in run.rglob("*") if file.is_file()),
         dict(Counter(finding.severity for finding in causes(found))),

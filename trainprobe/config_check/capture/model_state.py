@@ -20,7 +20,6 @@ HOOKS = {
 _GLOBAL_HOOKS = {f"_global{attribute}": kind for attribute, kind in HOOKS.items()}
 TENSOR_HOOKS = {"_backward_hooks": "gradient hook", "_post_accumulate_grad_hooks": "hook after accumulation"}
 WHOLE = "the model"
-_MOST_NAMED = 3
 
 
 def model_state(models: list[Any], compiled_with: dict[int, str]) -> dict[str, dict[str, str]]:
@@ -51,14 +50,13 @@ def is_compiled(module: Any) -> bool:
     return "_orig_mod" in vars(module).get("_modules", {}) or vars(module).get("_compiled_call_impl") is not None
 
 
-def scripted_modules(models: list[Any]) -> str:
-    """Return the outermost modules that are TorchScript, in words; nothing where there are none."""
+def scripted_modules(models: list[Any]) -> list[str]:
+    """Return the outermost modules that are TorchScript: `the model`, or `module NAME`."""
     names: list[str] = []
     for name, module in _named(models):
         if is_scripted(module) and not any(outer == WHOLE or name.startswith(f"{outer}.") for outer in names):
             names.append(name)
-    most = [name if name == WHOLE else f"module {name}" for name in names[:_MOST_NAMED]]
-    return ", ".join(most) + (f" (and {len(names) - len(most)} more)" if len(names) > len(most) else "")
+    return [name if name == WHOLE else f"module {name}" for name in names]
 
 
 def _named(models: list[Any]) -> Iterator[tuple[str, Any]]:

@@ -44,6 +44,8 @@ from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.naming import chunks_of
 from trainprobe.errors import FormatError, OutputError
 
+_MOST_NAMED = 3  # modules in a note
+
 
 class Recorder:
     """One capture of one process. `start` before the model is made, `attach` once it exists, `finish` at the end."""
@@ -265,8 +267,11 @@ class Recorder:
         """Capture what does not change from micro-step to micro-step."""
         self._optimizers.name_parameters({id(tensor): name for name, _, tensor in named_tensors(self._models)})
         if scripted := scripted_modules(self._models):
+            more = f" (and {len(scripted) - _MOST_NAMED} more)" if len(scripted) > _MOST_NAMED else ""
+            verb, whose = ("is", "its") if len(scripted) == 1 else ("are", "their")
             writer.note(
-                f"{scripted} is TorchScript: its layers are known by class and weights, their random calls are not counted"
+                f"{', '.join(scripted[:_MOST_NAMED])}{more} {verb} TorchScript: {whose} layers are known by class and weights, "
+                "random calls inside are not counted"
             )
         if "environment" in self.settings.captures:
             writer.put("environment", capture_environment())
