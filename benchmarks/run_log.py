@@ -38,8 +38,8 @@ def train(folder: Path, steps: int) -> None:
 
     from trainprobe import watch
     from trainprobe.demo.corpus import draw_batch, read_corpus
-    from trainprobe.demo.gpt import GPT, Shape, next_token_loss
-    from trainprobe.demo.training import FEATURES
+    from trainprobe.demo.gpt import GPT, Shape
+    from trainprobe.demo.training import FEATURES, update
 
     torch.manual_seed(0)
     shape = Shape(width=32, context=16)
@@ -57,12 +57,7 @@ def train(folder: Path, steps: int) -> None:
         for step in range(steps):
             inputs, targets = map(torch.from_numpy, draw_batch(corpus, step, 2, shape.context))
             with probe.step(step):
-                loss = next_token_loss(model(inputs), targets)
-                optimizer.zero_grad(set_to_none=True)
-                loss.backward()
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                probe.note("loss", loss)
+                probe.note("loss", update(model, optimizer, inputs, targets))
 
 
 def begin_anew(steps: Sequence[StepData]) -> None:

@@ -41,6 +41,16 @@ def learning_rate(step: int, steps: int) -> float:
     return PEAK_RATE * min((step + 1) / WARMUP, 0.55 + 0.45 * math.cos(math.pi * done))
 
 
+def update(model: GPT, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Update the model once, with clipped gradients; return the loss, a tensor of one element."""
+    loss = next_token_loss(model(inputs), targets)
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return loss
+
+
 def train(folder: Path, steps: int, dumped: tuple[int, ...], tell: Callable[[int], None]) -> Outcome:
     """Train `steps` steps and write everything to `folder`; `tell(step)` is called after each."""
     torch.manual_seed(0)
@@ -63,11 +73,6 @@ def train(folder: Path, steps: int, dumped: tuple[int, ...], tell: Callable[[int
                 group["lr"] = learning_rate(step, steps)
             inputs, targets = map(torch.from_numpy, draw_batch(corpus, step, BATCH, shape.context))
             with probe.step(step):
-                loss = next_token_loss(model(inputs), targets)
-                optimizer.zero_grad(set_to_none=True)
-                loss.backward()
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                probe.note("loss", loss)
+                probe.note("loss", update(model, optimizer, inputs, targets))
             tell(step)
     return Outcome(tuple(probe.findings), sum(p.numel() for p in model.parameters()), steps * BATCH * shape.context)
