@@ -1,8 +1,10 @@
 """Two steps of a small GPT in several layouts of torch, dumped: `train_layouts.py FOLDER KIND[+LEVEL][:FAULT]…` on each rank.
 
 KIND: ddp, fsdp1, fsdp2, hsdp, tensor (DTensor), context (keys and values are gathered), pipeline (two stages), zero1 to zero3
-(DeepSpeed), alone, fused (alone, with one projection for q, k and v). All layouts begin with the same weights and see the same
-samples. LEVEL: of the dump, L0 without it.
+(DeepSpeed), alone, fused (alone, with one projection for q, k and v), redundancy (DDP with torch's ZeroRedundancyOptimizer).
+All layouts begin with the same weights and see the same samples. LEVEL: of the dump, L0 without it; `tensors`: L0 with all
+elements, of one step; `states`: L0 with the state of the optimizer, `state tensors`: that with all elements. KIND may end with
+the optimizer, `ddp-sgd`: AdamW without it.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from trainprobe.engine.core.records import Place
 WIDTH, WORDS, STEPS = 32, 50, 2
 WHERE = "layers.1.down"
 CONTEXT: list[bool] = []  # not empty where each rank holds a part of each sequence
-SHARE_SAMPLES = ("ddp", "fsdp1", "fsdp2", "hsdp", "zero1", "zero2", "zero3")
+SHARE_SAMPLES = ("redundancy", "ddp", "fsdp1", "fsdp2", "hsdp", "zero1", "zero2", "zero3")
 MONITOR = {"parameters": True, "gradients": True}
 
 
@@ -129,7 +131,7 @@ def spread(kind: str, model: Any) -> Any:
 
     if kind == "pipeline":
         return Stage(model, last=dist.get_rank() == 1)
-    if kind in ("ddp", "context"):
+    if kind in ("ddp", "context", "redundancy"):
         return nn.parallel.DistributedDataParallel(model)
     world = dist.get_world_size()
     if kind == "tensor":
@@ -213,6 +215,32 @@ def plant(fault: str, bare: Any, model: Any) -> None:
         model.register_comm_hook(None, lambda state, bucket: summed(state, bucket).then(lambda done: done.value()[0]))
 
 
+def plant_in_optimizer(fault: str, step: int, optimizer: Any) -> None:
+    """Change how the second rank alone steps, or behind the first step what it keeps, of the weight that has most elements.
+
+    Another learning `rate`, weight `decay` or `betas`; a `moment`, a `square` or a count of `steps` that is another, or moments
+    that are `lost`.
+    """
+    if dist.is_initialized() and dist.get_rank() != 1:
+        return
+    for group in optimizer.param_groups if step == 0 else ():
+        group["lr"] *= 1.1 if fault == "rate" else 1
+        group["weight_decay"] = 0.5 if fault == "decay" else group["weight_decay"]
+        if fault == "betas":
+            group["betas"] = (0.88, group["betas"][1])
+    if fault not in ("moment", "steps", "lost", "square") or step != 1:
+        return
+    stepped = max(optimizer.state, key=lambda p: p.numel())
+    states = optimizer.state[stepped]
+    if fault == "lost":
+        states["exp_avg"].zero_()
+        states["exp_avg_sq"].zero_()
+    elif fault == "steps":
+        states["step"].add_(1)
+    else:
+        local_part(states["exp_avg" if fault == "moment" else "exp_avg_sq"]).mul_(1.05)
+
+
 def batches(kind: str) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield what this rank is given: its share of the samples, or of each sequence, or all."""
     for words in torch.randint(WORDS, (STEPS, 4, 9), generator=torch.Generator().manual_seed(3)):
@@ -236,8 +264,12 @@ def train(output: Path, kind: str = "alone", fault: str = "", level: str = "L0")
     }
     if level == "tensors":
         plan |= {"level": "L0", "task": "tensor", "step": [0]}
+    if level.startswith("state"):
+        plan |= {"level": "L0", "monitor": {**MONITOR, "optimizer_state": True}}
+        plan |= {"task": "tensor"} if level == "state tensors" else {}
+    kind, _, way = kind.partition("-")
     if kind.startswith("zero"):
-        train_deepspeed(output, kind, bare, fault, plan)
+        train_deepspeed(output, kind, bare, fault, plan, way)
         return
     if kind == "fused":
         for layer in bare.layers:
@@ -245,7 +277,7 @@ def train(output: Path, kind: str = "alone", fault: str = "", level: str = "L0")
     model = bare if kind in ("alone", "fused") else spread(kind, bare)
     if fault:
         plant(fault, bare, model)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    optimizer = make_optimizer(way, list(model.parameters()), redundancy=kind == "redundancy")
     place = None
     spread_samples = kind in SHARE_SAMPLES or kind == "context"
     scale = 2 * (dist.get_world_size() if spread_samples else 1)  # what a script counts of its ranks; changes no bit
@@ -254,7 +286,8 @@ def train(output: Path, kind: str = "alone", fault: str = "", level: str = "L0")
         place = Place(dist.get_rank(), dist.get_world_size(), {axis: (dist.get_rank(), dist.get_world_size())})
     with trainprobe.Probe(plan, place=place, output=output, console=False) as probe:
         probe.open(model, optimizer)
-        for x, y in batches(kind):
+        for step, (x, y) in enumerate(batches(kind)):
+            plant_in_optimizer(fault, step, getattr(optimizer, "optim", optimizer))
             with probe.step():
                 optimizer.zero_grad()
                 if kind == "pipeline":
@@ -265,7 +298,29 @@ def train(output: Path, kind: str = "alone", fault: str = "", level: str = "L0")
                 optimizer.step()
 
 
-def train_deepspeed(output: Path, kind: str, bare: Any, fault: str, plan: dict[str, Any]) -> None:
+def make_optimizer(way: str, parameters: list[Any], *, redundancy: bool = False) -> Any:
+    """Return an optimizer of torch: AdamW, or what `way` calls."""
+    kinds: dict[str, tuple[Any, dict[str, Any]]] = {
+        "": (torch.optim.AdamW, {"lr": 1e-3}),
+        "sgd": (torch.optim.SGD, {"lr": 0.1}),
+        "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+        "adafactor": (torch.optim.Adafactor, {"lr": 0.01}),
+        "amsgrad": (torch.optim.AdamW, {"lr": 1e-3, "amsgrad": True}),
+        "fused": (torch.optim.AdamW, {"lr": 1e-3, "fused": True}),
+        "foreach": (torch.optim.AdamW, {"lr": 1e-3, "foreach": True}),
+        "capturable": (torch.optim.AdamW, {"lr": torch.tensor(1e-3), "fused": True}),
+        "rmsprop": (torch.optim.RMSprop, {"lr": 1e-3}),
+        "adagrad": (torch.optim.Adagrad, {"lr": 1e-2}),
+    }
+    kind, settings = kinds[way]
+    if redundancy:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        return ZeroRedundancyOptimizer(parameters, kind, **settings)
+    return kind(parameters, **settings)
+
+
+def train_deepspeed(output: Path, kind: str, bare: Any, fault: str, plan: dict[str, Any], way: str = "") -> None:
     """DeepSpeed counts steps from 1."""
     import deepspeed
 
@@ -278,13 +333,14 @@ def train_deepspeed(output: Path, kind: str, bare: Any, fault: str, plan: dict[s
         "zero_optimization": {"stage": int(kind[-1])},
         "steps_per_print": 10**9,
     }
-    optimizer = torch.optim.AdamW(bare.parameters(), 1e-3)
+    optimizer = make_optimizer(way, list(bare.parameters()))
     engine = deepspeed.initialize(model=bare, optimizer=optimizer, config=config)[0]
     if fault:
         plant(fault, bare, engine)
     plan = {**plan, "step": [step + 1 for step in plan["step"]], "console": False}
     integration.attach(engine, plan, output=str(output))
-    for x, y in batches(kind):
+    for step, (x, y) in enumerate(batches(kind)):
+        plant_in_optimizer(fault, step, engine.basic_optimizer)
         engine.backward(engine(x, y))
         engine.step()
     integration.detach(engine)

@@ -71,6 +71,7 @@ class Judged:
     argument: a plain argument that is not the same on both sides, as text.
     computed: largest relative distance of plain floats that may have been computed from tensors (see arguments).
     weights: largest distance of the weights that a module is given.
+    excused: slots of what an optimizer keeps, and is given, that is only as far apart as its gradients are.
     """
 
     pair: CallPair
@@ -81,6 +82,7 @@ class Judged:
     argument: str = ""
     computed: tuple[str, float] = "", 0.0
     weights: float = 0.0
+    excused: frozenset[str] = frozenset()
 
     def rounding(self, value: Distance) -> float:
         """Return what rounding alone may do to a result: as measured, but at least the gap of its format, or by the model."""
@@ -221,6 +223,8 @@ def _see_cancellation(judged: Sequence[Judged], a: Side, b: Side) -> None:
         if mine is None or theirs is None:
             continue
         for i, value in enumerate(one.values):
+            if mine.kind == "state" and not value.slot.startswith("grad"):
+                continue  # what an optimizer makes is no sum of what reached the module
             if value.result and value.epsilon and not value.floor and SLACK * one.own < value.interval.low < math.inf:
                 terms = terms or (Terms(_calls(judged, 0, a), a), Terms(_calls(judged, 1, b), b))
                 times = cancelled(((mine, value.slot, terms[0]), (theirs, value.slot, terms[1])))

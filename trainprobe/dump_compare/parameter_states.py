@@ -12,6 +12,7 @@ from trainprobe.dump_compare.pairing import CallPair
 from trainprobe.engine.core.records import Call, Phase
 
 AFTER = "_after"  # ends the slots of what the optimizer leaves
+UPDATES = ("update", "main_update")  # what it adds to a parameter
 _Values = Mapping[str, object]
 
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from trainprobe.dump_compare.between_steps import is_step
 from trainprobe.dump_compare.judge import Judged, Outcome
 from trainprobe.dump_compare.verdict import Compared
 from trainprobe.engine.core.processes import cores, on_cores
@@ -37,7 +38,10 @@ def suitable(folders: Sequence[Path]) -> Run[Any, Any]:
 
 
 def without_agreeing(compared: Compared) -> Compared:
-    """Return a rank without the calls that agree in everything, which are counted."""
+    """Return a rank without the calls that agree in everything, which are counted.
+
+    What an optimizer makes is kept: the next step begins with it (see between_steps).
+    """
     kept = [judged for judged in compared.calls if _says_something(judged)]
     counts: Counter[Outcome] = Counter(judged.outcome for judged in compared.calls)
     counts.subtract(judged.outcome for judged in kept)
@@ -45,7 +49,7 @@ def without_agreeing(compared: Compared) -> Compared:
 
 
 def _says_something(judged: Judged) -> bool:
-    agrees = judged.outcome == "identical" and judged.given == 0 and not judged.argument
+    agrees = judged.outcome == "identical" and judged.given == 0 and not judged.argument and not is_step(judged)
     return not agrees or any(value.formats for value in judged.values)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainprobe.dump_compare.arguments import given_alone
+from trainprobe.dump_compare.between_steps import Left, changed, left_by
 from trainprobe.dump_compare.distances import SLACK, Distance
 from trainprobe.dump_compare.intervals import Interval
 from trainprobe.dump_compare.judge import Judged, Outcome, enclosing
@@ -78,7 +79,8 @@ def judge_runs(ranks: Sequence[Compared], missing: Sequence[str]) -> Verdict:
         surely = "the runs part at" if judged.outcome != "suspicious" else "the runs may part at"
         between = _between_steps(ranks, rank, judged) or _between_modules(rank, judged)
         details = [*between[1:], *_hints(rank, judged), *details]
-        return Verdict(2, f"{surely} {_where(rank, judged)}: {_what(judged)}{''.join(between[:1])}", details, first, counts)
+        what = _what(judged, changed(judged, _left_before(ranks, rank)))
+        return Verdict(2, f"{surely} {_where(rank, judged)}: {what}{''.join(between[:1])}", details, first, counts)
     if whole == counts["missing"]:
         said = "no call of one has a partner in the other" if whole else "neither dump holds a call"
         return Verdict(3, f"nothing was compared: {said}", details, None, counts)
@@ -109,7 +111,9 @@ def _first(ranks: Sequence[Compared]) -> tuple[Compared, Judged] | None:
     steps = sorted({rank.at.step for rank in ranks})
     for step in steps:
         here = [rank for rank in ranks if rank.at.step == step]
-        firsts = [(rank, first_of(rank.calls, rank.at.rank in apart, step != steps[0])) for rank in here]
+        firsts = [
+            (rank, first_of(rank.calls, rank.at.rank in apart, step != steps[0], _left_before(ranks, rank))) for rank in here
+        ]
         found = [(rank, judged) for rank, judged in firsts if judged is not None]
         if found:
             return min(found, key=lambda pair: (pair[1].outcome == "suspicious", pair[1].pair.place, pair[0].at.rank))
@@ -117,11 +121,18 @@ def _first(ranks: Sequence[Compared]) -> tuple[Compared, Judged] | None:
     return None
 
 
-def first_of(calls: Sequence[Judged], explained: bool = False, later: bool = False) -> Judged | None:
+def _left_before(ranks: Sequence[Compared], rank: Compared) -> Left:
+    """Return how far apart the step before has left weights and states, nothing where that was not compared."""
+    before = (other for other in ranks if other.at.step == rank.at.step - 1 and other.at.rank == rank.at.rank)
+    return next((left_by(other.calls) for other in before), {})
+
+
+def first_of(calls: Sequence[Judged], explained: bool = False, later: bool = False, left: Left | None = None) -> Judged | None:
     """Return the first call that is given something else than on the other side, or gives it; the innermost of nested ones.
 
     explained: the weights may be apart for what was in the steps before; the batch may not. later: whether there are steps
-    before, in which an optimizer may have rounded. What is suspicious counts where nothing else does.
+    before, in which an optimizer may have rounded. What is suspicious counts where nothing else does. left: how far apart the
+    step before has left weights and states; what begins further apart was changed in between.
     """
     start = _first_result(calls)  # what is given behind it may come from there
     arrives = [
@@ -130,6 +141,7 @@ def first_of(calls: Sequence[Judged], explained: bool = False, later: bool = Fal
         if judged.pair.place <= start and given_another(judged, _is_of_the_batch if explained else None) is not None
     ]
     arrives += [] if explained or later else _other_weights(calls, start)
+    arrives += [judged for judged in calls if changed(judged, left)] if left else []
     arrives += _other_losses(calls)
     for outcome in ("bug", "suspicious"):
         wrong = [judged for judged in calls if judged.outcome == outcome]
@@ -147,9 +159,14 @@ def _between_steps(ranks: Sequence[Compared], rank: Compared, judged: Judged) ->
     The step that was compared before agrees in all that the dumps hold of it, or its place would have been named.
     """
     before = [other for other in ranks if other.at.step < rank.at.step and other.at.rank == rank.at.rank]
-    if not before or judged.outcome in ("bug", "suspicious") or given_another(judged, _is_a_weight) is None:
+    if not before or judged.outcome in ("bug", "suspicious"):
+        return []
+    if given_another(judged, _is_a_weight) is None and changed(judged, _left_before(ranks, rank)) is None:
         return []
     last = max(before, key=lambda other: other.at.step)
+    found = changed(judged, _left_before(ranks, rank))
+    if found is not None:
+        return [f"; step {last.at.step} has left it {found[1]:.1e} apart at most: one side has changed it in between"]
     behind = (
         f"; step {last.at.step}, the last that was compared before, agrees in what both dumps hold: the runs part in the step "
         "of the optimizer, or in what else changes weights, which was not recorded"
@@ -230,7 +247,7 @@ def given_another(judged: Judged, counts: Callable[[Call, Distance], bool] | Non
     """
     if judged.given == 0:
         return None
-    given = (value for value in judged.values if not value.result and value.another)
+    given = (value for value in judged.values if not value.result and value.another and value.slot not in judged.excused)
     return next((value for value in given if counts is None or counts(judged.call, value)), None)
 
 
@@ -255,8 +272,8 @@ def _also_called(rank: Compared, judged: Judged) -> str:
     return f", {entry_name(b, rank.framework_b)} in B,"
 
 
-def _what(judged: Judged) -> str:
-    value = given_another(judged, _is_a_weight) or given_another(judged)
+def _what(judged: Judged, since: tuple[Distance, float] | None = None) -> str:
+    value = since[0] if since is not None else given_another(judged, _is_a_weight) or given_another(judged)
     if judged.outcome not in ("bug", "suspicious") and value is not None:
         source = "the weights differ" if value.slot.startswith("parameters") else "it is given something else"
         return f"{source}, {_far(value)}"

@@ -13,7 +13,7 @@ from trainprobe.dump_compare.intervals import ALIKE
 from trainprobe.dump_compare.judge import Judged, judge_calls
 from trainprobe.dump_compare.layouts.collectives import TERMS, Collectives
 from trainprobe.dump_compare.layouts.cuts import Cut, cut_of_boxes
-from trainprobe.dump_compare.layouts.fused import Beside, beside, matrix
+from trainprobe.dump_compare.layouts.fused import Beside, FusedRows, beside, matrix
 from trainprobe.dump_compare.layouts.grouping import (
     Group,
     Here,
@@ -35,6 +35,7 @@ from trainprobe.dump_compare.layouts.joined import Join, JoinedSide, Part, array
 from trainprobe.dump_compare.layouts.known_splits import Rule, Splits, splits
 from trainprobe.dump_compare.layouts.names import pair_names, renamed_parameter
 from trainprobe.dump_compare.layouts.operator_pairs import OperatorPairs
+from trainprobe.dump_compare.layouts.optimizer_steps import about_rates, judge_states
 from trainprobe.dump_compare.layouts.splits import Role, joins
 from trainprobe.dump_compare.layouts.states import add_states, are_cut_otherwise, cuts_of_weights, held_gradients, left_out
 from trainprobe.dump_compare.layouts.topology import layout_of, other_layouts
@@ -72,11 +73,12 @@ def compare_layouts(
     maker = _Maker(tables, sides, known, rename, structure)
     tables[0].rename(rename)
     pairs = maker.pairs()
-    alone = add_states(pairs, sides, lambda name: renamed_parameter(name, rename), structure.fused)
+    alone, of_states = add_states(pairs, sides, lambda name: renamed_parameter(name, rename), maker.fused())
     places = [CallPair(i, pair.a, pair.b) for i, pair in enumerate(pairs)]
     for i, side in enumerate(sides):
         side.calls += [call for pair in places if (call := (pair.a, pair.b)[i]) is not None]
     judged = judge_calls(places, *sides)
+    judge_states(judged, sides)
     at = RankPair(step, a[0].step_data.place.rank, a[0].folder.parent, b[0].folder.parent)
     unread = [text for rank in (*a, *b) for text in rank.unread]
     said = f"A is {tables[0].layout} and B is {tables[1].layout}: the shards of each tensor were joined"
@@ -92,7 +94,9 @@ def compare_layouts(
         *maker.notes(),
         *maker.about_copies(judged),
         *_about_order(judged),
+        *of_states,
         *left_out([*a, *b]),
+        *about_rates(sides),
     ]
     frameworks = a[0].step_data.framework, b[0].step_data.framework
     return Compared(at, judged, *frameworks, unread, notes, made, joined=True, by_structure=structure.evidence()), [
@@ -152,6 +156,10 @@ class _Maker:
         found += [(order_of(each.heres[base], each.micro, self._tables[base]), *each.calls) for each in operators]
         found.sort(key=lambda each: each[0])
         return [CallPair(i, x, y) for i, (_, x, y) in enumerate(found)]
+
+    def fused(self) -> list[FusedRows]:
+        """Return the modules that are one on one side and several on the other, and how rows lie, once the pairs are made."""
+        return [FusedRows(*each) for each in zip(self._fused, self._rows, strict=True)]
 
     def _of_fused(self, groups: Sequence[Group], base: int) -> Iterator[tuple[tuple[int, ...], Call, Call]]:
         """Yield the calls of modules that are one on one side and several on the other, each with its sort key."""

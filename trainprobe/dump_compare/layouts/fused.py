@@ -14,9 +14,10 @@ from itertools import product
 from trainprobe.dump_compare.layouts.joined import Join, Part
 from trainprobe.dump_compare.layouts.known_splits import Rule
 from trainprobe.dump_compare.layouts.splits import Role, by_boxes, readings, sum_of, whole_shape
+from trainprobe.dump_compare.layouts.state_slots import Slots, comparable, is_known, with_zeros
 from trainprobe.dump_compare.renamed.fused import Fused
+from trainprobe.dump_compare.renamed.fused_rows import Laid, Rows
 
-Slots = Mapping[str, list[Part]]
 _SHARED = ("input", "kwargs")  # what all of them are given
 _SHARES = "grad_input"
 
@@ -145,24 +146,53 @@ def matrix(found: Beside) -> tuple[Join, Join] | None:
     return matrices[0] if len(matrices) == 1 else None
 
 
+@dataclass(frozen=True, slots=True)
+class FusedRows:
+    """Modules of one side that are one on the other, and how the rows of these lie in the one where that is known."""
+
+    fused: Fused
+    rows: Rows | None = None
+
+
 def fused_states(
-    fused: Sequence[Fused], held: Sequence[Mapping[str, Mapping[str, list[Part]]]], slot: str
-) -> Iterator[tuple[tuple[str, str], tuple[Join, Join]]]:
-    """Yield the names of a weight on both sides, and how each side makes it, of modules that are one on one side.
+    each: FusedRows, held: Sequence[Mapping[str, Slots]]
+) -> Iterator[tuple[tuple[str, str], dict[str, tuple[Join, Join]]]]:
+    """Yield the names of a parameter on both sides, and slot → how each side makes it, of modules that are one on one side.
 
     held: of each side, parameter → slot → what ranks hold.
     """
-    for each in fused:
-        of_whole, of_parts = held[1 - each.split], held[each.split]
-        prefix = f"{each.whole.name}."
-        for name in [name for name in of_whole if name.startswith(prefix) and "." not in name.removeprefix(prefix)]:
-            short = name.removeprefix(prefix)
-            mine = of_whole[name].get(slot)
-            theirs = [of_parts.get(f"{part.name}.{short}", {}).get(slot) for part in each.parts]
-            if not mine or not all(theirs):
-                continue
-            joins = by_boxes(mine), _together([by_boxes(part) for part in theirs if part])
-            made = [replace(join, shape=(sum(part.size for part in join.parts),)) for join in joins]
-            both = ((name, made[0]), (f"{each.name}.{short}", made[1]))
-            (a, of_a), (b, of_b) = both if each.split == 1 else both[::-1]
-            yield (a, b), (of_a, of_b)
+    fused = each.fused
+    of_whole, of_parts = held[1 - fused.split], held[fused.split]
+    prefix = f"{fused.whole.name}."
+    for name in [name for name in of_whole if name.startswith(prefix) and "." not in name.removeprefix(prefix)]:
+        short = name.removeprefix(prefix)
+        mine, theirs = of_whole[name], [of_parts.get(f"{part.name}.{short}", {}) for part in fused.parts]
+        slots = [slot for slot in comparable(mine, theirs[0]) if all(slot in of or slot in mine for of in theirs)]
+        joins = {slot: made for slot in slots if (made := _of_states(each, slot, mine, theirs)) is not None}
+        names = (name, f"{fused.name}.{short}") if fused.split == 1 else (f"{fused.name}.{short}", name)
+        yield names, {slot: (one, more) if fused.split == 1 else (more, one) for slot, (one, more) in joins.items()}
+
+
+def _of_states(each: FusedRows, slot: str, mine: Slots, theirs: Sequence[Slots]) -> tuple[Join, Join] | None:
+    """Return how the one and the several make what stands in a slot of a parameter, None where no way is known."""
+    whole, parts = with_zeros(slot, mine, theirs[0]), [with_zeros(slot, of, mine) for of in theirs]
+    if (
+        not whole
+        or not all(parts)
+        or not is_known(slot, whole, mine)
+        or not all(map(is_known, [slot] * len(parts), parts, theirs))
+    ):
+        return None
+    one, several = by_boxes(whole), [by_boxes(part) for part in parts]
+    if one.size != sum(join.size for join in several):
+        if {join.size for join in several} != {one.size}:
+            return None
+        first = several[0]  # a count of steps, which all of them have
+        copies = [*first.replicas, *((first.parts[0], join.parts[0]) for join in several[1:])]
+        return replace(one, shape=(one.size,)), replace(first, shape=(one.size,), replicas=copies)
+    together, forms = _together(several), [join.form for join in several]
+    shaped = [replace(join, shape=form) for join, form in zip(several, forms, strict=True) if form is not None]
+    if each.rows is None or one.form is None or len(shaped) < len(several):
+        return replace(one, shape=(one.size,)), replace(together, shape=(one.size,))
+    laid = Laid(each.rows, each.fused.short_names, weights=True)
+    return replace(one, shape=one.form), replace(together, shape=one.form, several=shaped, laid=laid)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from trainprobe.dump_compare.dump_side import Columns, Side, gathered, norm_of
 from trainprobe.dump_compare.intervals import Interval, interval
-from trainprobe.dump_compare.layouts.rectangles import Box, extent, put_together, share_of
+from trainprobe.dump_compare.layouts.rectangles import Box, extent, holder, put_together, share_of
 from trainprobe.dump_compare.renamed.fused_rows import Laid
 from trainprobe.engine.core.records import Call, Value
 from trainprobe.engine.core.step_data import StoredStepData
@@ -179,9 +179,16 @@ class JoinedSide(Side):
         return array_of(self._rows[value.row].join)
 
     def place_of(self, value: Value, at: Sequence[int]) -> str:
-        """Return which element of which of several modules an element of theirs is."""
-        laid = self._rows[value.row].join.laid
-        return "" if laid is None else laid.place(at)
+        """Return which element of which of several modules an element of theirs is, or which rank holds it of a whole."""
+        join = self._rows[value.row].join
+        if join.laid is not None:
+            return join.laid.place(at)
+        shape = extent(join.boxes) if len(join.parts) > 1 and len(join.boxes) == len(join.parts) else None
+        if shape is None or math.prod(shape) != math.prod(join.shape):
+            return ""
+        where = [int(i) for i in np.unravel_index(int(np.ravel_multi_index([*at], join.shape)), shape)]
+        part = holder(join.boxes, where)
+        return "" if part is None else f"most at {where} in {self.name}, which rank {join.parts[part].rank} holds"
 
     def disagreement(self, value: Value) -> Interval | None:
         """Return how far the replica that is furthest from the first is apart from it, None where all agree."""
@@ -190,6 +197,10 @@ class JoinedSide(Side):
             row.compared = True
             row.interval = _disagreement(self.name, row.join.replicas)
         return row.interval
+
+    def shapes(self, value: Value) -> list[tuple[int, ...]]:
+        """Return the shapes of what ranks hold of a value."""
+        return [part.shape for part in self._rows[value.row].join.parts]
 
     def ranks_of(self, value: Value) -> list[int]:
         """Return the ranks that hold a part of a value."""

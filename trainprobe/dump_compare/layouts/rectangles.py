@@ -72,6 +72,24 @@ def elements_of_whole(value: Value) -> int | None:
         return None
 
 
+def cut_by(box: Box | None, value: Value) -> object:
+    """Return which part of its tensor a value is, None where it is all of it or the dump does not say."""
+    whole = None if box is None else elements_of_whole(value)
+    return None if box is None or whole in (None, math.prod(box.shape)) else (box.offset, box.shape, box.within)
+
+
+def holder(boxes: Sequence[Box], at: Sequence[int]) -> int | None:
+    """Return which of the parts at these places holds an element of the whole, None where none does."""
+    for i, box in enumerate(boxes):
+        offset, shape = box.within or (box.offset, box.shape)
+        inside = [place - begin for place, begin in zip(at, offset, strict=True)]
+        if not all(0 <= place < n for place, n in zip(inside, shape, strict=True)):
+            continue
+        if not box.within or 0 <= int(np.ravel_multi_index(inside, shape)) - box.offset[0] < box.shape[0]:
+            return i
+    return None
+
+
 def extent(boxes: Sequence[Box]) -> tuple[int, ...] | None:
     """Return the shape of what parts at these places fill, None where they do not fill it."""
     outer = [box.within or (box.offset, box.shape) for box in boxes]

@@ -42,12 +42,16 @@ class Clipping:
 
 
 class _SlotRequest(NamedTuple):
-    """What is recorded of one slot of one parameter: flags of the tape, those of its update, and its name after the step."""
+    """What is recorded of one slot of one parameter: flags of the tape, those of its update, and its name after the step.
+
+    state: whether the plan records the state that the optimizer keeps of this parameter.
+    """
 
     flags: int
     update: int
     sort: str
     after: str
+    state: bool
 
 
 class ParameterStateTap:
@@ -210,8 +214,8 @@ class ParameterStateTap:
                 if asked.update and "update" in due:
                     self._update(tape, name, part, asked.update)
                 flags = (asked.flags if asked.sort in due else 0) | self.more
-                if tape.shares and flags and asked.sort != "state" and not after:
-                    flags |= CHECKSUM
+                if tape.shares and flags and (asked.state or (asked.sort != "state" and not after)):
+                    flags |= CHECKSUM  # of what the optimizer makes too, where its state is recorded
                 if flags:
                     slot = asked.after if after else part.slot
                     call = self._keep(tape, name, part, slot, flags)
@@ -309,7 +313,9 @@ class ParameterStateTap:
     def _learn(self, name: str, slot: str) -> _SlotRequest:
         sort = sort_of(slot)
         update = self._request.update(name) if sort == "value" else 0
-        asked = self._known[name, slot] = _SlotRequest(self._flags_of(slot)(name), update, sort, f"{slot}_after")
+        state = self._request.state(name) > 0
+        asked = _SlotRequest(self._flags_of(slot)(name), update, sort, f"{slot}_after", state)
+        self._known[name, slot] = asked
         return asked
 
     def _update(self, tape: Tape, moment: str, part: Part, flags: int) -> None:
