@@ -219,10 +219,14 @@ def plant_in_optimizer(fault: str, step: int, optimizer: Any) -> None:
     """Change how the second rank alone steps, or behind the first step what it keeps, of the weight that has most elements.
 
     Another learning `rate`, weight `decay` or `betas`; a `moment`, a `square` or a count of `steps` that is another, or moments
-    that are `lost`.
+    that are `lost`; or all state is `forgotten` there, or by all ranks at a `restart`.
     """
+    if fault == "restart" and step == 1:  # as a resumed run that does not load what the optimizer kept
+        optimizer.state.clear()
     if dist.is_initialized() and dist.get_rank() != 1:
         return
+    if fault == "forgotten" and step == 1:
+        optimizer.state.clear()
     for group in optimizer.param_groups if step == 0 else ():
         group["lr"] *= 1.1 if fault == "rate" else 1
         group["weight_decay"] = 0.5 if fault == "decay" else group["weight_decay"]
@@ -268,6 +272,9 @@ def train(output: Path, kind: str = "alone", fault: str = "", level: str = "L0")
         plan |= {"level": "L0", "monitor": {**MONITOR, "optimizer_state": True}}
         plan |= {"task": "tensor"} if level == "state tensors" else {}
     kind, _, way = kind.partition("-")
+    if way == "frozen":
+        for p in (*bare.embed.parameters(), *bare.layers[0].down.parameters()):
+            p.requires_grad_(False)
     if kind.startswith("zero"):
         train_deepspeed(output, kind, bare, fault, plan, way)
         return
@@ -302,6 +309,7 @@ def make_optimizer(way: str, parameters: list[Any], *, redundancy: bool = False)
     """Return an optimizer of torch: AdamW, or what `way` calls."""
     kinds: dict[str, tuple[Any, dict[str, Any]]] = {
         "": (torch.optim.AdamW, {"lr": 1e-3}),
+        "frozen": (torch.optim.AdamW, {"lr": 1e-3}),
         "sgd": (torch.optim.SGD, {"lr": 0.1}),
         "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
         "adafactor": (torch.optim.Adafactor, {"lr": 0.01}),
@@ -312,6 +320,8 @@ def make_optimizer(way: str, parameters: list[Any], *, redundancy: bool = False)
         "rmsprop": (torch.optim.RMSprop, {"lr": 1e-3}),
         "adagrad": (torch.optim.Adagrad, {"lr": 1e-2}),
     }
+    if way == "muon":  # which takes matrices alone: nobody steps the others
+        return torch.optim.Muon([p for p in parameters if p.ndim == 2], lr=0.02)
     kind, settings = kinds[way]
     if redundancy:
         from torch.distributed.optim import ZeroRedundancyOptimizer

@@ -7,11 +7,16 @@ behind the first. If it is further apart, something has changed it on one side: 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 from trainprobe.dump_compare.distances import SLACK, Distance
+from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.judge import Judged
+from trainprobe.dump_compare.pairing import RankPair
 from trainprobe.dump_compare.parameter_states import AFTER
+from trainprobe.engine.core.records import Value
+from trainprobe.errors import FormatError, UnsafeFile
 
 Left = Mapping[tuple[str, str], float]  # parameter and slot → how far apart a step has left it
 
@@ -42,3 +47,38 @@ def changed(judged: Judged, left: Left) -> tuple[Distance, float] | None:
         if not value.result and value.interval.low > SLACK * max(was, value.epsilon):
             return value, was
     return None
+
+
+def who_changed(judged: Judged, value: Distance, before: RankPair, now: RankPair) -> str:
+    """Return which ranks of which side hold something else than the step before has left, "" where the dumps do not say it.
+
+    before, now: the folders of all ranks of both steps, which are read once more.
+    """
+    slot = "value" if value.slot.startswith("parameters.") else value.slot
+    said: list[str] = []
+    sides = (("A", judged.pair.a, before.a, now.a), ("B", judged.pair.b, before.b, now.b))
+    for side, call, *folders in sides:
+        if call is None:
+            continue
+        left, held = (dict(_held(folder, call.name, at)) for folder, at in zip(folders, (slot + AFTER, slot), strict=True))
+        ranks = sorted({at[0] for at, numbers in left.items() if at not in held or _differ(numbers, held[at])})
+        said += [f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of {side}"] if ranks else []
+    return " and ".join(said)
+
+
+def _differ(a: Mapping[str, float], b: Mapping[str, float]) -> bool:
+    return any(a[name] != b[name] for name in a.keys() & b.keys())
+
+
+def _held(folder: Path, parameter: str, slot: str) -> Iterator[tuple[tuple[int, str], Mapping[str, float]]]:
+    """Yield (rank, which part of the tensor), and the numbers of what each rank's dump says of a parameter."""
+    for path in sorted(folder.glob("rank*")):
+        try:
+            side = Side(path)
+        except (FormatError, UnsafeFile):
+            continue
+        for call in side.step_data.states:
+            value = (call.params or {}).get(slot) if call.name == parameter else None
+            if isinstance(value, Value):
+                part = side.step_data.place.rank, str((value.extra or {}).get("shard"))
+                yield part, {**side.numbers(value), **side.bits(value)}

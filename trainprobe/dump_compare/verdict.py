@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainprobe.dump_compare.arguments import given_alone
-from trainprobe.dump_compare.between_steps import Left, changed, left_by
+from trainprobe.dump_compare.between_steps import Left, changed, left_by, who_changed
 from trainprobe.dump_compare.distances import SLACK, Distance
 from trainprobe.dump_compare.intervals import Interval
 from trainprobe.dump_compare.judge import Judged, Outcome, enclosing
@@ -166,7 +166,8 @@ def _between_steps(ranks: Sequence[Compared], rank: Compared, judged: Judged) ->
     last = max(before, key=lambda other: other.at.step)
     found = changed(judged, _left_before(ranks, rank))
     if found is not None:
-        return [f"; step {last.at.step} has left it {found[1]:.1e} apart at most: one side has changed it in between"]
+        who = (who_changed(judged, found[0], last.at, rank.at) if rank.joined else "") or "one side"
+        return [f"; step {last.at.step} has left it {found[1]:.1e} apart at most: {who} changed it in between"]
     behind = (
         f"; step {last.at.step}, the last that was compared before, agrees in what both dumps hold: the runs part in the step "
         "of the optimizer, or in what else changes weights, which was not recorded"
@@ -310,7 +311,7 @@ def _hints(rank: Compared, judged: Judged) -> list[str]:
         said.append(f"it runs within {entry_name(around, rank.framework)}")
     if any(word in f"{judged.call.name} {judged.call.cls}".lower() for word in _RANDOM):
         said.append("it draws random numbers: compare runs with equal generators, or with dropout off")
-    if judged.call.kind == "state" and judged.call.phase == "step":
+    if judged.call.kind == "state" and judged.call.phase == "step" and any(value.result for value in judged.values):
         said.append("this is what the optimizer makes of the parameter")
     worst = judged.worst
     if worst is not None and worst.from_truth is not None:

@@ -7,6 +7,7 @@ be follows from what it is given, with d the furthest of that (gradient, weight,
     a count of steps                 no further than it was before
     a matrix, and its update         a quotient by the size of a gradient turns the elements that are smaller than its rounding
                                      either way, about d of all: 2·√d of the update; ten times that, and a thirtieth at least
+                                     (half, where it is made of a momentum, as Muon works in bfloat16)
     anything else                    whatever: of a vector, the elements of one part (the keys' bias) may all be rounding
 
 What only one rank does is no rounding: copies that were alike before the step and are not behind it are a bug. The moments
@@ -33,6 +34,7 @@ _AVERAGES = (
 )
 _GRAVITY: tuple[Outcome, ...] = ("identical", "rounding", "carried", "bug")
 _LEAST = 0.03  # of an update: less of it may be made of elements that are all rounding
+_OF_MOMENTUM = 0.5  # of one that is made of a momentum, as Muon's, which is orthogonal to about bfloat16: up to 0.13 was seen
 
 
 @dataclass(slots=True)
@@ -98,7 +100,7 @@ def _judge_step(step: Judged, of: _Parameter, noise: float, sides: tuple[JoinedS
             outcomes.append("carried" if low <= own + _may_be(value, before, far, of, sides) else "bug")
     if step.outcome not in ("missing", "unknown"):
         step.given = far
-        step.outcome = max(outcomes, key=_GRAVITY.index, default="identical")
+        step.outcome = max(outcomes, key=_GRAVITY.index) if outcomes else "identical"
 
 
 def _may_be(
@@ -113,7 +115,8 @@ def _may_be(
         return SLACK * 2 * far
     if slot not in ("value", "main_value", *UPDATES) or not _is_matrix(of, sides):
         return math.inf
-    turned = max(2 * SLACK * math.sqrt(far), _LEAST)
+    alone = f"momentum_buffer{AFTER}" in {each.slot for each in (of.step.values if of.step is not None else ())}
+    turned = max(2 * SLACK * math.sqrt(far), _OF_MOMENTUM if alone else _LEAST)
     if turned >= 1:
         return math.inf
     return turned if slot in UPDATES else SLACK * was + turned * _moved(of, slot, sides)

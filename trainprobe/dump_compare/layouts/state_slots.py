@@ -26,8 +26,7 @@ def is_made(slot: str) -> bool:
 
 def comparable(mine: Slots, theirs: Slots) -> list[str]:
     """Return the slots of either side that can be the same in another layout."""
-    slots = [slot for slot in {**mine, **theirs} if slot != UNREDUCED]
-    return [slot for slot in slots if not is_quantised([*mine.get(slot, ()), *theirs.get(slot, ())])]
+    return [slot for slot in {**mine, **theirs} if not is_quantised([*mine.get(slot, ()), *theirs.get(slot, ())])]
 
 
 def is_quantised(parts: Sequence[Part]) -> bool:

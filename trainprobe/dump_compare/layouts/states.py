@@ -17,7 +17,16 @@ from trainprobe.dump_compare.layouts.grouping import owner_of
 from trainprobe.dump_compare.layouts.joined import Join, JoinedSide, Part
 from trainprobe.dump_compare.layouts.rectangles import box_of, cut_by
 from trainprobe.dump_compare.layouts.splits import by_boxes
-from trainprobe.dump_compare.layouts.state_slots import SLOTS, Slots, comparable, is_known, is_made, is_quantised, with_zeros
+from trainprobe.dump_compare.layouts.state_slots import (
+    SLOTS,
+    UNREDUCED,
+    Slots,
+    comparable,
+    is_known,
+    is_made,
+    is_quantised,
+    with_zeros,
+)
 from trainprobe.dump_compare.pairing import CallPair
 from trainprobe.dump_compare.parameter_states import AFTER
 from trainprobe.engine.core.records import Call, Value
@@ -177,12 +186,15 @@ def cuts_of_weights(sides: tuple[JoinedSide, JoinedSide], rename: Callable[[str]
 
 
 def held_values(ranks: Sequence[Side], *, everything: bool = False) -> dict[str, dict[str, list[Part]]]:
-    """Return parameter → slot → the rectangles that ranks hold: of weights and gradients, or of everything."""
+    """Return parameter → slot → the rectangles that ranks hold: of weights and gradients, or of everything.
+
+    Left out are gradients before they are reduced, which come in the order of the reduction, and which each layout has its own.
+    """
     found: dict[str, dict[str, list[Part]]] = defaultdict(lambda: defaultdict(list))
     for side in ranks:
         for call in side.step_data.states:
             for slot, value in (call.params or {}).items():
-                if (everything or slot in SLOTS) and isinstance(value, Value):
+                if slot != UNREDUCED and (everything or slot in SLOTS) and isinstance(value, Value):
                     place = side.step_data.place
                     box = box_of(value, place.rank, place.world_size)
                     found[call.name][slot].append(Part(side, value, place.rank, box=box))
@@ -191,14 +203,14 @@ def held_values(ranks: Sequence[Side], *, everything: bool = False) -> dict[str,
 
 def left_out(ranks: Sequence[Side]) -> list[str]:
     """Return a sentence on what dumps hold of parameters and no layout shares, such as gradients before they are reduced."""
-    held = held_values(ranks, everything=True)
-    found = [(slot, parts) for of_parameter in held.values() for slot, parts in of_parameter.items()]
-    left = [(slot, parts) for slot, parts in found if slot == "grad_unreduced" or is_quantised(parts)]
+    calls = [call for side in ranks for call in side.step_data.states]
+    left = [UNREDUCED for call in calls if UNREDUCED in (call.params or {})]
+    for of_parameter in held_values(ranks, everything=True).values():
+        left += [slot for slot, parts in of_parameter.items() if is_quantised(parts) for _ in parts]
     if not left:
         return []
-    names = ", ".join(dict.fromkeys(slot for slot, _ in left))
-    count = sum(len(parts) for _, parts in left)
-    return [f"{count} values that dumps hold of parameters are not compared, as each layout has its own: {names}"]
+    names = ", ".join(dict.fromkeys(left))
+    return [f"{len(left)} values that dumps hold of parameters are not compared, as each layout has its own: {names}"]
 
 
 def are_cut_otherwise(a: Side, b: Side) -> bool:

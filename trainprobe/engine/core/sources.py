@@ -144,7 +144,7 @@ class PlainSource:
 
     def states(self) -> list[dict[int, Any]]:
         """Return what each optimizer keeps, by id of the parameter: a tensor is slow as the key of a look-up."""
-        return [{id(p): state for p, state in optimizer.state.items()} for optimizer in self.optimizers]
+        return [{id(p): state for p, state in _state_of(optimizer).items()} for optimizer in self.optimizers]
 
     def gradients(self, p: Any, slot: str) -> Iterator[Part]:
         """Yield what is in `p.grad`, under a slot; a DTensor that is a partial sum, which its optimizer joins, as unreduced."""
@@ -173,6 +173,11 @@ class PlainSource:
                 if isinstance(lr, float | int):
                     out["lr" if i == j == 0 else f"lr/{i}.{j}" if i else f"lr/{j}"] = float(lr)
         return out
+
+
+def _state_of(optimizer: Any) -> Mapping[Any, Any]:
+    """Return what an optimizer keeps of its parameters; torch's ZeroRedundancyOptimizer has it in `optim`, of its own alone."""
+    return optimizer.state or getattr(getattr(optimizer, "optim", None), "state", optimizer.state)
 
 
 def _groups(optimizer: Any) -> Sequence[Any]:
