@@ -1,4 +1,7 @@
-"""One model on two ranks in several layouts, healthy and with a fault of one rank, each against one process."""
+"""One model on two ranks in several layouts, healthy and with a fault of one rank, each against one process.
+
+Those with `+states` also hold what the optimizer keeps; their faults are of the optimizer of one rank.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,12 @@ from tests.dump_compare import train_layouts
 from trainprobe.dump_compare.command import compare_dumps
 from trainprobe.dump_compare.verdict import Verdict
 
-HEALTHY = ("ddp", "fsdp1", "fsdp2", "tensor", "context")
+STATES = ("ddp+states", "fsdp1+states", "fsdp2+states", "tensor+states", "redundancy+states")
+HEALTHY = ("ddp", "fsdp1", "fsdp2", "tensor", "context", *STATES)
 FAULTS = (
     *("fsdp1:shard", "fsdp2:shard", "tensor:shard", "tensor:column", "tensor:reduce"),
     *("context:weight", "context:gradients", "ddp:scale", "ddp:weight", "ddp:gradients"),
+    *(f"{layout}:{fault}" for layout in STATES for fault in ("moment", "square", "steps", "lost", "rate", "decay", "betas")),
 )
 
 
@@ -35,9 +40,11 @@ def pairs(only: str, folder: Path) -> Iterator[Pair]:
     if not wanted:
         return
     folder.mkdir(parents=True, exist_ok=True)
-    train_layouts.train(folder / "alone")
+    for level in {name.partition(":")[0].partition("+")[2] for name in wanted}:
+        train_layouts.train(folder / f"alone+{level}", level=level or "L0")
     launch(str(Path(train_layouts.__file__)), 2, str(folder), *wanted, timeout=300)
     for name in wanted:
         start = time.process_time()
-        _, found = compare_dumps(folder / "alone", folder / name)
+        level = name.partition(":")[0].partition("+")[2]
+        _, found = compare_dumps(folder / f"alone+{level}", folder / name)
         yield Pair(name, name in HEALTHY, found, time.process_time() - start)

@@ -39,6 +39,7 @@ PLANTED = {  # layout and fault → step, and words of the first line
     "fsdp2:restart": (1, ["it is given something else", "ranks 0, 1 of B changed it in between"]),
     "fsdp2:forgotten": (1, ["it is given something else", CHANGED]),
     "tensor:square": (1, ["exp_avg_sq is at least", CHANGED]),
+    "redundancy:decay": (0, ["value_after"]),
     "redundancy:moment": (1, ["exp_avg is at least", CHANGED]),
 }
 DEEPSPEED_PLANTED = {

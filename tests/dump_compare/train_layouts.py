@@ -221,12 +221,13 @@ def plant_in_optimizer(fault: str, step: int, optimizer: Any) -> None:
     Another learning `rate`, weight `decay` or `betas`; a `moment`, a `square` or a count of `steps` that is another, or moments
     that are `lost`; or all state is `forgotten` there, or by all ranks at a `restart`.
     """
+    kept = getattr(optimizer, "optim", optimizer).state
     if fault == "restart" and step == 1:  # as a resumed run that does not load what the optimizer kept
-        optimizer.state.clear()
+        kept.clear()
     if dist.is_initialized() and dist.get_rank() != 1:
         return
     if fault == "forgotten" and step == 1:
-        optimizer.state.clear()
+        kept.clear()
     for group in optimizer.param_groups if step == 0 else ():
         group["lr"] *= 1.1 if fault == "rate" else 1
         group["weight_decay"] = 0.5 if fault == "decay" else group["weight_decay"]
@@ -234,8 +235,7 @@ def plant_in_optimizer(fault: str, step: int, optimizer: Any) -> None:
             group["betas"] = (0.88, group["betas"][1])
     if fault not in ("moment", "steps", "lost", "square") or step != 1:
         return
-    stepped = max(optimizer.state, key=lambda p: p.numel())
-    states = optimizer.state[stepped]
+    states = kept[max(kept, key=lambda p: p.numel())]
     if fault == "lost":
         states["exp_avg"].zero_()
         states["exp_avg_sq"].zero_()
@@ -294,7 +294,7 @@ def train(output: Path, kind: str = "alone", fault: str = "", level: str = "L0")
     with trainprobe.Probe(plan, place=place, output=output, console=False) as probe:
         probe.open(model, optimizer)
         for step, (x, y) in enumerate(batches(kind)):
-            plant_in_optimizer(fault, step, getattr(optimizer, "optim", optimizer))
+            plant_in_optimizer(fault, step, optimizer)
             with probe.step():
                 optimizer.zero_grad()
                 if kind == "pipeline":
