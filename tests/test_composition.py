@@ -33,7 +33,7 @@ def there(parts: Parts) -> set[str]:
 
 
 def running(parts: Parts, schedule: Schedule, step: int) -> set[str]:
-    names = {id(getattr(parts, name)): name for name in ("naming", "saved", "stepping", *TAPS)}  # naming may be one of them
+    names = {id(getattr(parts, name)): name for name in ("naming", "saved", "stepping", "awaited", *TAPS)}  # naming may be one
     return {names[id(tap)] for tap, wants in schedule.taps if wants(step)}
 
 

@@ -25,8 +25,9 @@ class Parts:
     """The taps of one probe; None where the plan does not ask for one, or the framework has none.
 
     naming: knows the model's names in any case. stepping: tells when the optimizer runs. watched: modules that the monitor
-    looks at. exchanged: collectives that the monitor looks at. position: told where the training is. records_update: operators
-    of the update are recorded too. dumps_when_asked: the plan's level is off, and rules or the black box may ask for a dump.
+    looks at. awaited: what functional collectives still write. exchanged: collectives that the monitor looks at. position: told
+    where the training is. records_update: operators of the update are recorded too. dumps_when_asked: the plan's level is off,
+    and rules or the black box may ask for a dump.
     """
 
     guard: Guard
@@ -37,6 +38,7 @@ class Parts:
     buffers: Any = None
     ops: Any = None
     collectives: Any = None
+    awaited: Any = None
     watched: Any = None
     states: Any = None
     clipping: Any = None
@@ -94,7 +96,7 @@ def schedules(plan: Plan, parts: Parts) -> dict[str, Schedule]:
 def _of_dump(plan: Plan, parts: Parts) -> Schedule:
     stepping = parts.stepping if plan.level in _LEVELS or parts.dumps_when_asked else None
     batches = parts.batches if parts.monitor is None else None
-    dump = _there(parts.saved, parts.modules, parts.buffers, parts.ops, parts.collectives, stepping, batches)
+    dump = _there(parts.awaited, parts.saved, parts.modules, parts.buffers, parts.ops, parts.collectives, stepping, batches)
     opened = _there(parts.naming)  # and begun only where another schedule has it
     taps = (*((tap, plan.wants_step) for tap in dump), *((tap, _never) for tap in opened))
     level = "" if not parts.dumps_when_asked else "mix" if parts.ops is not None else "L0"
@@ -107,7 +109,7 @@ def _of_monitor(plan: Plan, parts: Parts, monitor: MonitorPlan) -> Schedule:
     if kinds:
         due = lambda n: any(n % every == 0 for every in kinds)  # noqa: E731
         taps.append((parts.watched, _unless_dumped(due, plan, parts.modules)))
-    taps += [(parts.states, _always), (parts.stepping, _always)]
+    taps += [(parts.awaited, _always), (parts.states, _always), (parts.stepping, _always)]
     taps.append((parts.exchanged, _unless_dumped(_each(monitor.collectives.every), plan, parts.collectives)))
     taps.append((parts.batches, _each(monitor.batches.every)))
     taps += [(tap, _always) for tap in (parts.clipping, parts.unreduced, parts.scaling, parts.features)]

@@ -8,6 +8,7 @@ from typing import Any
 from trainprobe.composition import TapMaker
 from trainprobe.engine.capture import AUDIT, part_of
 from trainprobe.engine.capture.audit.audit_tap import AuditTap
+from trainprobe.engine.capture.awaited import AwaitedTap
 from trainprobe.engine.capture.clipping import ClippingTap
 from trainprobe.engine.capture.collectives import CollectiveTap
 from trainprobe.engine.capture.features.batches import BatchTap
@@ -87,6 +88,7 @@ class TorchTaps(TapMaker):
         """Add the taps of what a plan collects beside these. before: the monitor's plan whose taps are there already."""
         if before is None and parts.modules is not None:
             parts.buffers = BufferTap(parts.modules)
+        parts.awaited = parts.awaited or AwaitedTap(guard_of(self.guard, AwaitedTap))
         _collect(parts, plan, self.guard, before)
 
 

@@ -41,6 +41,7 @@ _NOT_HERE = (None, 0)  # row and fingerprint of what is still on a device
 
 
 Save = Callable[[str, Any, Value, int], None]
+Awaits = Callable[[Any, Callable[[Any], None]], bool]
 
 
 class Tape:
@@ -83,6 +84,9 @@ class Tape:
         self._features: list[tuple[Deferred, str, Sequence[str], int, int, Reading | None]] = []
         self.micro = 0
         self.micro_given = False
+        self.awaits: Awaits | None = (
+            None  # takes what cannot be looked at yet, and what to call with it when it can (see awaited)
+        )
         self.looks_again = False  # at every forward of the outermost module, at what was seen before it
         self._save = save
         self._plain = library.plain
@@ -213,6 +217,8 @@ class Tape:
             if inner is None:
                 dtype = self._dtypes[t.dtype] if hasattr(t, "dtype") else "unknown"
                 value = Value(-1, dtype, _shape(t), type=kind, note=note)
+                if self.awaits is not None:
+                    self.awaits(t, partial(self._arrived, value, flags))
             else:
                 value = self._reduce(inner, flags, inner)
                 value.requires_grad = bool(t.requires_grad)
@@ -227,6 +233,14 @@ class Tape:
             ):
                 self.share(value, inner, mesh_shard(t), flags)
         return value
+
+    def _arrived(self, value: Value, flags: int, t: Any) -> None:
+        """Give a value the numbers of what has been written at last."""
+        found = self.value(t, flags)
+        value.row, value.note = found.row, found.note
+        self._noted.append((value, found))
+        if self._journal is not None:
+            self._journal.twin(value, found)
 
     def share(self, value: Value, t: Any, shard: Shard | None, flags: int) -> None:
         """Take the share of a shard in the fingerprint of the whole tensor, where fingerprints are asked for."""
@@ -270,7 +284,9 @@ class Tape:
         if self.library.is_tensor(x):
             value = self._special(x, flags & KINDS)
             if path is not None and flags & SAVE:
-                self._keep(path, x, value, flags)
+                keep = partial(self._keep_late, path, value, flags)
+                if value.row >= 0 or self.awaits is None or not self.awaits(x, keep):
+                    keep(x)
             return value
         described = self.library.opaque(x)
         if described is not None:
@@ -298,6 +314,9 @@ class Tape:
         if value.tensor is None and value.note is None and self._save is not None:
             value.tensor = path
             self._keep_at(path, t, value, flags >> CUT)
+
+    def _keep_late(self, path: str, value: Value, flags: int, t: Any) -> None:
+        self._keep(path, t, value, flags)
 
     def note(self, name: Any, x: Any) -> None:
         """Keep a scalar of the step (loss, learning rate …); a tensor is read with all others at the step's end."""

@@ -7,6 +7,7 @@ import sys
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional_collectives
 from torch import nn
 
 import trainprobe
@@ -41,6 +42,14 @@ class Net(nn.Module):
         return x
 
 
+def summed(x: torch.Tensor, functional: bool) -> torch.Tensor:
+    """Return the sum over the ranks, by a functional collective or by one that writes in place."""
+    if functional:
+        return functional_collectives.all_reduce(x, "sum", dist.group.WORLD)
+    dist.all_reduce(x)
+    return x
+
+
 def main() -> None:
     """Train for five steps."""
     dist.init_process_group("gloo")
@@ -48,7 +57,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = nn.parallel.DistributedDataParallel(Net())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    sums = sys.argv[3:] == ["sum"]
+    sums, functional = "sum" in sys.argv[3:], "functional" in sys.argv[3:]
     plan = {"output": sys.argv[2], "level": sys.argv[1], "step": [0, 1, 2, 3, 4], "task": "statistics", "console": False}
     with trainprobe.watch(model, optimizer, plan=plan) as probe:
         for step in range(5):
@@ -57,12 +66,11 @@ def main() -> None:
                 loss = model(x, step == 3 and rank == 1 and not sums).square().mean()
                 if sums:
                     scale = torch.full((2,), 3e38 if step == 3 else 1.0)
-                    dist.all_reduce(scale)
-                    loss = loss * scale.mean()
+                    loss = loss * summed(scale, functional).mean()
                 probe.note("loss", loss.item())
                 optimizer.zero_grad()
                 loss.backward()
-                dist.all_reduce(loss.detach().clone())
+                summed(loss.detach().clone(), functional).item()
                 optimizer.step()
     dist.destroy_process_group()
 

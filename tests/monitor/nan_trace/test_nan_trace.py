@@ -131,9 +131,10 @@ def test_a_weight_that_an_earlier_step_spoilt_is_named_and_not_the_module_that_u
     assert "the update of an earlier step wrote it" in text
 
 
-def test_the_rank_that_made_it_is_named_and_what_handed_it_to_the_other(tmp_path, capsys):
+@pytest.mark.parametrize("way", ["in place", "functional"])
+def test_the_rank_that_made_it_is_named_and_what_handed_it_to_the_other(tmp_path, capsys, way):
     for level in ("mix", "L0"):
-        launch(NAN_ON_ONE_RANK, 2, level, str(tmp_path / level))
+        launch(NAN_ON_ONE_RANK, 2, level, str(tmp_path / level), way)
     code, told, text = traced(tmp_path / "mix", capsys)
     assert (code, told["step"], told["first"]["rank"], told["first"]["at"]["name"]) == (1, 3, 1, "Torch.log")
     assert "rank 0: handed over in step 3 by Distributed.all_reduce.0.forward" in text
@@ -162,8 +163,9 @@ def _judge_and_report_say_the_same(run, told, capsys):
     assert "another rank gave it" not in shown
 
 
-def test_a_sum_over_ranks_that_overflows_is_made_by_the_collective(tmp_path, capsys):
-    launch(NAN_ON_ONE_RANK, 2, "mix", str(tmp_path / "run"), "sum")
+@pytest.mark.parametrize("way", ["in place", "functional"])
+def test_a_sum_over_ranks_that_overflows_is_made_by_the_collective(tmp_path, capsys, way):
+    launch(NAN_ON_ONE_RANK, 2, "mix", str(tmp_path / "run"), "sum", way)
     code, told, text = traced(tmp_path / "run", capsys)
     assert (code, told["step"], told["first"]["at"]["kind"], told["first"]["origin"]) == (1, 3, "collective", "made")
     assert told["first"]["what"] == "infinity"

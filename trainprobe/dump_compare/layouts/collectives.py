@@ -24,6 +24,7 @@ SUMS = ("all_reduce", "reduce_scatter", "reduce_scatter_tensor")
 _OPERATIONS = ("RedOpType.SUM", "ReduceOp.SUM")
 _SUMMED = 1e-12  # relative: by how much statistics of a whole that was added up of its pieces may be off
 TERMS = Rule("a collective of these values", tp="sum")
+TERMS_OF_ROWS = Rule("the rows of a weight that each rank holds", tp="sum")
 
 Numbers = Mapping[str, float]
 

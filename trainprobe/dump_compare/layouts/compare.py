@@ -11,7 +11,7 @@ from trainprobe.dump_compare.call_slots import fill
 from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.intervals import ALIKE
 from trainprobe.dump_compare.judge import Judged, judge_calls
-from trainprobe.dump_compare.layouts.collectives import TERMS, Collectives
+from trainprobe.dump_compare.layouts.collectives import TERMS, TERMS_OF_ROWS, Collectives
 from trainprobe.dump_compare.layouts.cuts import Cut, cut_of_boxes
 from trainprobe.dump_compare.layouts.fused import Beside, FusedRows, beside, matrix
 from trainprobe.dump_compare.layouts.grouping import (
@@ -31,7 +31,7 @@ from trainprobe.dump_compare.layouts.grouping import (
     settle_averaging,
     table_of,
 )
-from trainprobe.dump_compare.layouts.joined import Join, JoinedSide, Part, array_of
+from trainprobe.dump_compare.layouts.joined import Join, JoinedSide, Part, agree, array_of
 from trainprobe.dump_compare.layouts.known_splits import Rule, Splits, splits
 from trainprobe.dump_compare.layouts.names import pair_names, renamed_parameter
 from trainprobe.dump_compare.layouts.operator_pairs import OperatorPairs
@@ -276,6 +276,8 @@ class _Maker:
                 self._blind.setdefault(f"{slot} of {_text(key)}{blind.value.note and f', as {blind.value.note}'}")
                 continue
             rules = [self._rule(i, key, classes[i], slot, each) for i, each in enumerate((parts, others or []))]
+            if others is not None and slot.startswith("grad_input"):
+                rules = [rule or self._of_split_rows(i, key, classes[i], (parts, others)[i]) for i, rule in enumerate(rules)]
             made = None if others is None else joins(parts, others, _role(key, slot), (rules[0], rules[1]))
             if made is None and others is not None and _role(key, slot) == "weight":  # shards are of all ranks together
                 every = [parts_of(of, [*of], key, table)[slot] for (of, _), table in zip((a, b), self._tables, strict=True)]
@@ -300,6 +302,24 @@ class _Maker:
         rule = self._known.find(key[1], cls, slot)
         proven = self._collectives[i].rule(parts) if rule is None and _role(key, slot) in ("activation", "gradient") else None
         return rule or proven
+
+    def _of_split_rows(self, i: int, key: Key, cls: str, parts: Sequence[Part]) -> Rule | None:
+        """Return that gradients at the input of a linear layer are terms, where each rank has some rows of the weight.
+
+        The other side has all rows on one rank. Where several layers share an input, autograd adds up their gradients before a
+        collective adds up those of the ranks, so that no collective is given the gradient of one layer.
+        """
+        if cls != "Linear" or not self._collectives[i].recorded or len(parts) < 2 or agree(parts):
+            return None
+        forward = key[0], key[1], "forward", key[3]
+        of_both = [parts_of(of, [*of][:1], forward, table) for table in self._tables if (of := table.calls.get(forward))]
+        weights = [values.get("parameters.weight", []) for values in of_both]
+        if len(weights) < 2 or len(weights[1 - i]) != 1 or len(weights[i]) != len({part.tensor for part in parts}):
+            return None
+        rows = sum(part.shape[0] for part in weights[i])
+        split = all(part.shape != weights[1 - i][0].shape for part in weights[i])
+        whole = (rows, *weights[i][0].shape[1:]) == weights[1 - i][0].shape
+        return TERMS_OF_ROWS if split and whole and all(part.box is None for part in parts) else None
 
     def _call(self, i: int, key: Key, micro: int, values: Mapping[str, Value], like: Call) -> Call:
         kind, name, phase, number = key

@@ -275,6 +275,17 @@ def local_of(t: Any) -> tuple[Any | None, str, Mapping[str, Any] | None, str | N
     return (None, kind, None, reason) if reason else (t, kind, None, None)
 
 
+def still_written(t: Any) -> Tensor | None:
+    """Return the memory behind a tensor that a functional collective may still write, None where nobody has to wait for it.
+
+    What is no such tensor but a plain one counts as written: it may be the result that the collective itself returned.
+    """
+    inner = t._local_tensor if type(t).__name__ == "DTensor" and hasattr(t, "_local_tensor") else t
+    if type(inner).__name__ == "AsyncCollectiveTensor":
+        return None if inner.completed else inner.elem
+    return inner if inner is t and type(t) in _PLAIN else None
+
+
 def _placement(p: Any) -> dict[str, dict[str, Any]]:
     """Write a DTensor placement as existing tools do."""
     if p.is_shard():

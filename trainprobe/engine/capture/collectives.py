@@ -1,19 +1,23 @@
 """Collectives issued from Python, whichever way they were imported: what goes in, and what has come out once it is waited for.
 
 torch.distributed hands every call to a method of the process group; those methods of the class are replaced while a step is
-collected. Nothing is waited for that the training does not wait for: the output is looked at inside the training's own
-`Work.wait`, and a collective that is not waited for before the step ends is recorded as pending. Collectives that C++ issues by
-itself (the buckets of DistributedDataParallel) do not pass here; functional collectives are ops, and the op tap sees them.
+collected, and so are the operators of functional collectives (see functional_collectives). Nothing is waited for that the
+training does not wait for: the output is looked at inside the training's own `Work.wait` or `wait_tensor`, and a collective
+that is not waited for before the step ends is recorded as pending. Collectives that C++ issues by itself (the buckets of
+DistributedDataParallel) do not pass here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from torch._C import DisableTorchFunction
 
+from trainprobe.engine.capture.awaited import replaced_op
+from trainprobe.engine.capture.functional_collectives import OPERATORS, group_in, operation_in, operators
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.naming import chunks_of
@@ -76,6 +80,7 @@ class CollectiveTap:
         self._replaced: list[Replaced] = []
         self._wait: Replaced | None = None
         self._pending: dict[int, tuple[Any, Call, Any]] = {}
+        self._unwritten: dict[int, Call] = {}  # functional collectives that nobody has waited for yet, by the id of the call
 
     def open(self, model: Any, optimizer: Any = None) -> None:
         """Look for a wrapper whose collectives do not pass here; each call names its process group."""
@@ -100,8 +105,11 @@ class CollectiveTap:
             return
         for method in METHODS:
             original = getattr(dist.ProcessGroup, method, None)
-            if original is not None and (self._chosen(METHODS[method][0]) or self._chosen(f"Distributed.{METHODS[method][0]}")):
+            if original is not None and self._is_chosen(METHODS[method][0]):
                 self._replaced.append(Replaced(dist.ProcessGroup, method, self._recording(method, original)))
+        for space, name in operators():
+            if self._is_chosen(OPERATORS[name]):
+                self._replaced.append(replaced_op(space, name, partial(self._recording_op, name)))
         if self._wait is None:
             self._wait = Replaced(dist.Work, "wait", self._recording_wait(dist.Work.wait))
 
@@ -111,10 +119,14 @@ class CollectiveTap:
         if self._wait is not None:
             self._wait.back()
             self._wait = None
-        for _, call, _ in self._pending.values():
+        for call in (*(call for _, call, _ in self._pending.values()), *self._unwritten.values()):
             call.out = Opaque("pending", "not waited for before the step ended")
         self._pending.clear()
+        self._unwritten.clear()
         self._tape = None
+
+    def _is_chosen(self, name: str) -> bool:
+        return self._chosen(name) or self._chosen(f"Distributed.{name}")
 
     def _recording(self, method: str, original: Any) -> Any:
         def collective(group: Any, *args: Any, **kwargs: Any) -> Any:
@@ -137,28 +149,74 @@ class CollectiveTap:
 
         return wait
 
+    def _recording_op(self, name: str, original: Any) -> Any:
+        def collective(*args: Any, **kwargs: Any) -> Any:
+            call = None if self._tape is None else self._guard.run(self._before_op, name, args, kwargs)
+            result = original(*args, **kwargs)
+            if call is not None:
+                self._guard.run(self._issued, call, result)
+            return result
+
+        return collective
+
     def _before(self, method: str, group: Any, args: Any) -> Call:
-        tape = self._tape
-        assert tape is not None
         name, given, _ = METHODS[method]
         with DisableTorchFunction():
-            entry = f"Distributed.{name}"
-            parent = self._inside[-1] if self._inside else None
-            call = tape.call("collective", entry, tape.count(entry, "forward"), "forward", parent=parent)
-            if self._stacks is not None:
-                call.stack = self._stacks.capture(-1, 0, 4)
-            call.args = tape.tree(_listed(args[given]), self._flags) if given is not None and len(args) > given else []
-            options = args[-1] if args else None
-            ranks = dist.get_process_group_ranks(group) if hasattr(group, "group_name") else []
-            call.kwargs = {"group": Opaque("torch.distributed.ProcessGroup", None, {"group_ranks": ranks})}
-            operation = getattr(options, "reduceOp", None)
-            if operation is not None:
-                call.kwargs["op"] = Opaque("torch.distributed.ReduceOp", str(getattr(operation, "op", operation)))
+            sent = _listed(args[given]) if given is not None and len(args) > given else []
+            operation = getattr(args[-1] if args else None, "reduceOp", None)
+            said = None if operation is None else str(getattr(operation, "op", operation))
+            call = self._made(name, sent, group, said)
             if name in ("send", "recv") and len(args) > 1:
                 call.kwargs["peer"] = args[1]
             call.node = method
-            tape.more_known(call)
-            return call
+            return self._known(call)
+
+    def _before_op(self, name: str, args: Any, kwargs: Any) -> Call:
+        with DisableTorchFunction():
+            given = args[0] if args else kwargs.get("input", kwargs.get("inputs", []))
+            call = self._made(OPERATORS[name], _listed(given), group_in(args, kwargs), operation_in(args, kwargs))
+            call.node = name
+            return self._known(call)
+
+    def _made(self, name: str, given: Any, group: Any, operation: str | None) -> Call:
+        tape = self._tape
+        assert tape is not None
+        entry = f"Distributed.{name}"
+        parent = self._inside[-1] if self._inside else None
+        call = tape.call("collective", entry, tape.count(entry, "forward"), "forward", parent=parent)
+        if self._stacks is not None:
+            call.stack = self._stacks.capture(-1, 0, 4)
+        call.args = tape.tree(given, self._flags)
+        ranks = dist.get_process_group_ranks(group) if hasattr(group, "group_name") else []
+        call.kwargs = {"group": Opaque("torch.distributed.ProcessGroup", None, {"group_ranks": ranks})}
+        if operation is not None:
+            call.kwargs["op"] = Opaque("torch.distributed.ReduceOp", operation)
+        return call
+
+    def _known(self, call: Call) -> Call:
+        if self._tape is not None:
+            self._tape.more_known(call)
+        return call
+
+    def _issued(self, call: Call, result: Any) -> None:
+        """Have the results of a functional collective looked at one by one, as they are waited for."""
+        tape = self._tape
+        if tape is None or tape.awaits is None:
+            return
+        results = _listed(result)
+        found: list[Any] = [None] * len(results)
+        self._unwritten[id(call)] = call
+
+        def look(place: int, t: Any) -> None:
+            tape.touched(t)  # a collective writes without a trace in the version counter
+            found[place] = tape.value(t, self._flags)
+            if None not in found:
+                call.out = found
+                self._unwritten.pop(id(call), None)
+                tape.more_known(call)
+
+        for place, t in enumerate(results):
+            tape.awaits(t, partial(look, place))
 
     def _after(self, call: Call, args: Any) -> None:
         tape = self._tape

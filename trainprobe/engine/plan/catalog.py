@@ -81,6 +81,7 @@ _CORE = frozenset(
     npu_fusion_attention npu_rms_norm npu_grouped_matmul npu_swiglu npu_rotary_mul
     """.split()  # noqa: SIM905  (words read better than a column of quotes)
 )
+_COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d")  # namespaces of torch.ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,10 @@ class OpName:
 
 
 def op_name(func: Callable[..., Any]) -> OpName | None:
-    """Return the dump name of a callable that a torch-function mode was handed, or None when it is not to be recorded."""
+    """Return the dump name of a callable that a torch-function mode was handed, or None when it is not to be recorded.
+
+    Collectives are not: `engine/capture/collectives.py` records them, and knows when their results have been written.
+    """
     api = getattr(func, "__name__", "") or ""
     prefix = "Torch"
     kind = type(func).__name__
@@ -112,8 +116,12 @@ def op_name(func: Callable[..., Any]) -> OpName | None:
         return None
     if kind in ("OpOverloadPacket", "OpOverload"):
         namespace, _, api = str(func).partition(".")
+        if namespace in _COLLECTIVES:
+            return None
         prefix = {"aten": "Aten", "npu": "NPU", "prims": "Prims"}.get(namespace, namespace)
     else:
+        if getattr(func, "__module__", None) == "torch.distributed.distributed_c10d":
+            return None
         prefix = _python_prefix(func)
         if prefix == "Torch" and api.startswith("__"):
             prefix = "Tensor"
