@@ -55,7 +55,7 @@ def readings(parts: Sequence[Part], role: Role, known: Rule | None = None) -> It
     Where the dump, or a table, says which part of the whole each rank holds, there is one way.
     """
     if all(part.box is not None for part in parts):
-        yield by_boxes(parts)
+        yield _partial(parts) or by_boxes(parts)
         return
     if known is not None and (known.tp is not None or known.samples is not None):
         yield from _as_known(parts, known)
@@ -76,6 +76,16 @@ def by_boxes(parts: Sequence[Part]) -> Join:
     copies = [(each[0], other) for each in same.values() for other in each[1:]]
     first = [each[0] for each in same.values()]
     return Join(first, replicas=copies, boxes=[part.box for part in first if part.box is not None])
+
+
+def _partial(parts: Sequence[Part]) -> Join | None:
+    """Return the sum of parts of which the dump says that they are terms, one of each rank; None where it does not say it."""
+    boxes = {part.box for part in parts}
+    if len(boxes) > 1 or not all(part.box is not None and part.box.term for part in parts):
+        return None
+    placements = [(part.value.extra or {}).get("placements", ()) for part in parts]
+    added = all(list(each) == [{"Partial": {"reduce_op": "sum"}}] for each in placements)
+    return Join(parts, "terms", terms=len(parts)) if added and len(parts) > 1 else None
 
 
 def _as_known(parts: Sequence[Part], known: Rule) -> Iterator[Join]:
