@@ -101,10 +101,11 @@ def by_styles(model: Model) -> None:
 
 def by_deepspeed(model: Model) -> None:
     """Exchange tokens for heads around attention, as DeepSpeed does it."""
-    from deepspeed import comm
+    import deepspeed
     from deepspeed.sequence.layer import DistributedAttention
 
-    comm.init_distributed("gloo", verbose=False)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled
+    deepspeed.comm.init_distributed("gloo", verbose=False)
     for block in model.blocks:
         core = block.attention.core
         block.attention.spread = [DistributedAttention(core, dist.group.WORLD, scatter_idx=2, gather_idx=1)]

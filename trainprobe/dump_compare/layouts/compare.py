@@ -11,7 +11,7 @@ from trainprobe.dump_compare.call_slots import fill
 from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.intervals import ALIKE
 from trainprobe.dump_compare.judge import Judged, judge_calls
-from trainprobe.dump_compare.layouts.collectives import TERMS, TERMS_OF_ROWS, Collectives
+from trainprobe.dump_compare.layouts.collectives import TERMS_OF_ROWS, Collectives
 from trainprobe.dump_compare.layouts.cuts import Cut, cut_of_boxes
 from trainprobe.dump_compare.layouts.fused import Beside, FusedRows, beside, matrix
 from trainprobe.dump_compare.layouts.grouping import (
@@ -126,8 +126,8 @@ class _Maker:
         self._alone: list[dict[str, Key]] = [{}, {}]
         self._values_alone: list[dict[str, None]] = [{}, {}]  # of calls that both sides have
         self._parents: list[dict[tuple[str, str, int, int], Call]] = [{}, {}]
-        self._operators = OperatorPairs(tables, sides)
         self._collectives = Collectives(sides[0].ranks), Collectives(sides[1].ranks)
+        self._operators = OperatorPairs(tables, sides, self._collectives)
         self._cuts = cuts_of_weights(sides, lambda name: renamed_parameter(name, rename))
 
     def pairs(self) -> list[CallPair]:
@@ -275,7 +275,8 @@ class _Maker:
             if others is not None and blind is not None:
                 self._blind.setdefault(f"{slot} of {_text(key)}{blind.value.note and f', as {blind.value.note}'}")
                 continue
-            rules = [self._rule(i, key, classes[i], slot, each) for i, each in enumerate((parts, others or []))]
+            of_both = (parts, others or []), (others or [], parts)
+            rules = [self._rule(i, key, classes[i], slot, each) for i, each in enumerate(of_both)]
             if others is not None and slot.startswith("grad_input"):
                 rules = [rule or self._of_split_rows(i, key, classes[i], (parts, others)[i]) for i, rule in enumerate(rules)]
             made = None if others is None else joins(parts, others, _role(key, slot), (rules[0], rules[1]))
@@ -289,18 +290,19 @@ class _Maker:
             for i, side in enumerate(self._sides):
                 values[i][slot] = side.add(made[i])
             self._operators.known.add(parts, others, cut=self._cuts.get(_parameter(key, slot)) or _cut_of(made))
-            for i, (terms, whole) in enumerate(((parts, others), (others, parts))):
-                if rules[i] is TERMS and len(whole) == 1:
-                    self._operators.known.add(whole, self._collectives[i].results(terms))
+            self._operators.follow(parts, others)
         if not values[0]:
             return None
         calls = [self._call(i, key, micro, values[i], first_of(of, pieces)) for i, (of, pieces) in enumerate((a, b))]
         return calls[0], calls[1]
 
-    def _rule(self, i: int, key: Key, cls: str, slot: str, parts: Sequence[Part]) -> Rule | None:
-        """Return what a table says of how the parts of a side lie over its ranks, or else what its collectives prove."""
+    def _rule(self, i: int, key: Key, cls: str, slot: str, both: tuple[Sequence[Part], Sequence[Part]]) -> Rule | None:
+        """Return what a table says of how the parts of a side lie over its ranks, or else what its collectives prove.
+
+        both: what this side holds, and what the other does.
+        """
         rule = self._known.find(key[1], cls, slot)
-        proven = self._collectives[i].rule(parts) if rule is None and _role(key, slot) in ("activation", "gradient") else None
+        proven = self._collectives[i].rule(*both) if rule is None and _role(key, slot) in ("activation", "gradient") else None
         return rule or proven
 
     def _of_split_rows(self, i: int, key: Key, cls: str, parts: Sequence[Part]) -> Rule | None:

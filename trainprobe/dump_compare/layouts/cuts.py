@@ -325,6 +325,13 @@ def _normalised(call: Call, given: Given, shape: Shape) -> Lay | None:
     return flat(shape, found) if -found.dim > len(sizes) else None
 
 
+def _attention(call: Call, given: Given, shape: Shape) -> Lay | None:
+    """Attention of some heads or samples: queries, keys and values are cut alike, and there is no mask."""
+    cuts = {along(of, lay) if isinstance(lay, Cut) else None for of, lay in given.values()}
+    found = cuts.pop() if len(cuts) == 1 and len(given) == 3 else None
+    return flat(shape, found) if found is not None and found.dim <= -3 else None
+
+
 ELEMENTWISE = (
     *("add", "sub", "rsub", "mul", "div", "neg", "abs", "pow", "sqrt", "rsqrt", "square", "reciprocal", "exp", "log", "log1p"),
     *("relu", "gelu", "silu", "sigmoid", "logsigmoid", "tanh", "softplus", "leaky_relu", "elu", "sin", "cos", "erf", "clamp"),
@@ -346,5 +353,6 @@ _RULES: Mapping[str, Rule] = {
     "dropout": _dropout,
     **dict.fromkeys(("matmul", "mm", "bmm"), _product),
     "linear": _linear,
+    "scaled_dot_product_attention": _attention,
     "baddbmm": _baddbmm,
 }

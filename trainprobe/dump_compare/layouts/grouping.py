@@ -101,7 +101,8 @@ def table_of(sides: Sequence[Side]) -> Table:
             numbers[at] += 1
             here = Here(side, call, place.rank, stage, at_rank.tensor, i)
             table.calls.setdefault(key, {}).setdefault(piece, []).append(here)
-    table.pieces = sorted(seen)
+    of_operators = () if seen else {piece for of in table.operators.values() for piece in of}  # of a dump without modules
+    table.pieces = sorted(seen or of_operators)
     table.averaged = layout.averaged
     return table
 

@@ -6,8 +6,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from trainprobe.dump_compare.call_slots import fill
+from trainprobe.dump_compare.call_slots import fill, is_result
 from trainprobe.dump_compare.layouts.arguments import add_arguments
+from trainprobe.dump_compare.layouts.collectives import Collectives
 from trainprobe.dump_compare.layouts.grouping import Group, Here, Key, Owner, Piece, Table, in_expert, order_of, parts_of
 from trainprobe.dump_compare.layouts.joined import JoinedSide, Part
 from trainprobe.dump_compare.layouts.operators import Joined, Known, backward_joins, forward_joins
@@ -59,12 +60,18 @@ class OperatorPairs:
     known: of which numbers it is known how they lie over the ranks.
     """
 
-    def __init__(self, tables: tuple[Table, Table], sides: tuple[JoinedSide, JoinedSide]) -> None:
-        self._tables, self._sides = tables, sides
+    def __init__(
+        self,
+        tables: tuple[Table, Table],
+        sides: tuple[JoinedSide, JoinedSide],
+        collectives: tuple[Collectives, Collectives],
+    ) -> None:
+        self._tables, self._sides, self._collectives = tables, sides, collectives
         self.known = Known()
         self._base = 0 if tables[0].layout.sizes.get("pp", 1) <= tables[1].layout.sizes.get("pp", 1) else 1
         self._numbers: Counter[str] = Counter()
         self._other_samples = len({(table.micros, table.layout.averaged) for table in tables}) > 1
+        self._alone = not any(key[0] == "module" for table in tables for key in table.calls)  # no modules were recorded
         self._outside: Counter[str] = Counter()  # operators outside modules that may count micro-batches and ranks
         self._others: Counter[str] = Counter()  # modules that run other operators on the two sides → how many calls
         self._unknown: Counter[str] = Counter()  # operators that have no known split → how many calls
@@ -79,8 +86,8 @@ class OperatorPairs:
             key = "op", owner[0], "forward", owner[1]
             for micro, *pieces in grouped(key, mine, theirs) if mine and theirs else [(0, [*mine], [*theirs])]:
                 lanes = _lanes(mine, pieces[0]), _lanes(theirs, pieces[1])
-                outside = owner[0] == "" and self._other_samples
-                together, sure = ([], True) if outside or not all(lanes) else _side_by_side(lanes, owner)
+                outside = owner[0] == "" and self._other_samples and not self._alone
+                together, sure = ([], True) if outside or not all(lanes) else _side_by_side(lanes, owner, self._alone)
                 self._leave_out(self._outside if outside else self._others, owner, lanes, together)
                 site = _Site(owner, micro, parents, self._weights(owner) if together else set())
                 found += [
@@ -90,6 +97,13 @@ class OperatorPairs:
             found, key=lambda each: each[0]
         ):  # what is known of a value follows from those before
             yield from self._at(site, heres, sure)
+
+    def follow(self, a: Sequence[Part], b: Sequence[Part]) -> None:
+        """Take in what ranks get of a collective that they hand a value to which the other side holds whole."""
+        for i, (parts, whole) in enumerate(((a, b), (b, a))):
+            if len(whole) == 1 and len(parts) > 1:
+                for got, cut in self._collectives[i].passed_on(parts, whole[0]):
+                    self.known.add(whole, got, cut=cut)
 
     def _leave_out(self, counts: Counter[str], owner: Owner, lanes: tuple[Lanes, Lanes], together: Sequence[_Heres]) -> None:
         """Count what has no partner, with its backwards."""
@@ -123,6 +137,8 @@ class OperatorPairs:
         if not found:
             self._unknown[entry_name(calls[self._base][0])] += sum(map(len, (*heres, *backs)))
             return
+        for slot in (slot for slot in found if is_result(slot)):
+            self.follow(values[0][slot], values[1][slot])
         number = self._number(heres)
         yield OperatorPair(site.micro, heres, self._calls(site, number, heres, found))
         if backs[0] or backs[1]:
@@ -196,11 +212,12 @@ def _lanes(of: Mapping[Piece, list[Here]], pieces: Sequence[Piece]) -> Lanes:
     return [sorted(lane, key=lambda here: (here.stage, here.place)) for lane in found.values()]
 
 
-def _side_by_side(lanes: tuple[Lanes, Lanes], owner: Owner) -> tuple[list[_Heres], bool]:
+def _side_by_side(lanes: tuple[Lanes, Lanes], owner: Owner, alone: bool) -> tuple[list[_Heres], bool]:
     """Return the operators that belong together, and whether that is sure by their places alone.
 
     It is where all ranks run the same operators, or end with them. Where one side runs some that the other does not, within a
     module and on one stage, the names are aligned; that they are the same operators is then to be shown by what they are given.
+    alone: whether no modules were recorded, so that all that the script runs is aligned.
     """
     shared = _shared_end([*lanes[0], *lanes[1]], owner)
     if shared:
@@ -209,7 +226,7 @@ def _side_by_side(lanes: tuple[Lanes, Lanes], owner: Owner) -> tuple[list[_Heres
     names = [[[operator(here.call.name) for here in lane] for lane in side] for side in lanes]
     alike = all(each == of_side[0] for of_side in names for each in of_side)
     staged = any(len({here.stage for here in lane}) > 1 for side in lanes for lane in side)
-    if not alike or staged or owner[0] in ("", *_OPTIMIZER):
+    if not alike or staged or owner[0] in _OPTIMIZER or (owner[0] == "" and not alone):
         return [], True
     return [
         ([lane[i] for lane in lanes[0]], [lane[j] for lane in lanes[1]]) for i, j in aligned(names[0][0], names[1][0])

@@ -33,6 +33,7 @@ from trainprobe.dump_compare.layouts.cuts import (
     unused,
 )
 from trainprobe.dump_compare.layouts.joined import Join, Part, agree
+from trainprobe.dump_compare.layouts.recognised import lay_by_numbers
 from trainprobe.dump_compare.layouts.splits import by_boxes, whole_shape
 from trainprobe.engine.core.records import Call
 
@@ -83,6 +84,15 @@ class Known:
         """Return whether both sides hold one value here that was seen on both."""
         return bool(set.intersection(*[self._seen.get(_identity(part), set()) for part in (*a, *b)]))
 
+    def recognise(self, a: Sequence[Part], b: Sequence[Part]) -> None:
+        """Take in a value that one rank of one side holds, where the numbers of the other side's ranks are its own."""
+        one, several = sorted((a, b), key=len)
+        if len(one) != 1 or len(several) == 1 or self.are_one(a, b):
+            return
+        lay = lay_by_numbers(one[0], several)
+        if lay is not None:
+            self.add(one, several, cut=lay if isinstance(lay, Cut) else None)
+
     def cut_of(self, parts: Sequence[Part]) -> Cut | None:
         """Return the cut of a value that the ranks of one side hold parts of, None where that is not known."""
         found = set.intersection(*[self._cuts.get(_identity(part), set()) for part in parts])
@@ -120,6 +130,7 @@ def forward_joins(
     for slot in (slot for slot in a if slot in b and not is_result(slot)):
         if not (known.all_of(a[slot]) and known.all_of(b[slot])) and _are_the_same_bits((*a[slot], *b[slot])):
             known.add(a[slot], b[slot])
+        known.recognise(a[slot], b[slot])
         if not sure and not known.are_one(a[slot], b[slot]) and any(part.size for part in a[slot]):
             return None
     if len(calls[0]) == len(calls[1]) == 1:

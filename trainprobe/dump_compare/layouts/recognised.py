@@ -1,0 +1,66 @@
+"""Values of which nothing but their numbers says that one side holds whole what the other holds in parts.
+
+Parts whose statistics together are those of the whole, to the last digit that sums have, are its parts; the dimension is that
+in which the shapes differ. Their order is taken to be that of the ranks, which stored elements must confirm. So weights and
+what a script is called with are known where a dump holds no modules, and other values follow from them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from trainprobe.dump_compare.dump_side import STATISTICS
+from trainprobe.dump_compare.layouts.cuts import Along, Cut, Lay, boxes_of, flat
+from trainprobe.dump_compare.layouts.joined import Join, Part, array_of, together
+
+_SUMMED = 1e-12  # relative: by how much statistics of a whole that was added up of its parts may be off
+
+
+def lay_by_numbers(whole: Part, parts: Sequence[Part]) -> Lay | None:
+    """Return how ranks hold a whole, None where their numbers are not exactly its own."""
+    numbers = [each.side.numbers(each.value) for each in (whole, *parts)]
+    finite = all(math.isfinite(each.get(name, math.nan)) for each in numbers for name in STATISTICS)
+    if not finite or any(part.value.dtype != whole.value.dtype for part in parts):
+        return None
+    if all(part.shape == whole.shape for part in parts):
+        return "copy" if all(are_the_same(numbers[0], each) for each in numbers[1:]) else None
+    cut = cut_by_shapes(whole.shape, parts)
+    sizes = [part.size for part in parts]
+    if cut is None or not tells(numbers[0]):
+        return None
+    of_all = {name: together(name, [each[name] for each in numbers[1:]], sizes) for name in STATISTICS}
+    return cut if are_the_same(numbers[0], of_all) and _in_order(whole, parts, cut) else None
+
+
+def cut_by_shapes(whole: tuple[int, ...], parts: Sequence[Part]) -> Cut | None:
+    """Return the cut along the one dimension in which the shapes of equal parts differ from that of the whole."""
+    shape = parts[0].shape
+    if any(part.shape != shape for part in parts) or len(shape) != len(whole) or len({part.data for part in parts}) > 1:
+        return None
+    dims = [dim for dim in range(len(whole)) if shape[dim] != whole[dim]]
+    if len(dims) != 1 or shape[dims[0]] * len(parts) != whole[dims[0]]:
+        return None
+    return flat(whole, Along(dims[0] - len(whole), shape[dims[0]], whole[dims[0]]))
+
+
+def tells(numbers: Mapping[str, float]) -> bool:
+    """Return whether statistics tell a value from others of its size: it has all of them, and is no constant."""
+    return all(math.isfinite(numbers.get(name, math.nan)) for name in STATISTICS) and numbers["max"] > numbers["min"]
+
+
+def are_the_same(a: Mapping[str, float], b: Mapping[str, float]) -> bool:
+    """Return whether all statistics are the same, but for how their sums round."""
+    near = [abs(a[name] - b[name]) <= _SUMMED * a["norm"] for name in ("norm", "mean")]
+    return a["max"] == b["max"] and a["min"] == b["min"] and all(near)
+
+
+def _in_order(whole: Part, parts: Sequence[Part], cut: Cut) -> bool:
+    """Return whether stored elements stand in the order of the ranks; where none are stored, they are taken to do so."""
+    if whole.value.tensor is None or any(part.value.tensor is None for part in parts):
+        return True
+    boxes = boxes_of(whole.shape, cut, len(parts))
+    elements = [array_of(join) for join in (Join([whole], shape=whole.shape), Join(parts, shape=whole.shape, boxes=boxes))]
+    return elements[0] is None or elements[1] is None or np.array_equal(elements[0], elements[1].reshape(elements[0].shape))
