@@ -251,7 +251,7 @@ class Block(nn.Module):
     def begin(self, h: Tensor) -> Tensor:
         """Hand something on to matrices of which each rank holds a part."""
         if self.kind == "sequence":
-            return h if self.fault == "tokens" else Tokens.apply(h, self.by)
+            return Tokens.apply(h, self.by)
         return h if self.kind in ("alone", *SPLITS_TOKENS) else Shared.apply(h, self.by)
 
     def end(self, h: Tensor) -> Tensor:
@@ -263,8 +263,7 @@ class Block(nn.Module):
         if self.kind not in SPLITS_TOKENS:
             return self.core(q, k, v)
         order = [*range(world())]
-        if self.fault == "heads" and rank() == 1:
-            k = k.roll(1, 2)
+        k = k.roll(rank(), 2) if self.fault == "heads" else k
         q, k, v = (Exchanged.apply(x, 2, 0, self.by, order[::-1] if self.fault == "order" else order) for x in (q, k, v))
         return Exchanged.apply(self.core(q, k, v), 0, 2, self.by, order)
 
@@ -299,7 +298,9 @@ class Model(nn.Module):
         if self.kind == "vocab":
             return VocabLoss.apply(logits, y, self.by)
         if self.kind in ("gathered", "functional", "sequence"):
-            logits = Gathered.apply(logits, -1, self.by, -1 if self.fault == "order" else 1)
+            order = -1 if self.fault == "order" else 1
+            missing = self.fault == "missing"
+            logits = torch.cat([logits] * world(), -1) if missing else Gathered.apply(logits, -1, self.by, order)
         return functional.cross_entropy(logits.flatten(0, 1), y.flatten())
 
 
@@ -312,8 +313,9 @@ def halve(model: Model, fault: str) -> None:
     for name, dim in split.items():
         module, _, short = name.rpartition(".")
         held = getattr(model.get_submodule(module), short).detach()
-        moved = fault == "split" and name == "blocks.1.up.weight" and rank() == 1
-        setattr(model.get_submodule(module), short, nn.Parameter(own(held.roll(1, 0) if moved else held, dim).clone()))
+        mine = own(held.roll(1, 0) if (fault, name, rank()) == ("split", "blocks.1.up.weight", 1) else held, dim)
+        mine = mine.roll(1, 0) if (fault, name, rank()) == ("rows", "head.weight", 1) else mine
+        setattr(model.get_submodule(module), short, nn.Parameter(mine.clone()))
     model.embed.num_embeddings = WORDS // world()
 
 

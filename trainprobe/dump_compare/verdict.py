@@ -112,7 +112,8 @@ def _first(ranks: Sequence[Compared]) -> tuple[Compared, Judged] | None:
     for step in steps:
         here = [rank for rank in ranks if rank.at.step == step]
         firsts = [
-            (rank, first_of(rank.calls, rank.at.rank in apart, step != steps[0], _left_before(ranks, rank))) for rank in here
+            (rank, first_of(rank.calls, rank.at.rank in apart, step != steps[0], _left_before(ranks, rank), rank.joined))
+            for rank in here
         ]
         found = [(rank, judged) for rank, judged in firsts if judged is not None]
         if found:
@@ -127,12 +128,19 @@ def _left_before(ranks: Sequence[Compared], rank: Compared) -> Left:
     return next((left_by(other.calls) for other in before), {})
 
 
-def first_of(calls: Sequence[Judged], explained: bool = False, later: bool = False, left: Left | None = None) -> Judged | None:
+def first_of(
+    calls: Sequence[Judged],
+    explained: bool = False,
+    later: bool = False,
+    left: Left | None = None,
+    joined: bool = False,
+) -> Judged | None:
     """Return the first call that is given something else than on the other side, or gives it; the innermost of nested ones.
 
     explained: the weights may be apart for what was in the steps before; the batch may not. later: whether there are steps
     before, in which an optimizer may have rounded. What is suspicious counts where nothing else does. left: how far apart the
-    step before has left weights and states; what begins further apart was changed in between.
+    step before has left weights and states; what begins further apart was changed in between. joined: whether ranks were
+    joined, between whose operators collectives run.
     """
     start = _first_result(calls)  # what is given behind it may come from there
     arrives = [
@@ -143,6 +151,7 @@ def first_of(calls: Sequence[Judged], explained: bool = False, later: bool = Fal
     arrives += [] if explained or later else _other_weights(calls, start)
     arrives += [judged for judged in calls if changed(judged, left)] if left else []
     arrives += _other_losses(calls)
+    arrives += _other_operands(calls) if joined and not (explained or later) else []
     for outcome in ("bug", "suspicious"):
         wrong = [judged for judged in calls if judged.outcome == outcome]
         outer = {id(call) for judged in (*wrong, *arrives) for call in enclosing(judged.pair.a)}
@@ -221,6 +230,16 @@ def _other_losses(calls: Sequence[Judged]) -> list[Judged]:
         if id(judged) in backwards:
             far = max((value.low for value in judged.values if not value.result), default=0.0)
             found += [judged] if far > SLACK * SLACK * max(noise, judged.own) else []
+        noise = max([noise, *(value.low for value in judged.values if value.result and value.low < math.inf)])
+    return found
+
+
+def _other_operands(calls: Sequence[Judged]) -> list[Judged]:
+    """Return forwards of operators that are given something far from all results before: a weight, or what ranks sent."""
+    noise, found = 0.0, list[Judged]()
+    for judged in (one for one in calls if one.call.kind == "op" and one.call.phase == "forward"):
+        far = max((value.low for value in judged.values if not value.result and value.low < math.inf), default=0.0)
+        found += [judged] if far > SLACK * SLACK * max(noise, judged.own) else []
         noise = max([noise, *(value.low for value in judged.values if value.result and value.low < math.inf)])
     return found
 

@@ -33,7 +33,7 @@ from trainprobe.dump_compare.layouts.cuts import (
     unused,
 )
 from trainprobe.dump_compare.layouts.joined import Join, Part, agree
-from trainprobe.dump_compare.layouts.recognised import lay_by_numbers
+from trainprobe.dump_compare.layouts.recognised import are_samples_of, cut_by_shapes, lay_by_numbers, tell_the_same
 from trainprobe.dump_compare.layouts.splits import by_boxes, whole_shape
 from trainprobe.engine.core.records import Call
 
@@ -90,8 +90,26 @@ class Known:
         if len(one) != 1 or len(several) == 1 or self.are_one(a, b):
             return
         lay = lay_by_numbers(one[0], several)
-        if lay is not None:
+        if lay is not None or are_samples_of(one[0], several):
             self.add(one, several, cut=lay if isinstance(lay, Cut) else None)
+
+    def take_weights(self, a: Values, b: Values) -> None:
+        """Take in the weights of an operator that is given something known, by their shapes where their numbers are others.
+
+        A weight that is another is then compared, and not left out with all that is made of it.
+        """
+        given = [slot for slot in a if slot in b and not is_result(slot) and any(part.size for part in a[slot])]
+        unknown = [slot for slot in given if not self.are_one(a[slot], b[slot])]
+        if len(unknown) == len(given):
+            return
+        for slot in unknown:
+            one, several = sorted((a[slot], b[slot]), key=len)
+            trained = all(part.value.requires_grad and not self.all_of([one[0], part]) for part in several)
+            if len(one) != 1 or len(several) == 1 or not trained or tell_the_same(one[0], several):
+                return
+            cut = cut_by_shapes(one[0].shape, several)
+            if cut is not None or all(part.shape == one[0].shape for part in several):
+                self.add(one, several, cut=cut)
 
     def cut_of(self, parts: Sequence[Part]) -> Cut | None:
         """Return the cut of a value that the ranks of one side hold parts of, None where that is not known."""
@@ -131,6 +149,9 @@ def forward_joins(
         if not (known.all_of(a[slot]) and known.all_of(b[slot])) and _are_the_same_bits((*a[slot], *b[slot])):
             known.add(a[slot], b[slot])
         known.recognise(a[slot], b[slot])
+    if not sure:
+        known.take_weights(a, b)
+    for slot in (slot for slot in a if slot in b and not is_result(slot)):
         if not sure and not known.are_one(a[slot], b[slot]) and any(part.size for part in a[slot]):
             return None
     if len(calls[0]) == len(calls[1]) == 1:

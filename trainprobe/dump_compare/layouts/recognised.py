@@ -28,22 +28,37 @@ def lay_by_numbers(whole: Part, parts: Sequence[Part]) -> Lay | None:
     if all(part.shape == whole.shape for part in parts):
         return "copy" if all(are_the_same(numbers[0], each) for each in numbers[1:]) else None
     cut = cut_by_shapes(whole.shape, parts)
-    sizes = [part.size for part in parts]
-    if cut is None or not tells(numbers[0]):
-        return None
-    of_all = {name: together(name, [each[name] for each in numbers[1:]], sizes) for name in STATISTICS}
-    return cut if are_the_same(numbers[0], of_all) and _in_order(whole, parts, cut) else None
+    found = cut is not None and tells(numbers[0]) and tell_the_same(whole, parts) and _in_order(whole, parts, cut)
+    return cut if found else None
+
+
+def tell_the_same(whole: Part, parts: Sequence[Part]) -> bool:
+    """Return whether the statistics of parts together are those of a whole."""
+    of_parts = [part.side.numbers(part.value) for part in parts]
+    numbers, sizes = whole.side.numbers(whole.value), [part.size for part in parts]
+    if any(name not in each for each in (numbers, *of_parts) for name in STATISTICS) or not all(sizes):
+        return False
+    return are_the_same(numbers, {name: together(name, [each[name] for each in of_parts], sizes) for name in STATISTICS})
 
 
 def cut_by_shapes(whole: tuple[int, ...], parts: Sequence[Part]) -> Cut | None:
     """Return the cut along the one dimension in which the shapes of equal parts differ from that of the whole."""
+    dim = _split_dim(whole, parts) if len({part.data for part in parts}) == 1 else None
+    return None if dim is None else flat(whole, Along(dim - len(whole), parts[0].shape[dim], whole[dim]))
+
+
+def are_samples_of(whole: Part, parts: Sequence[Part]) -> bool:
+    """Return whether parts are those of a whole along its samples or tokens, of which ranks hold others each, in any order."""
+    others = len({part.data for part in parts}) == len(parts)
+    return others and _split_dim(whole.shape, parts) is not None and tell_the_same(whole, parts)
+
+
+def _split_dim(whole: tuple[int, ...], parts: Sequence[Part]) -> int | None:
     shape = parts[0].shape
-    if any(part.shape != shape for part in parts) or len(shape) != len(whole) or len({part.data for part in parts}) > 1:
+    if any(part.shape != shape for part in parts) or len(shape) != len(whole):
         return None
     dims = [dim for dim in range(len(whole)) if shape[dim] != whole[dim]]
-    if len(dims) != 1 or shape[dims[0]] * len(parts) != whole[dims[0]]:
-        return None
-    return flat(whole, Along(dims[0] - len(whole), shape[dims[0]], whole[dims[0]]))
+    return dims[0] if len(dims) == 1 and shape[dims[0]] * len(parts) == whole[dims[0]] else None
 
 
 def tells(numbers: Mapping[str, float]) -> bool:
