@@ -79,6 +79,7 @@ def write_seeds(root: Path) -> None:
     torch.save(state, root / "deepspeed" / "mp_rank_00_model_states.pt")
     write_further_seeds(root)
     shutil.copy(DATA / "mindspore" / "half.ckpt", root / "mindspore.ckpt")
+    shutil.copytree(DATA / "mindformers" / "pipeline", root / "mindformers")
     zarr = root / "zarr" / "decoder.final_layernorm.weight"
     zarr.mkdir(parents=True)
     (root / "zarr" / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr", "sharded_backend_version": 1}))

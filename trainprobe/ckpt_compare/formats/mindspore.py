@@ -6,43 +6,27 @@ Optimizer states carry the parameter's name behind a prefix (`adam_m.`, `moment1
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from trainprobe.ckpt_compare.mindspore_names import is_scalar, split
 from trainprobe.ckpt_compare.optimizer_names import scalar
 from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor, Piece, Problem, Source, gather
 from trainprobe.ckpt_compare.storage import mindspore_protobuf as protobuf
-from trainprobe.ckpt_compare.storage.mapped import MappedArray
-from trainprobe.ckpt_compare.storage.mindspore_strategy import Layout, read_strategy
+from trainprobe.ckpt_compare.storage.mapped import MappedArray, read_json
+from trainprobe.ckpt_compare.storage.mindspore_strategy import Layout, layout_of, read_strategy
 from trainprobe.ckpt_compare.storage.safetensors_file import is_safetensors, read_safetensors
 from trainprobe.engine.compare.number_formats import number_format
 from trainprobe.errors import FormatError, MissingExtra
 
-_SLOTS = {
-    "adam_m": "exp_avg", "moment1": "exp_avg", "moments1": "exp_avg", "exp_avg": "exp_avg", "adam_v": "exp_avg_sq",
-    "moment2": "exp_avg_sq", "moments2": "exp_avg_sq", "exp_avg_sq": "exp_avg_sq", "moments": "momentum_buffer",
-    "accum": "momentum_buffer", "momentum_buf": "momentum_buffer", "fp32_param": "master", "accu_grads": "accumulated_grad",
-}  # fmt: skip
-_SCALARS = (
-    "step",
-    "epoch",
-    "iteration",
-    "loss_scale",
-    "scale_sense",
-    "global_batch_size",
-    "learning_rate",
-    "scale_window",
-    "beta1",
-    "beta2",
-)
+_JOINED = "param_name_map.json"  # beside the files into which MindSpore has joined those of all ranks
 _RANK = re.compile(r"rank_(\d+)")
 
 
 def sniff(path: Path) -> bool:
     """A MindSpore `.ckpt` or safetensors file, or a folder of them (directly, or in `rank_N` folders)."""
-    files = _files(path)
-    return bool(files) and _knows(next(iter(files.values())))
+    return any(_knows(file) for _, file in _files(path)[:1])
 
 
 def _knows(file: Path) -> bool:
@@ -51,18 +35,35 @@ def _knows(file: Path) -> bool:
     return file.suffix == ".ckpt" and protobuf.looks_like_mindspore(file)
 
 
-def _files(path: Path) -> dict[str, Path]:
-    """Return rank ("" for a single file) → its newest checkpoint file."""
+def _files(path: Path) -> list[tuple[str, Path]]:
+    """Return the checkpoint files with their ranks ("" for those of no rank): the newest one of each rank."""
     if path.is_file():
-        return {"": path}
-    ranks = (
-        sorted((p for p in path.glob("rank_*") if _RANK.fullmatch(p.name)), key=lambda p: int(p.name[5:]))
-        if path.is_dir()
-        else []
-    )
-    found = {rank.name: file for rank in ranks if (file := _newest(rank)) is not None}
-    alone = _newest(path) if path.is_dir() and not found else None
-    return found or ({"": alone} if alone is not None else {})
+        return [("", path)]
+    if not path.is_dir():
+        return []
+    ranks = sorted((p for p in path.glob("rank_*") if _RANK.fullmatch(p.name)), key=lambda p: int(p.name[5:]))
+    found = [(rank.name, file) for rank in ranks if (file := _newest(rank)) is not None]
+    if found:
+        return found
+    joined = sorted(path.glob("*.safetensors")) if (path / _JOINED).is_file() else []
+    if joined:
+        return [("", file) for file in joined if _knows(file)]
+    alone = _newest(path)
+    return [("", alone)] if alone is not None else []
+
+
+def _lost(path: Path, held: Collection[str]) -> Iterator[Problem]:
+    """Yield a problem for each file that lacks a parameter which MindSpore has written into it as it joined ranks."""
+    if not (path / _JOINED).is_file():
+        return
+    told = read_json(path / _JOINED)
+    told = told.get("weight_map", told) if isinstance(told, dict) else {}  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    missing: dict[str, list[str]] = {}
+    for name, file in told.items():  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+        if name not in held:
+            missing.setdefault(str(file), []).append(str(name))  # pyright: ignore[reportUnknownArgumentType]
+    for file, names in missing.items():
+        yield Problem(str(path / file), f"should hold {len(names)} tensors that are not there, among them {names[0]}")
 
 
 def _newest(folder: Path) -> Path | None:
@@ -81,27 +82,28 @@ def open(path: Path) -> Checkpoint:
     cut, layouts = _strategy(path, problems) if len(files) > 1 else (None, {})
     tensors: list[LogicalTensor] = []
     state: dict[str, dict[str, Any]] = {"iteration": {}}
-    for rank, file in files.items():
+    for rank, file in files:
         try:
             held = dict(_read(file, problems))
         except FormatError as error:
             problems.append(Problem(str(file), str(error)))
             continue
         for name, (shape, pieces) in held.items():
-            if _is_scalar(name, shape):
+            if is_scalar(name, shape):
                 state["iteration"].setdefault(name, scalar(pieces[0].source))
                 continue
-            slot, weight = _split(name)
-            layout = layouts.get(name, layouts.get(weight))
+            slot, weight = split(name)
+            told = layouts.get(name, layouts.get(weight))
             begin = (0,) * len(shape)
-            if layout is not None:
-                shape, begin = layout.place(int(rank[5:]), shape)
+            if told is not None:
+                shape, begin = layout_of(told, int(rank[5:])).place(int(rank[5:]), shape)
             elif cut is not None and not layouts:
                 weight = f"{rank}.{weight}"
             copies = tuple(
                 Piece(tuple(a + b for a, b in zip(p.offset, begin, strict=True)), p.source, p.where, rank) for p in pieces
             )
             tensors.append(LogicalTensor(weight, shape, copies, slot, native=name))
+    problems += _lost(path, {tensor.native for tensor in tensors} | {*state["iteration"]})
     steps = state["iteration"].get("global_step")
     if steps is not None:
         state["optimizer"] = {"step": int(steps)}
@@ -116,31 +118,24 @@ def open(path: Path) -> Checkpoint:
     )
 
 
-def _strategy(path: Path, problems: list[Problem]) -> tuple[Path | None, dict[str, Layout]]:
+def _strategy(path: Path, problems: list[Problem]) -> tuple[Path | None, dict[str, list[Layout]]]:
     """Return a file that says how the rank files were cut, and what all of them say; one of each pipeline stage may be there.
 
     They lie beside the rank files, or in `strategy/` there.
     """
     places = (path, path / "strategy", path.parent / "strategy")
-    found = [f for place in places if place.is_dir() for f in sorted(place.glob("*strategy*.ckpt"))]
-    layouts: dict[str, Layout] = {}
+    found = [
+        f for place in places if place.is_dir() for f in sorted(place.glob("*strategy*")) if f.suffix in (".ckpt", ".json")
+    ]
+    layouts: dict[str, list[Layout]] = {}
     for file in found:
         try:
-            layouts |= read_strategy(file)
+            for name, told in read_strategy(file).items():
+                layouts.setdefault(name, []).extend(told)
         except (FormatError, MissingExtra) as error:
             problems.append(Problem(str(file), str(error)))
             return file, {}
     return (found[0] if found else None), layouts
-
-
-def _is_scalar(name: str, shape: tuple[int, ...]) -> bool:
-    short = shape in ((), (1,))
-    return short and "." not in name and any(word in name for word in _SCALARS)
-
-
-def _split(name: str) -> tuple[str, str]:
-    prefix, dot, rest = name.partition(".")
-    return (_SLOTS[prefix], rest) if dot and prefix in _SLOTS else ("", name)
 
 
 Held = tuple[tuple[int, ...], list[Piece]]
