@@ -17,6 +17,7 @@ from tests.mindspore.tiny import BATCH, GRAPH, PYNATIVE, Data, Loss, Net, train
 from trainprobe.engine.core.records import Finding
 from trainprobe.integrations.mindformers import ProbeCallback
 from trainprobe.integrations.mindspore_limits import NOT_JUDGED, NOT_JUDGED_IN_A_GRAPH
+from trainprobe.watching import watch
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "AdamWeightDecay": lambda net: nn.AdamWeightDecay(net.trainable_params(), 1e-2),
@@ -54,6 +55,24 @@ def test_a_healthy_training_is_quiet_and_keeps_its_bits(mode: int, optimizer: st
     assert grave(findings) == []
     assert on.bits == bare.bits
     assert nn.Cell.__call__ is before
+
+
+def test_an_optimizer_that_leaves_a_weight_whose_gradient_has_turned_is_in_order(tmp_path: Path) -> None:
+    ms.set_context(mode=PYNATIVE)
+    net = nn.Dense(1, 1, has_bias=False)
+    optimizer = nn.Rprop(net.trainable_params(), 0.3)
+    gradients = ms.value_and_grad(lambda x: ops.square(net(x) - 0.2).mean(), None, optimizer.parameters)
+    rested = 0
+    with watch(net, optimizer, output=str(tmp_path / "out"), level="off", audit={"every": 1}, on_error="raise") as probe:
+        for _ in range(10):
+            before = net.weight.asnumpy().copy()
+            with probe.step():
+                loss, given = gradients(ms.Tensor(np.ones((4, 1), np.float32)))
+                optimizer(given)
+                probe.note("loss", loss)
+            rested += np.array_equal(before, net.weight.asnumpy()) and bool(given[0].asnumpy().any())
+    assert rested >= 2
+    assert grave(probe.findings) == []
 
 
 @pytest.mark.parametrize(("mode", "unjudged"), [(PYNATIVE, {*NOT_JUDGED}), (GRAPH, {*NOT_JUDGED, *NOT_JUDGED_IN_A_GRAPH})])

@@ -174,6 +174,59 @@ def test_a_step_without_an_update_shows_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [PYNATIVE, GRAPH], ids=["pynative", "graph"])
+def test_of_a_step_that_only_adds_gradients_up_nobody_says_that_nothing_was_seen(mode: int, tmp_path: Path) -> None:
+    net, optimizer = new(mode)
+    gradients = ms.value_and_grad(nn.WithLossCell(net, nn.MSELoss()), None, optimizer.parameters)
+    with watched(net, optimizer, tmp_path / "out") as (probe, found):
+        summed = None
+        for i in range(4):
+            with probe.step():
+                given = gradients(*batch(i))[1]
+                if i % 2:
+                    optimizer(tuple(a + b for a, b in zip(given, summed, strict=True)))
+                summed = given
+    assert [len(found.slot(i, "update")) for i in range(4)] == [0, 4, 0, 4]
+    assert [f.message for f in found.findings if f.severity != "info"] == []
+
+
+class Average(nn.Cell):
+    """A moving average of weights, in the manner of mindone: it holds the weights and copies of them."""
+
+    def __init__(self, net: Any) -> None:
+        super().__init__()
+        self.weights = ms.ParameterTuple(net.trainable_params())
+        self.averages = self.weights.clone(prefix="ema", init="same")
+
+    def construct(self) -> None:
+        for i in range(len(self.weights)):
+            ops.assign(self.averages[i], self.averages[i] * 0.9 + self.weights[i] * 0.1)
+
+
+class TrainsAndAverages(nn.TrainOneStepCell):
+    def __init__(self, network: Any, optimizer: Any, average: Any) -> None:
+        super().__init__(network, optimizer)
+        self.average = average
+
+    def construct(self, x: Any, y: Any) -> Any:
+        loss, given = ms.value_and_grad(self.network, None, self.weights)(x, y)
+        loss = ops.depend(loss, self.optimizer(given))
+        return ops.depend(loss, self.average())
+
+
+@pytest.mark.parametrize("mode", [PYNATIVE, GRAPH], ids=["pynative", "graph"])
+def test_a_moving_average_that_the_cell_that_trains_holds_is_no_part_of_the_model(mode: int, tmp_path: Path) -> None:
+    net, optimizer = new(mode)
+    cell = TrainsAndAverages(nn.WithLossCell(net, nn.MSELoss()), optimizer, Average(net))
+    assert all(p.requires_grad for p in cell.average.averages)
+    with watched(cell, None, tmp_path / "out") as (probe, found):
+        loop(probe, found, net, cell.set_train())
+    assert not np.array_equal(cell.average.averages[0].asnumpy(), net.up.weight.asnumpy())
+    assert [f.message for f in found.findings if f.severity != "info"] == []
+    for i in range(3):
+        found.check_update(i)
+
+
+@pytest.mark.parametrize("mode", [PYNATIVE, GRAPH], ids=["pynative", "graph"])
 @pytest.mark.parametrize("told", [True, False], ids=["optimizer told", "optimizer inside"])
 def test_of_a_cell_that_trains_the_optimizer_is_no_part_of_the_model(mode: int, told: bool, tmp_path: Path) -> None:
     net, optimizer = new(mode, lambda parameters: nn.AdamWeightDecay(parameters, 1e-2))

@@ -219,16 +219,23 @@ class MindSporeProbe(Probe):
     def _end_compiled_update(self) -> None:
         """Look at them again if no optimizer was called from Python and they have stepped by their own count."""
         optimizers = self.parts.stepping.cells
-        counts = any(hasattr(optimizer, "global_step") for optimizer in optimizers)
-        stepped = counted(optimizers) != self._count if counts else self._looked and is_graph_mode()
         if self.parts.stepping.called:
             self._updates_compiled = False
-        elif stepped and self._looked:
+            return
+        counts = any(hasattr(optimizer, "global_step") for optimizer in optimizers)
+        stepped = counted(optimizers) != self._count if counts else self._looked and is_graph_mode()
+        if stepped and self._looked:
             self._updates_compiled = True
             look_after(self.parts, optimizers)
         elif stepped:
             self._updates_compiled = None
             self.report(Finding("mindspore", "info", COMPILED_UPDATE, step=self.step_number))
+
+    def _only_collects(self) -> bool:
+        """Tell whether the step made no update in a loop whose optimizer is called from Python, as where gradients add up."""
+        hidden = self.plan.level == "off" or is_graph_mode()
+        collects = self._own_loop and self._updates_compiled is False and not self.parts.stepping.called
+        return super()._only_collects() or (hidden and collects)
 
     def change(self, **fields: Any) -> None:
         """Raise PlanError: a plan cannot change while a MindSpore training goes on."""

@@ -203,6 +203,25 @@ def test_an_optimizer_that_rests_at_its_tolerance_is_in_order(tmp_path):
     assert [f.message for f in probe.findings if f.severity != "info"] == []
 
 
+def test_an_optimizer_that_leaves_a_weight_whose_gradient_has_turned_is_in_order(tmp_path):
+    model = torch.nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.Rprop(model.parameters(), lr=0.3)
+    rested = 0
+    with trainprobe.watch(model, optimizer, plan=PLAN, output=tmp_path / "out") as probe:
+        for _ in range(12):
+            before = model.weight.detach().clone()
+            with probe.step():
+                loss = (model(torch.ones(4, 1)) - 0.2).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                turned = model.weight.grad.clone()
+                optimizer.step()
+                probe.note("loss", loss.detach())
+            rested += torch.equal(before, model.weight) and bool(turned.abs().max() > 0)
+    assert rested >= 2
+    assert [f.message for f in probe.findings if f.severity != "info"] == []
+
+
 def test_master_weights_are_told_under_their_parameters_names_and_other_strays_are_not():
     run = Masters(0, 1, lambda *_: None)
     names = {id(p): name for name, p in run.model.named_parameters()}

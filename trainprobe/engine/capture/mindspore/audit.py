@@ -200,6 +200,8 @@ def _groups(optimizer: Any, rates: Sequence[float], names: Mapping[int, str]) ->
     if kind and all(isinstance(beta, mindspore.Tensor) for beta in betas):
         options["betas"] = tuple(float(beta.asnumpy().reshape(-1)[0]) for beta in betas)
         options["weight_decay"] = 1.0 if getattr(optimizer, "exec_weight_decay", True) else 0.0
+    if isinstance(optimizer, mindspore.nn.Rprop):
+        options["etas"] = (float(optimizer.etaminus), float(optimizer.etaplus))
     scaled = getattr(optimizer, "need_scale", False)
     by_rate: dict[float, list[str]] = {}
     for i, p in enumerate(optimizer.parameters if rates else ()):

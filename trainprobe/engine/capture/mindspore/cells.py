@@ -12,7 +12,7 @@ training's own place, so that such an error is raised in the training and not in
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -78,15 +78,23 @@ def parameters_in(cell: Any) -> dict[str, Any]:
     """Return the parameters of a cell itself, by their short names.
 
     A cell that holds an optimizer has those alone that this updates and no cell inside of it holds: the others are no weights
-    of a model but a list of them, a loss scale, sums of gradients.
+    of a model but a list of them, a loss scale, sums of gradients. Nor are copies, which a cell makes of the weights that it
+    holds (`ParameterTuple.clone("ema")`): moving averages of a training, which no optimizer steps.
     """
     own = {short: p for short, p in cell._params.items() if p is not None}
+    own = {short: p for short, p in own.items() if not _is_copy(p, own.values())}
     optimizers = [inner for inner in cell.cells() if is_optimizer(inner)]
     if not optimizers:
         return own
     updated = {id(p) for optimizer in optimizers for p in optimizer.parameters}
     inside = {id(p) for name, inner in cells_of([cell]) if name for p in inner._params.values()}
     return {short: p for short, p in own.items() if id(p) in updated - inside}
+
+
+def _is_copy(parameter: Any, others: Collection[Any]) -> bool:
+    """Tell whether a parameter is the clone of one of the others: `ema.up.weight` of `up.weight`."""
+    rest = str(parameter.name).partition(".")[2]
+    return "." in rest and any(rest == other.name and parameter.shape == other.shape for other in others)
 
 
 def parameters_of(models: Sequence[Any]) -> dict[int, tuple[str, Any]]:

@@ -2,11 +2,12 @@
 
 Relation: after an update with a learning rate above zero the fingerprint of every stepped parameter whose gradient is not zero
 is another one, unless the largest possible change lies below the resolution of its dtype: lr · min(max|g|, 1) <= ε · max|w|,
-or its optimizer has a tolerance at which it rests (L-BFGS). A parameter without a gradient keeps its fingerprint. Tolerance
-zero. Of a parameter that is copied from a master weight of another dtype the same holds from one update to the next. Where
-there is no loss scale, an optimizer that stepped at each of three or more audited steps steps when others do. Where every step
-updated, no eight audited steps in a row go without an update. What nothing here trains and something moves all the same (the
-moving average of a student) goes on to be moved, where that was so at three audited steps or more.
+or its optimizer has a tolerance at which it rests (L-BFGS), or leaves an element where its gradient has turned (Rprop). A
+parameter without a gradient keeps its fingerprint. Tolerance zero. Of a parameter that is copied from a master weight of
+another dtype the same holds from one update to the next. Where there is no loss scale, an optimizer that stepped at each of
+three or more audited steps steps when others do. Where every step updated, no eight audited steps in a row go without an
+update. What nothing here trains and something moves all the same (the moving average of a student) goes on to be moved, where
+that was so at three audited steps or more.
 Usually caused by an optimizer that holds other tensors, by a step that was skipped on some ranks, or by something that writes
 to weights without the optimizer.
 """
@@ -141,8 +142,8 @@ def _rate(group: Group | None, evidence: Evidence) -> float:
 
 
 def _may_rest(group: Group | None) -> bool:
-    """Tell whether an optimizer leaves weights where they are once it is content (L-BFGS: `tolerance_grad`)."""
-    return group is not None and "tolerance_grad" in group.options
+    """Tell whether an optimizer leaves weights where they are: at its tolerance (L-BFGS), where a gradient turned (Rprop)."""
+    return group is not None and ("tolerance_grad" in group.options or "etas" in group.options)
 
 
 def _should_move(evidence: Evidence, name: str, rate: float) -> bool:
