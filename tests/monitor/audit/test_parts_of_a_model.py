@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributions import Categorical, Normal
 
 import trainprobe
+from trainprobe.engine.capture.audit.set_up import model_facts
 from trainprobe.engine.core.facts import ModelFacts, StepFacts
 from trainprobe.engine.core.records import Place
 from trainprobe.monitor.audit.evidence import Evidence, Tensors
@@ -306,3 +307,34 @@ def test_steps_that_are_not_audited_run_functions_of_torch_itself(tmp_path):
     assert found(tmp_path, nn.Linear(3, 1), loss_of, 4)[0] == []
     for name, seen in watched.items():
         assert [function is own[name] for function in seen] == [False, False, True, True], name
+
+
+# ---- a module that tells of its parameters in its own way ---------------------------------------------------------------
+
+
+class Losses(nn.Module):
+    """A loss that holds its networks, as torchrl's do: `named_parameters` takes fewer arguments and leaves targets out."""
+
+    def __init__(self):
+        super().__init__()
+        self.critic, self.again, self.target = nn.Linear(3, 4), nn.Linear(4, 1), nn.Linear(3, 4).requires_grad_(False)
+        self.tied = nn.ModuleList([self.critic])
+
+    def named_parameters(self, prefix="", recurse=True):
+        """Leave the target's parameters out."""
+        named = super().named_parameters(prefix=prefix, recurse=recurse)
+        return (pair for pair in named if not pair[0].startswith("target"))
+
+    def forward(self, x):
+        """Return the error against the target."""
+        return self.again((self.critic(x) - self.target(x)).square())
+
+
+def test_a_module_with_named_parameters_of_its_own_is_audited(tmp_path):
+    torch.manual_seed(0)
+    model = Losses()
+    assert found(tmp_path, model, lambda m: m(torch.randn(6, 3)).square().mean(), 4) == ([], [])
+    facts = model_facts([model], [], {}, owners_known=False)
+    known = {name: parameter.identity for parameter in facts.parameters for name in parameter.names}
+    named = nn.Module.named_parameters(model, remove_duplicate=False)
+    assert known == {name: id(parameter) for name, parameter in named}

@@ -26,7 +26,7 @@ def model_facts(
                 everything.setdefault(id(p), (p, []))[1].append(f"{plain}.{short}" if plain else short)
     for number, model in enumerate(models):
         prefix, outer = _prefix(models, number), _outer(model)
-        for raw, p in model.named_parameters(remove_duplicate=False):
+        for raw, p in _every_name(model):
             name = prefix + logical_name(raw, outer_wrappers=outer)
             known = everything.setdefault(id(p), (p, []))[1]
             if name not in known:
@@ -50,6 +50,12 @@ def model_facts(
         frozenset(_named(names.get(key), everything[key][1])[0] for key in _adapters(models) if key in everything),
         any(getattr(m, "broadcast_buffers", False) for m in models if type(m).__name__ == "DistributedDataParallel"),
     )
+
+
+def _every_name(model: Any) -> Iterator[tuple[str, Any]]:
+    """Yield each parameter by each of its names; a model's own `named_parameters` may leave some out and lack arguments."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        yield from ((f"{path}.{name}" if path else name, p) for name, p in module._parameters.items() if p is not None)
 
 
 def _adapters(models: Sequence[Any]) -> Iterator[int]:
