@@ -338,3 +338,22 @@ def test_a_module_with_named_parameters_of_its_own_is_audited(tmp_path):
     known = {name: parameter.identity for parameter in facts.parameters for name in parameter.names}
     named = nn.Module.named_parameters(model, remove_duplicate=False)
     assert known == {name: id(parameter) for name, parameter in named}
+
+
+# ---- modes --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_layer_of_a_sequence_that_rests_is_no_chunk_in_evaluation_mode(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    model[:2].requires_grad_(False)[1].eval()  # as one fine-tunes the last layer alone
+    assert found(tmp_path, model, lambda m: m(torch.randn(6, 3)).square().mean(), 3) == ([], [])
+
+
+def test_one_of_two_chunks_in_evaluation_mode_is_found(tmp_path):
+    torch.manual_seed(0)
+    chunks = [nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.1)), nn.Sequential(nn.Linear(4, 1))]
+    chunks[1].eval()
+    optimizer = torch.optim.Adam([p for chunk in chunks for p in chunk.parameters()], lr=1e-2)
+    rules, messages = found(tmp_path, chunks, lambda m: m[1](m[0](torch.randn(6, 3))).square().mean(), 3, optimizer=optimizer)
+    assert rules == [("modes", 0)] and "chunk 1 of the model is in evaluation mode" in messages[0]

@@ -25,7 +25,7 @@ def check(evidence: Evidence) -> list[Finding]:
     modes = evidence.model.modes
     if not evidence.facts.backwards:
         return []
-    roots = {name: mode for name, mode in modes.items() if name == "" or name.rstrip(".").isdigit()}
+    chunks = {name: mode for name, mode in modes.items() if name.endswith(".")}  # "0." is a chunk, "0" a module of the model
     before = evidence.before.model.modes if evidence.before is not None else evidence.facts.set_up.modes
     changed = [name for name, mode in modes.items() if before.get(name, mode) != mode]
     off = [name for name in changed if not modes[name]]
@@ -36,8 +36,8 @@ def check(evidence: Evidence) -> list[Finding]:
             f"{and_more([n or 'the whole model' for n in off])}"
         )
         return [_finding(evidence, text, first, "evaluation mode", "training mode", off)]
-    if len(set(roots.values())) > 1:
-        first = next(name for name, mode in roots.items() if not mode)
+    if len(set(chunks.values())) > 1:
+        first = next(name for name, mode in chunks.items() if not mode)
         return [
             _finding(
                 evidence,
