@@ -34,7 +34,7 @@ NOT_JUDGED = {
     **dict.fromkeys(("resumed", "saved_and_loaded"), _LOADED),
     **dict.fromkeys(("passed_end", "plateau_direction", "rates_together", "reached_rate", "schedulers_stepped"), _SCHEDULERS),
     **dict.fromkeys(("frozen_and_alive", "never_reached"), _CALLED),
-    **dict.fromkeys(("equal_rows", "gathered_features", "stale_copies", "statistics_once"), _TENSORS),
+    **dict.fromkeys(("equal_rows", "gathered_features", "idle_experts", "stale_copies", "statistics_once"), _TENSORS),
     **dict.fromkeys(("input_scale", "padding_masks"), _ARGUMENTS),
     **dict.fromkeys(
         ("divided_losses", "gradient_terms", "outer_products", "sampled_without_gradient"),
@@ -50,7 +50,7 @@ NOT_JUDGED = {
     "recomputed_forward": "recomputed cells are recorded by level L0, and not compared with the first forward",
     "reduced_gradients": "the gradients of one rank are not seen before they are reduced",
     "reported_loss": "it is not known where a backward pass begins",
-    "update_rule": "updates are worked out again for optimizers of torch only",
+    **dict.fromkeys(("rounded_updates", "update_rule"), "updates are worked out again for optimizers of torch only"),
 }
 NOT_JUDGED_IN_A_GRAPH = {
     **dict.fromkeys(

@@ -207,6 +207,9 @@ def test_an_overflow_is_a_note_where_the_scaler_skips_the_step_and_an_error_wher
         ]
         assert live == again
         found[skips] = [(step, severity) for step, severity, _ in live]
+        told = next(f for f in probe.findings if f.rule == "nonfinite")
+        assert ("the optimizer stepped all the same" in told.message) is not skips
+        assert ("scaler.step(optimizer)" in (told.next or "")) is not skips
     assert found == {True: [(0, "info")], False: [(0, "error")]}
 
 

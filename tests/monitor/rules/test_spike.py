@@ -87,3 +87,19 @@ def test_an_early_spike_does_not_hide_the_next():
     bench, rng = Bench("spike"), np.random.default_rng(0)
     hits = [step for step in range(120) if bench.feed(*grads({"w": 1e4 if step in (30, 100) else noisy(rng)}))]
     assert hits == [30, 100]
+
+
+def test_a_gradient_that_rounding_alone_made_is_not_said_to_have_spiked():
+    """That of a bias before a normalisation, once the layer is in evaluation mode; a real jump is named before it."""
+    bench, rng = Bench("spike"), np.random.default_rng(0)
+    for _ in range(100):
+        bench.feed(*grads({"bias": noisy(rng, 1e-8), "weight": noisy(rng), "other": noisy(rng)}))
+    (found,) = bench.feed(*grads({"bias": 0.1, "weight": noisy(rng), "other": noisy(rng)}))
+    assert found.site.name == "bias"
+    assert "rounding alone made it until now" in found.message and "jumped" not in found.message
+    assert "evaluation mode" in found.next
+    bench = Bench("spike")
+    for _ in range(100):
+        bench.feed(*grads({"bias": noisy(rng, 1e-8), "weight": noisy(rng), "other": noisy(rng)}))
+    (found,) = bench.feed(*grads({"bias": 0.1, "weight": 500.0, "other": noisy(rng)}))
+    assert (found.site.name, "weight grad norm jumped to 500" in found.message) == ("weight", True)

@@ -41,7 +41,7 @@ class ModelFacts:
     round). hidden: parameters with a gradient that modules keep in plain lists and dicts, so that they are not the model's, and
     that no optimizer holds. hooked: (parameter or module, function) of each hook that is registered there more than once.
     dropouts: modules that drop with a probability above 0. adapters: parameters of active adapters on top of a base layer.
-    broadcasts: a wrapper hands the buffers of one rank to the others at each forward.
+    broadcasts: a wrapper hands the buffers of one rank to the others at each forward. embeddings: weights of embeddings.
     """
 
     parameters: tuple[ParameterFact, ...] = ()
@@ -55,6 +55,7 @@ class ModelFacts:
     dropouts: frozenset[str] = frozenset()
     adapters: frozenset[str] = frozenset()
     broadcasts: bool = False
+    embeddings: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,12 +217,16 @@ class Rerun:
     """One parameter's update, worked out again by its rule.
 
     worst: largest error of an element over its noise floor. moved, change: norm of the change that was made, and by the rule.
+    total, lost: the sum of |change| by the rule, over all elements and over those that stayed as they were, of weights of 16
+    bits; 0 of others.
     """
 
     name: str
     worst: float
     moved: float
     change: float
+    total: float = 0.0
+    lost: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,20 +45,27 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
         return []
     addresses = list(dict.fromkeys(frame.table.series[t].address for t in frame.at[places[ripe]].tolist()))
     first = addresses[0]
-    what = "the gradient of" if first.kind == "parameter" else "the output of"
+    gradients = [frame.table.series[t].address for t in frame.at[places].tolist()]
+    of = len({address for address in gradients if address.kind == "parameter"})
+    who = "the gradient of" if first.kind == "parameter" else "the output of"
+    what = f"{who} {first.name} has"
     others = f", and {len(addresses) - 1} more" if len(addresses) > 1 else ""
+    hint = "look at what feeds it: a dead activation, a mask, a detached tensor, or a branch that is never taken"
+    if 1 < of == sum(address.kind == "parameter" for address in addresses):
+        what, others = f"the gradients of all {of} parameters have", ""
+        hint = "look at the loss: targets that are all ignored, a mask that hides everything, a factor of 0"
     return [
         Finding(
             rule="dead",
             severity=options.severity,
-            message=f"{what} {first.name} has been zero at {options.patience} collected steps in a row{others}",
+            message=f"{what} been zero at {options.patience} collected steps in a row{others}",
             step=frame.step,
             place=frame.place,
             site=first.site(),
             measured=float(values[ripe][0]),
             expected="less than all zeros",
             names=names_at(frame, places[ripe]),
-            next="look at what feeds it: a dead activation, a mask, a detached tensor, or a branch that is never taken",
+            next=hint,
         )
     ]
 

@@ -39,6 +39,8 @@ _MAKERS = frozenset(
 ) | {"empty_strided", "new_empty_strided", "empty_permuted"}  # the last ones hand out memory as it is
 _MASKING = frozenset({"masked_fill", "where", "fill", "triu", "tril", "index_fill", "scatter", "setitem", "copy"})
 _HIGHEST = 65536.0  # loss scale; where float16 ends
+_STEPPED = "; the optimizer stepped all the same"
+_SKIPS = "call scaler.step(optimizer), and not optimizer.step(): it skips a step whose gradients are not finite"
 _PASS = {"forward": "forward pass", "recompute": "recomputed forward pass", "backward": "backward pass"}
 
 
@@ -75,6 +77,8 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     if reported >= level:
         return []
     after = "; the loss scaler skips such a step and lowers the scale" if scaled else ""
+    if not scaled and _was_not_skipped(frame, bad):
+        after = f"{_STEPPED} and wrote it into weights, where a loss scaler skips such a step"
     return [_finding(frame, bad, options.severity if severe else "info", after)]
 
 
@@ -155,6 +159,14 @@ def _only_gradients_under_a_scale(frame: Frame, bad: np.ndarray) -> bool:
     )
 
 
+def _was_not_skipped(frame: Frame, bad: Bools) -> bool:
+    """Tell whether gradients under a loss scale are not finite, the loss is, and the optimizer wrote them into weights."""
+    if not _scale(frame) > 1 or _loss_is_bad(frame):
+        return False
+    addresses = [frame.table.addresses[s] for s in frame.addresses[np.flatnonzero(bad)].tolist()]
+    return addresses[0].phase == "backward" and any(a.phase == "optimizer" and a.kind == "parameter" for a in addresses)
+
+
 def _scale(frame: Frame) -> float:
     return scalar(frame.scalars, "loss scale") or 0.0
 
@@ -189,7 +201,7 @@ def _finding(frame: Frame, bad: Bools, severity: Severity, after: str) -> Findin
         site=address.site(),
         measured=what,
         expected="finite",
-        next=_next(address, frame.step),
+        next=_SKIPS if after.startswith(_STEPPED) else _next(address, frame.step),
     )
 
 

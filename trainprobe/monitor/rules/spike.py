@@ -12,6 +12,8 @@ value of the window. Before `warmup` values only a jump that needs no statistics
 than `early_ratio` times the largest value so far. A spike enters the history clipped to the alarm line, so that one bad value
 does not poison it and a lasting change of level is learnt. Median and MAD are renewed every eighth value. Spikes less than
 eight collected steps apart are one event, reported once, and again when one is four times higher than what was reported.
+Where the gradient of a parameter was below a millionth of the largest one, rounding alone had made it (that of a bias before a
+normalisation is), and that it is there now is said in these words, unless another series jumped too.
 
 Sources: the modified z-score of Iglewicz and Hoaglin (1993); spike rules of OLMo (6 standard deviations over 128 steps)
 and ZClip (Kumar et al., 2025), here with robust estimates.
@@ -33,6 +35,7 @@ RENEW = 8  # this and the next are powers of two
 RECENT = 4
 ESCALATION = 4.0
 LEAST_SPREAD = 0.05
+ROUNDING = 1e-6  # of the largest gradient of the model in a step
 
 
 class Options(RuleOptions):
@@ -94,12 +97,14 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     begins = memory.newly("event", np.array([event]), np.array([some]), rearm=RENEW)[0]
     if not some:
         return []
-    worst = int(np.argmax(np.where(jumped, x - middle, -np.inf)))
+    rounding = _was_rounding(frame, places, middle, jumped)
+    worst = int(np.argmax(np.where(jumped & ~rounding if (jumped & ~rounding).any() else jumped, x - middle, -np.inf)))
     if not begins and x[worst] - middle[worst] < memory.numbers["height"] + np.log(ESCALATION):
         return []
     memory.numbers["height"] = float(x[worst] - middle[worst])
     robust = float(z[worst]) if known[worst] else None
-    return [_finding(frame, options, int(places[worst]), float(np.exp(middle[worst])), robust, places[risen])]
+    usual = float(np.exp(middle[worst]))
+    return [_finding(frame, options, int(places[worst]), usual, robust, places[risen], bool(rounding[worst]))]
 
 
 @cache
@@ -128,6 +133,17 @@ def _above_the_largest(frame: Frame, memory: Memory, options: Options, places: I
         if address.kind == "parameter" and address.slot == "grad":
             out[i] = x[i] - np.nanmax(ring[rows[i]]) > np.log(options.parameter_ratio)
     return out
+
+
+def _was_rounding(frame: Frame, places: I64, middle: F64, jumped: Bools) -> Bools:
+    """Tell which of the series that jumped are gradients of parameters that were nothing but rounding until now."""
+    out = np.zeros(places.size, dtype=bool)
+    if not jumped.any():
+        return out
+    addresses = [frame.table.series[number].address for number in frame.at[places].tolist()]
+    gradients = np.array([address.kind == "parameter" and address.slot == "grad" for address in addresses])
+    largest = float(np.nanmax(np.where(gradients & np.isfinite(frame.values[places]), frame.values[places], 0.0), initial=0.0))
+    return jumped & gradients & (np.exp(middle) < ROUNDING * largest)
 
 
 def _above_the_recent(memory: Memory, rows: I64, x: F64, least: F64, jumped: Bools) -> Bools:
@@ -174,20 +190,32 @@ def _of_ordered(x: F64) -> F64:
     return (x[row, last // 2] + x[row, (last + 1) // 2]) / 2
 
 
-def _finding(frame: Frame, options: Options, place: int, usual: float, z: float | None, risen: I64) -> Finding:
+def _finding(
+    frame: Frame, options: Options, place: int, usual: float, z: float | None, risen: I64, was_rounding: bool
+) -> Finding:
     """Return the finding. usual: the median, or the largest value so far where there is no robust z-score yet."""
     series, value = frame.table.series[frame.at[place]], float(frame.values[place])
     compared = f"the largest so far, {usual:.4g}" if z is None else f"its usual {usual:.4g} (robust z = {z:.1f})"
     others = f"; {risen.size - 1} other series jumped with it" if risen.size > 1 else ""
+    message = f"{series} jumped to {value:.4g}, {abs(value) / usual:.3g} times {compared}{others}"
+    hint = "look at the batch of this step and the one before; a lower peak learning rate or clipping is the usual cure"
+    if was_rounding:
+        message = (
+            f"{series} is {value:.4g}, and rounding alone made it until now ({usual:.2g}): what cancelled it is gone{others}"
+        )
+        hint = (
+            "a bias before a normalisation has no gradient in training mode: see whether the layer behind it went into "
+            "evaluation mode (no model.train() after an evaluation), or is given a batch that does not vary"
+        )
     return Finding(
         rule="spike",
         severity=options.severity,
-        message=f"{series} jumped to {value:.4g}, {abs(value) / usual:.3g} times {compared}{others}",
+        message=message,
         step=frame.step,
         place=frame.place,
         site=series.address.site(),
         measured=value,
         expected=usual,
         names=names_at(frame, risen),
-        next="look at the batch of this step and the one before; a lower peak learning rate or clipping is the usual cure",
+        next=hint,
     )

@@ -49,6 +49,7 @@ def model_facts(
         frozenset(name for name, module in _named_modules(models) if _drops(module)),
         frozenset(_named(names.get(key), everything[key][1])[0] for key in _adapters(models) if key in everything),
         any(getattr(m, "broadcast_buffers", False) for m in models if type(m).__name__ == "DistributedDataParallel"),
+        frozenset(_named(names.get(key), everything[key][1])[0] for key in _embeddings(models) if key in everything),
     )
 
 
@@ -56,6 +57,13 @@ def _every_name(model: Any) -> Iterator[tuple[str, Any]]:
     """Yield each parameter by each of its names; a model's own `named_parameters` may leave some out and lack arguments."""
     for path, module in model.named_modules(remove_duplicate=False):
         yield from ((f"{path}.{name}" if path else name, p) for name, p in module._parameters.items() if p is not None)
+
+
+def _embeddings(models: Sequence[Any]) -> Iterator[int]:
+    """Yield the ids of the weights of embeddings."""
+    for _, module in _named_modules(models):
+        if any(kind.__name__ == "Embedding" for kind in type(module).__mro__) and hasattr(module, "weight"):
+            yield id(module.weight)
 
 
 def _adapters(models: Sequence[Any]) -> Iterator[int]:

@@ -1,14 +1,18 @@
-"""Bytes are scaled once.
+"""What the model is given is scaled once, and is not nothing.
 
 Relation, for the numbers [rows, …] that the model is called with: they are not all whole multiples of 1/255² with none above
 1/255 (the largest at least 16 such parts, and eight or more between 0 and the largest). Tolerance 1e-3 of a part; up to four
-rows are looked at. Reported as a warning.
+rows are looked at. Nor are all of these numbers 0, of all inputs, at three audited steps in a row, where the model is given no
+whole numbers beside them. Reported as a warning.
 Usually caused by a division by 255 behind a transform that scales to [0, 1] already (`ToTensor`, `to_dtype(scale=True)`): the
 picture is nearly black, and the biases of the first layer outweigh it. Bytes that were divided once are whole multiples of
-1/255 up to 1, and other data do not lie on this grid.
+1/255 up to 1, and other data do not lie on this grid. Zeros come from files that could not be read, from a buffer that is
+handed over before it is filled, or from a division of whole numbers.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from trainprobe.engine.core.facts import InputScale
 from trainprobe.engine.core.records import Finding
@@ -22,13 +26,14 @@ _PART = 1 / 255**2
 _LEAST = 16 * _PART
 _OFF = 1e-3
 _BETWEEN = 8  # elements; masks have none
+_IN_A_ROW = 3
 
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find the first input whose bytes were divided twice."""
     scale = next(filter(_is_divided_twice, evidence.facts.scales), None)
     if scale is None:
-        return []
+        return _nothing(evidence)
     text = (
         f"{scale.name}, an input of the model, is made of bytes that were divided by 255 twice: its largest is "
         f"{scale.high:.3g}, and all are whole multiples of 1/255²"
@@ -47,6 +52,23 @@ def check(evidence: Evidence) -> list[Finding]:
             next=hint,
         )
     ]
+
+
+def remember(evidence: Evidence) -> int:
+    """Return at how many audited steps in a row all inputs were zeros."""
+    facts = evidence.facts
+    zeros = bool(facts.scales) and not facts.whole_numbers and all(s.high == 0 and s.off == 0 for s in facts.scales)
+    return evidence.remembered("input_scale", 0) + 1 if zeros else 0
+
+
+def _nothing(evidence: Evidence) -> list[Finding]:
+    if remember(evidence) < _IN_A_ROW:
+        return []
+    names = " and ".join(scale.name for scale in evidence.facts.scales)
+    text = f"{names}, all that the model is given, has been zeros at {_IN_A_ROW} audited steps in a row"
+    hint = "look at what loads and prepares the data: files that cannot be read, a buffer that is not filled yet"
+    more: Any = {"kind": "scalar", "severity": "warning", "next": hint}
+    return [evidence.finding("input_scale", text, "batch", "input", measured=0.0, expected="numbers", **more)]
 
 
 def _is_divided_twice(scale: InputScale) -> bool:

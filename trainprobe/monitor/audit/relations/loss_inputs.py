@@ -12,13 +12,15 @@ Relation, for the functions of `torch.nn.functional` in training:
     ctc_loss                            less than one in twenty transcripts is longer than what it is read from, at two audited
                                         steps in a row
     mse_loss, l1_loss, huber_loss …     input and target are not broadcast against each other, [N, 1] and [N] to [N, N]
+    cross_entropy, nll_loss             not all targets of all calls are ignored, at two audited steps in a row
 
 Tolerance: 1e-3 for bounds, 5e-3 for sums. The first 16 entries of each other dimension of inputs over classes are looked at.
 Reported as warnings: torch computes all of this, and it may be intended.
 Usually caused by a softmax, a sigmoid or a ReLU in the model before a loss that takes logits, by a loss that wants logarithms
-and does not get them, by images in 0 … 255 as targets, by a prediction [N, 1] against targets [N], and by strides that leave
-fewer frames than a transcript has letters, behind `zero_infinity`. A loss function that
-is given what it is defined for cannot violate this.
+and does not get them, by images in 0 … 255 as targets, by a prediction [N, 1] against targets [N], by strides that leave
+fewer frames than a transcript has letters, behind `zero_infinity`, and by labels that are masked as a whole (a template of the
+prompt that matches nothing, a cut that leaves the prompt alone). A loss function that is given what it is defined for cannot
+violate this.
 """
 
 from __future__ import annotations
@@ -40,12 +42,32 @@ _LEAST_DISTANCE = 1e-2  # inputs that differ by less may be the output of a laye
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find the first call of a loss function whose input does not fit it."""
+    before = evidence.before
+    if before is not None and _all_ignored(evidence) and _all_ignored(before):
+        return [_nothing_to_learn(evidence)]
     for call in evidence.facts.losses:
         problem = _wrong(call) or _twice_squashed(call, evidence) or _longer(call, evidence)
         if problem is not None:
             what, hint = problem
             return [evidence.finding("loss_inputs", what, call.kind, kind="scalar", severity="warning", next=hint)]
     return []
+
+
+def _all_ignored(evidence: Evidence) -> bool:
+    """Tell whether a step has targets that are classes, and no loss has any other target than ignored ones."""
+    counts = [(call.count, call.number("valid")) for call in evidence.facts.losses]
+    return any(count > 0 for count, _ in counts) and all(valid == 0 for _, valid in counts)
+
+
+def _nothing_to_learn(evidence: Evidence) -> Finding:
+    calls = evidence.facts.losses
+    count = sum(call.count for call in calls)
+    text = (
+        f"all {count} targets of {calls[0].kind} are ignored (ignore_index), as at the audited step before: there is nothing "
+        "to learn from, and the loss is 0 or NaN"
+    )
+    hint = "look at how the labels are made: what masks the prompt or the padding masks everything"
+    return evidence.finding("loss_inputs", text, calls[0].kind, kind="scalar", severity="warning", next=hint)
 
 
 def _wrong(call: LossCall) -> tuple[str, str] | None:

@@ -2,7 +2,8 @@
 
 Relation: a buffer that moved between the first forward and the update at five or more audited steps in a row (running
 statistics, a codebook that is averaged, a queue) moves at each later one in which its module runs in training mode and an
-update is made. Tolerance none. Reported as a warning.
+update is made; and running statistics move where the count of the batches that they average
+(`num_batches_tracked`) did at five audited steps in a row. Tolerance none. Reported as a warning.
 Usually caused by a momentum that was set to 0, by a buffer that was replaced by another object so that the module updates one
 and saves the other, or by a forward that takes another path after an evaluation. A module in evaluation mode is not judged
 (`modes` judges that), nor is one whose observer the program has just switched off (torch.ao's `observer_enabled`), and a
@@ -19,6 +20,7 @@ OBSERVERS = frozenset({"buffers", "model_calls", "updates"})
 EVERY = 10
 STAGE = "update"
 _LOOKS = 5
+_STATISTICS, _COUNT = ("running_mean", "running_var"), "num_batches_tracked"
 
 
 def check(evidence: Evidence) -> list[Finding]:
@@ -30,7 +32,7 @@ def check(evidence: Evidence) -> list[Finding]:
     running = [name for name in moved if (name.rpartition(".")[0] or "root") in facts.called]
     stopped = [name for name in running if _stands(evidence, name) and not _is_switched_off(evidence, evidence.before, name)]
     if not stopped:
-        return []
+        return _never_moved(evidence)
     text = (
         f"{and_more(stopped, len(moved))} moved at each audited step until {evidence.before.step} and did not move at this one"
     )
@@ -48,6 +50,48 @@ def check(evidence: Evidence) -> list[Finding]:
             names=stopped,
         )
     ]
+
+
+def _never_moved(evidence: Evidence) -> list[Finding]:
+    """Find running statistics that stand still while their module counts the batches that it averages."""
+    counting = [
+        module
+        for name in evidence.facts.begun
+        if name.rpartition(".")[2] == _COUNT and not _stands(evidence, name)
+        for module in [name.rpartition(".")[0]]
+        if _streak(evidence, module, _COUNT, True) and all(_streak(evidence, module, s, False) for s in _STATISTICS)
+    ]
+    still = [_joined(module, name) for module in counting for name in _STATISTICS]
+    if not still or not all(_stands(evidence, name) for name in still):
+        return []
+    text = (
+        f"{and_more(still)} has not moved at any audited step, though its module is in training mode and counts the batches "
+        "that it averages: it is evaluated with the statistics that it began with"
+    )
+    hint = "give the normalisation layer a momentum above 0 (torch's default is 0.1)"
+    return [
+        evidence.finding(
+            "moving_buffers",
+            text,
+            still[0],
+            "buffer",
+            measured="unchanged",
+            expected="changed",
+            severity="warning",
+            next=hint,
+            names=still,
+        )
+    ]
+
+
+def _streak(evidence: Evidence, module: str, name: str, moves: bool) -> bool:
+    """Tell whether a buffer of a module moved, or stood still, at so many audited steps in a row before."""
+    streak = evidence.history.streaks.get(("moves", _joined(module, name)))
+    return streak is not None and streak.value == moves and streak.count >= _LOOKS
+
+
+def _joined(module: str, name: str) -> str:
+    return f"{module}.{name}" if module else name
 
 
 def _is_switched_off(evidence: Evidence, before: Evidence, name: str) -> bool:

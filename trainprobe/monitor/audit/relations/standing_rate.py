@@ -2,10 +2,11 @@
 
 Relation: no parameter group is updated at one and the same rate, to the bit, at four or more audited steps in a row that span
 20 steps or more, where that rate is 0 or at most 1e-3 of the largest at which the group was updated at an audited step
-before. Reported as a warning.
+before; nor are all groups updated at the rate 0 from the first audited step on, for 60 steps. Reported as a warning.
 Usually caused by a scheduler whose number of steps is too small (counted before accumulation, for one epoch, or for one rank
-of several), so that the rest of the training hardly moves, or by one that is stepped too often. Warm-up cannot violate this,
-as the rate was never higher; nor can a schedule that ends with the training, or one that goes down to a tenth or a hundredth.
+of several), so that the rest of the training hardly moves, or by one that is stepped too often; a rate that never rises, by a
+schedule that divides whole numbers or is never stepped. A warm-up cannot violate this, as its rate was never higher, and rises
+from 0; nor can a schedule that ends with the training, or one that goes down to a tenth or a hundredth.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ OBSERVERS = frozenset({"parameter_groups", "updates"})
 EVERY = 10
 STAGE = "rate"
 _LOOKS, _SPAN, _FAR = 4, 20, 1e-3
+_NEVER_ROSE = 60  # steps at the rate 0 behind which no warm-up is expected any more
 
 
 def check(evidence: Evidence) -> list[Finding]:
@@ -25,6 +27,8 @@ def check(evidence: Evidence) -> list[Finding]:
     facts, peaks = evidence.facts, evidence.history.peaks
     if len(peaks) != len(facts.rates) or not facts.updates:
         return []
+    if facts.rates and not any(facts.rates) and not any(peaks):
+        return _never_rose(evidence)
     for group, (rate, peak) in enumerate(zip(facts.rates, peaks, strict=True)):
         streak = evidence.streak("rate", str(group))
         passed = 0 if streak is None else facts.ordinal - streak.since
@@ -49,3 +53,17 @@ def check(evidence: Evidence) -> list[Finding]:
             )
         ]
     return []
+
+
+def _never_rose(evidence: Evidence) -> list[Finding]:
+    streak = evidence.streak("rate", "0")
+    passed = 0 if streak is None else evidence.facts.ordinal - streak.since
+    if streak is None or streak.count < _LOOKS or passed < _NEVER_ROSE:
+        return []
+    text = f"the learning rate has been 0 at every audited step, for {passed} steps: the optimizer steps and nothing moves"
+    hint = "look at the schedule: a division of whole numbers, a warm-up that is never stepped, or a rate that was given as 0"
+    return [
+        evidence.finding(
+            "standing_rate", text, "lr", kind="scalar", severity="warning", measured=0.0, expected="above 0", next=hint
+        )
+    ]

@@ -1,6 +1,8 @@
 """Parameters that are tied share storage.
 
-Relation: names that led to one tensor at set-up, or that the plan declares tied, lead to the same data. Tolerance none.
+Relation: names that led to one tensor at set-up, or that the plan declares tied, lead to the same data. Nor does the training
+begin with an embedding and another matrix of its shape that are two tensors with the same bits and are both trained: they were
+tied once. That is a warning, because a head may be begun as a copy. Tolerance none.
 Usually caused by a copy, a cast, a resize or a load that gives one of them a tensor of its own (Megatron-LM issue 656); the
 two then drift apart, and the loss hardly shows it.
 """
@@ -11,7 +13,7 @@ from trainprobe.engine.core.facts import ParameterFact
 from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
 
-COST = frozenset({"host"})
+COST = frozenset({"fingerprints", "host"})
 OBSERVERS: frozenset[str] = frozenset()
 EVERY = 10
 STAGE = "set-up"
@@ -40,7 +42,34 @@ def check(evidence: Evidence) -> list[Finding]:
                 next="tie them again after whatever copied, cast or loaded one of them",
             )
         )
-    return found
+    return [*found, *_lost_before(evidence)]
+
+
+def _lost_before(evidence: Evidence) -> list[Finding]:
+    """Find an embedding, and a matrix that is no embedding, that begin as two copies of one tensor."""
+    seen, model = evidence.tensors, evidence.model
+    if evidence.before is not None:
+        return []
+    trained = [p for p in model.parameters if p.trainable and p.owned is not False and len(p.shape) == 2]
+    bits = {p.name: seen.checksum(p.name, "value") for p in trained}
+    varied = {p.name for p in trained if seen.number(p.name, "value", "max") > seen.number(p.name, "value", "min")}
+    for p in trained:
+        if p.name not in model.embeddings or p.name not in varied or bits[p.name] is None:
+            continue
+        twins = [q.name for q in trained if q.name not in model.embeddings and q.shape == p.shape and not _same(p, q)]
+        twin = next((name for name in twins if bits[name] == bits[p.name]), None)
+        if twin is not None:
+            text = (
+                f"{twin} and {p.name} begin with the same bits and are two tensors, which are trained apart: they were tied, "
+                "and something has copied one of them"
+            )
+            hint = "tie them again before the optimizer is made, or leave this relation out if the head begins as a copy"
+            return [
+                evidence.finding(
+                    "ties", text, twin, measured="two tensors", expected="one tensor", severity="warning", next=hint
+                )
+            ]
+    return []
 
 
 def _tied(parameters: tuple[ParameterFact, ...]) -> list[tuple[str, ...]]:

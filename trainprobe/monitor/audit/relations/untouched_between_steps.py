@@ -3,11 +3,13 @@
 Relation: what the optimizer left at the end of one update is what the next update begins with, for every parameter, its master
 weight and every tensor of its state, bit for bit; checked when the audited steps follow each other. So do the running
 statistics of normalisation layers from the last update to the next forward, judged on the first rank of each data-parallel
-group, whose buffers wrappers hand to the others before a forward. Frozen parameters that something moves from the
-start (the average of a student) and those that other ranks hand over are left out, and so is state that neither of the two
-updates changed of any parameter: it is not the update's own, but kept there for something else (the weights from before an
-ascent). Tolerance zero. For weights that are turned into others and back it is 1e-5 of the norm, in norm, max and min: for an
-ascent in this step, or by an optimizer whose groups have a `train_mode` (schedule-free ones do so for an evaluation).
+group, whose buffers wrappers hand to the others before a forward. Where other steps lie between, such a layer has averaged as
+many batches in each of them (`num_batches_tracked`) as in each audited step, of which there were three or more, and no more.
+Frozen parameters that something moves from the start (the average of a student) and those that other ranks hand over are left
+out, and so is state that neither of the two updates changed of any parameter: it is not the update's own, but kept there for
+something else (the weights from before an ascent). Tolerance zero. For weights that are turned into others and back it is 1e-5
+of the norm, in norm, max and min: for an ascent in this step, or by an optimizer whose groups have a `train_mode`
+(schedule-free ones do so for an evaluation).
 Usually caused by state that was lost, reset or mixed up in saving and loading, by weights that were overwritten in place, by
 master weights that are made anew from rounded ones, or by corrupted memory. Where one parameter's state is now what another's
 was, that is reported.
@@ -15,7 +17,10 @@ was, that is reported.
 
 from __future__ import annotations
 
+from typing import Any
+
 from trainprobe.engine.core.records import Finding
+from trainprobe.engine.core.words import plural
 from trainprobe.monitor.audit.evidence import Evidence, and_more, untrained_parameters
 
 COST = frozenset({"fingerprints"})
@@ -25,11 +30,14 @@ STAGE = "state"
 _WEIGHTS = ("value", "main_value")
 _TURNED_BACK = 1e-5  # of the norm: what is left of turning weights into others and back
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+_LOOKS = 3  # audited steps with the same number of batches
 
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find tensors that were changed between two updates."""
     before = evidence.before
+    if before is not None and evidence.passed > 1:
+        return _averaged_elsewhere(evidence, before)
     if before is None or not evidence.follows or not (before.facts.updated_once and evidence.facts.updated_once):
         return []
     found: list[Finding] = []
@@ -69,6 +77,44 @@ def check(evidence: Evidence) -> list[Finding]:
     return found
 
 
+def remember(evidence: Evidence) -> dict[str, tuple[float, int]]:
+    """Return layer → the batches that it averages in each audited step so far, -1 where that varies, and how many these are."""
+    known: dict[str, tuple[float, int]] = dict(evidence.remembered("untouched_between_steps", {}))
+    for name, (begun, ended) in evidence.seen("averaged", {}).items():
+        each, looks = known.get(name, (ended - begun, 0))
+        known[name] = (each if each == ended - begun else -1.0), looks + 1
+    return known
+
+
+def _averaged_elsewhere(evidence: Evidence, before: Evidence) -> list[Finding]:
+    """Find running statistics that have averaged more batches than the steps since the last audited one have."""
+    if any(evidence.place.axes.get(axis, (0, 1))[0] for axis in ("dp", "cp")):
+        return []
+    was, now, each = before.seen("averaged", {}), evidence.seen("averaged", {}), remember(evidence)
+    steps = max(evidence.passed - 1, evidence.facts.updates_between)
+    more = {
+        name: now[name][0] - was[name][1] - steps * each[name][0]
+        for name in now
+        if name in was and each[name][0] > 0 and each[name][1] >= _LOOKS
+    }
+    moved = [name for name, batches in more.items() if batches > 0]
+    if not moved:
+        return []
+    first = moved[0]
+    layers = [name.rpartition(".")[0] or "root" for name in moved]
+    text = (
+        f"the running statistics of {and_more(layers)} averaged {more[first]:.0f} more {plural(int(more[first]), 'batch')} "
+        f"between steps {before.step} and {evidence.step} than these steps train on ({each[first][0]:.0f} each): the model ran "
+        "in training mode outside of the steps"
+    )
+    return [_moved_outside(evidence, text, moved, f"{more[first]:.0f} more", "as many as the steps have")]
+
+
+def _moved_outside(evidence: Evidence, text: str, names: list[str], measured: str, expected: str) -> Finding:
+    more: Any = {"severity": "warning", "next": "call model.eval() before evaluating", "names": names}
+    return evidence.finding("untouched_between_steps", text, names[0], "buffer", measured=measured, expected=expected, **more)
+
+
 def _of_others(evidence: Evidence) -> frozenset[str]:
     """Return the parameters that other ranks step and hand over, and frozen ones that something has moved before."""
     here = frozenset(name for group in evidence.facts.groups for name in group.names)
@@ -104,20 +150,7 @@ def _statistics(evidence: Evidence, before: Evidence) -> list[Finding]:
         f"the running statistics {and_more(moved)} changed between steps {before.step} and {evidence.step}: the model ran in "
         "training mode outside of a step, on data that is not of the training"
     )
-    hint = "call model.eval() before evaluating"
-    return [
-        evidence.finding(
-            "untouched_between_steps",
-            text,
-            moved[0],
-            "buffer",
-            measured="changed",
-            expected="unchanged",
-            severity="warning",
-            next=hint,
-            names=moved,
-        )
-    ]
+    return [_moved_outside(evidence, text, moved, "changed", "unchanged")]
 
 
 def _is_updated(evidence: Evidence, slot: str) -> bool:

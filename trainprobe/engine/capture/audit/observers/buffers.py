@@ -8,7 +8,7 @@ from typing import Any
 from trainprobe.engine.capture.audit.observers import Audited, Observer
 from trainprobe.engine.capture.audit.observers.model_calls import ModelCalls
 from trainprobe.engine.capture.audit.registered import unwrapped
-from trainprobe.engine.capture.audit.values import checksum_of
+from trainprobe.engine.capture.audit.values import checksum_of, mean_of
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.records import StepData, Value
 from trainprobe.engine.stats.partials import CHECKSUM, STATS, column
@@ -41,12 +41,20 @@ class Buffers(Observer):
             self._updated = self._look(self._audited.tape)
 
     def facts(self, step_data: StepData) -> Mapping[str, Any]:
-        """Return the fingerprints, and the buffers that hold a NaN, as they were last looked at."""
+        """Return the fingerprints, the buffers that hold a NaN as they were last looked at, and what counts averaged batches.
+
+        averaged: name → the number before the first forward and after the update.
+        """
         last = (self._begun | self._updated).items()
         found = {
             "begun": {name: checksum_of(step_data, v) for name, v in self._begun.items()},
             "buffers": {name: checksum_of(step_data, v) for name, v in self._updated.items()},
             "spoiled": tuple(name for name, v in last if _has_nan(step_data, v)),
+            "averaged": {
+                name: (mean_of(step_data, self._begun[name]), mean_of(step_data, v))
+                for name, v in self._updated.items()
+                if name.endswith("num_batches_tracked") and name in self._begun
+            },
         }
         self.begin()
         return found

@@ -1,0 +1,101 @@
+"""Every expert of a layer gets tokens.
+
+Relation: of the experts of one layer, which are modules in a list (`experts.3.up.weight`, or a list beside a module called
+router or gate) or the rows of one parameter [experts, …], none goes without a gradient at six audited steps with an update in
+a row, while each of those that got one at any of these steps did so at nine in ten of them. A gradient that is all zeros is
+none. Tolerance none. Reported as a warning. Experts that are frozen are left out.
+Usually caused by a router that has collapsed (its weights were not initialised, its loss of balance was left out or has the
+wrong sign), by a bias or a mask that hides an expert, or by experts that were put in place behind the router. The loss hardly
+shows it. Where few tokens are shared out among many experts, those that get some do not get them at each step, and nothing is
+judged.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from trainprobe.engine.core.records import Finding
+from trainprobe.engine.core.words import numbered
+from trainprobe.monitor.audit.evidence import Evidence
+
+COST = frozenset({"fingerprints"})
+OBSERVERS = frozenset({"expert_gradients", "updates"})
+EVERY = 10
+STAGE = "backward"
+_LOOKS, _OFTEN = 6, 0.9
+_IN_A_LIST = re.compile(r"(?:^|\.)(\d+)\.")
+_ROUTERS = frozenset({"router", "gate", "gating", "wg", "switch"})
+Experts = Mapping[str, Mapping[int, tuple[bool, ...]]]  # layer → expert → whether it got a gradient, at the last looks
+
+
+def check(evidence: Evidence) -> list[Finding]:
+    """Find experts that nothing is routed to."""
+    if not evidence.facts.updates:
+        return []
+    found: list[Finding] = []
+    for layer, experts in remember(evidence).items():
+        idle = [number for number, looks in experts.items() if len(looks) == _LOOKS and not any(looks)]
+        working = [looks for looks in experts.values() if any(looks)]
+        if idle and working and all(sum(looks) >= _OFTEN * _LOOKS for looks in working):
+            found.append(_finding(evidence, layer, idle, len(experts)))
+    return found
+
+
+def remember(evidence: Evidence) -> Experts:
+    """Return which experts got a gradient at the last audited steps with an update."""
+    known: Experts = evidence.remembered("idle_experts", {})
+    if not evidence.facts.updates:
+        return known
+    now = _experts(evidence)
+    return {
+        layer: {number: (*known.get(layer, {}).get(number, ()), some)[-_LOOKS:] for number, some in experts.items()}
+        for layer, experts in now.items()
+        if any(experts.values()) and len(experts) > 1
+    } | {layer: looks for layer, looks in known.items() if layer not in now}
+
+
+def _experts(evidence: Evidence) -> dict[str, dict[int, bool]]:
+    """Return layer → expert → whether any parameter of it has a gradient that is not zero in this step."""
+    found: dict[str, dict[int, bool]] = {}
+    trained = [p.name for p in evidence.model.parameters if p.trainable and p.owned is not False]
+    parts = [name.split(".") for name in trained]
+    routed = {".".join(names[:i]) for names in parts for i, part in enumerate(names) if part in _ROUTERS}
+    for name in trained:
+        for match in _IN_A_LIST.finditer(name):
+            layer = name[: match.start()]
+            parent, _, last = layer.rpartition(".")
+            if layer and ("expert" in last.lower() or (parent in routed and last not in _ROUTERS)):
+                experts = found.setdefault(layer, {})
+                number = int(match[1])
+                experts[number] = experts.get(number, False) or evidence.tensors.number(name, "grad", "absmax") > 0
+                break
+    rows: Mapping[str, tuple[bool, ...]] = evidence.seen("expert_gradients", {})
+    for name, some in rows.items():
+        layer = name.rpartition(".")[0]
+        was = found.get(layer, {})
+        found[layer] = {number: was.get(number, False) or one for number, one in enumerate(some)}
+    return found
+
+
+def _finding(evidence: Evidence, layer: str, idle: list[int], of: int) -> Finding:
+    many = len(idle) > 1
+    text = (
+        f"{numbered('expert', idle)} of {of} in {layer} got no gradient at {_LOOKS} audited steps in a row, and the others "
+        f"did: nothing is routed to {'them, and they do' if many else 'it, and it does'} not train"
+    )
+    hint = "look at the router: its weights, what is added to its logits, and the loss that balances the experts"
+    name = next((p.name for p in evidence.model.parameters if p.name.startswith(f"{layer}.{idle[0]}.")), None)
+    name = name or next(p.name for p in evidence.model.parameters if p.name.startswith(f"{layer}."))
+    names = [p.name for p in evidence.model.parameters if any(p.name.startswith(f"{layer}.{i}.") for i in idle)] or [name]
+    return evidence.finding(
+        "idle_experts",
+        text,
+        name,
+        "grad",
+        measured="no gradient",
+        expected="a gradient",
+        severity="warning",
+        next=hint,
+        names=names,
+    )
