@@ -22,6 +22,7 @@ from trainprobe.monitor.looked_at import LookedAt
 from trainprobe.monitor.plan import make_rules
 from trainprobe.monitor.remote_run import as_given, origin, run_folder
 from trainprobe.monitor.rules import RuleOptions, rule_names
+from trainprobe.monitor.rules_of_run import left_out, rules_of_run
 from trainprobe.monitor.run_folder import read_findings, read_frames
 from trainprobe.monitor.watcher import judge_run
 
@@ -54,7 +55,7 @@ def judge(
         from trainprobe.monitor.fleet.command import judge_all_ranks
 
         return judge_all_ranks(folder, ray, json)
-    chosen = read_rules(rules)
+    chosen, absent = (read_rules(rules), ()) if rules is not None else rules_of_run(folder)
     recorded = [f for f in read_findings(folder) if rules is None or f.rule in chosen]
     seen = LookedAt(folder)
     found, unjudged = _judge_again(folder, chosen, seen, bool(recorded))
@@ -63,7 +64,7 @@ def judge(
         for one in findings:
             typer.echo(orjson.dumps(one.to_json(), default=str).decode())
     else:
-        _show(findings, seen, chosen, unjudged)
+        _show(findings, seen, chosen, left_out(absent), unjudged)
     return int(any(one.finding.severity != "info" for one in findings))
 
 
@@ -83,10 +84,8 @@ def _judge_again(folder: Path, rules: dict[str, RuleOptions], seen: LookedAt, re
     return [in_folder(finding, origin(folder)) for finding in found], unjudged
 
 
-def read_rules(text: str | None) -> dict[str, RuleOptions]:
-    """Return the rules that `--rules` names: all defaults without it. Raises PlanError for unknown names and settings."""
-    if text is None:
-        return make_rules(None)
+def read_rules(text: str) -> dict[str, RuleOptions]:
+    """Return the rules that `--rules` names. Raises PlanError for unknown names and settings."""
     path = Path(text)
     if path.suffix in (".yaml", ".yml", ".json"):
         try:
@@ -103,7 +102,7 @@ def read_rules(text: str | None) -> dict[str, RuleOptions]:
     return make_rules(names)
 
 
-def _show(findings: list[JudgedFinding], seen: LookedAt, rules: dict[str, RuleOptions], unjudged: str) -> None:
+def _show(findings: list[JudgedFinding], seen: LookedAt, rules: dict[str, RuleOptions], *more: str) -> None:
     console = Console(highlight=False, soft_wrap=True)
     for one in findings:
         finding, where = one.finding, place_in_words(one.finding)
@@ -115,4 +114,4 @@ def _show(findings: list[JudgedFinding], seen: LookedAt, rules: dict[str, RuleOp
     count = Counter(one.finding.severity for one in findings)
     found = ", ".join(f"{n} info" if severity == "info" else counted(n, severity) for severity, n in count.items())
     what = f"{seen.amount()}, {counted(len(rules), 'rule')}" if seen else f"{seen.amount()} to judge again"
-    console.print(". ".join(filter(None, [f"{what}: {found or 'nothing found'}", *seen.lacking(), unjudged])))
+    console.print(". ".join(filter(None, [f"{what}: {found or 'nothing found'}", *seen.lacking(), *more])))

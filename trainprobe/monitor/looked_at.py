@@ -21,6 +21,7 @@ class LookedAt:
         self._steps: dict[int, set[int]] = {}
         self._again: dict[int, set[int]] = {}  # rank → steps that came once more
         self._world_size = 1
+        self._cut: set[int] = set()
 
     def __bool__(self) -> bool:
         return bool(self._steps)
@@ -31,6 +32,8 @@ class LookedAt:
         if frame.step in seen:
             self._again.setdefault(frame.place.rank, set()).add(frame.step)
         seen.add(frame.step)
+        if not frame.complete:
+            self._cut.add(frame.step)
         self._world_size = max(self._world_size, frame.place.world_size)
 
     def passing(self, frames: Iterable[Frame]) -> Iterator[Frame]:
@@ -45,7 +48,9 @@ class LookedAt:
         return f"{counted(most, 'step')} of {counted(len(self._steps), 'rank')}"
 
     def lacking(self) -> list[str]:
-        """Return sentences on ranks without steps, with fewer steps than others, and on steps that were recorded twice."""
+        """Return sentences on ranks without steps, with fewer steps than others, and on steps that an error cut short or that
+        were recorded twice.
+        """
         numbers = {rank: len(steps) for rank, steps in self._steps.items()}
         most = max(numbers.values(), default=0)
         absent = [rank for rank in range(self._world_size) if rank not in numbers] if numbers else []
@@ -56,6 +61,7 @@ class LookedAt:
             *([f"Of {ranks_in_words(absent, {})} nothing is there"] if absent else []),
             *([f"{ranks_in_words(fewer, {}).capitalize()} had fewer steps: {least}"] if fewer else []),
             *([_OPEN] if self._folder is not None and any(self._folder.rglob(LIVE_FILE)) else []),
+            *([f"{briefly('step', self._cut).capitalize()} {_was(self._cut)} cut short by an error"] if self._cut else []),
             *([f"The run went back: {briefly('step', again)} {_was(again)} recorded more than once"] if again else []),
         ]
 

@@ -14,6 +14,7 @@ from trainprobe.errors import StopTraining
 from trainprobe.monitor.actions import Alerts, decide
 from trainprobe.monitor.chosen_calls import chosen_calls
 from trainprobe.monitor.plan import MonitorPlan, validate
+from trainprobe.monitor.rules_of_run import keep_rules
 from trainprobe.monitor.updates_seen import steps_without_update
 from trainprobe.monitor.watcher import NO_LOSS, OF_THE_LOSS, Watcher, keep_state, resume_state, too_few_steps
 
@@ -27,16 +28,18 @@ class MonitorProgram(Program):
         self.watcher = Watcher(plan.rules)
         self._choose = chosen_calls(plan)
         self._dumps = 0
+        self._kept = False
 
     def changed(self, plan: Plan, schedule: Schedule) -> None:
         """Go on with another plan; rules that stay keep what they remember."""
         self.plan, self.schedule = validate(plan.monitor or {}), schedule
         self.watcher.change(self.plan.rules)
+        self._kept, self._section = False, plan.monitor
         self._choose = chosen_calls(self.plan)
 
     def attached(self, probe: Probe) -> None:
         """Let rules fail one by one, and findings that last be counted; leave printing to the plan."""
-        self._probe = probe
+        self._probe, self._section = probe, probe.plan.monitor
         self.watcher.count, self.watcher.part = probe.reporter.count, probe.guard.part
         if not self.plan.actions.console:
             probe.console.silent = frozenset(self.plan.rules)
@@ -55,7 +58,10 @@ class MonitorProgram(Program):
             self._choose(step_data)
 
     def judge(self, step_data: StepData) -> Sequence[Finding]:
-        """Return what the rules found."""
+        """Return what the rules found. With the first step, the plan's rules are kept beside the output."""
+        if not self._kept and self._probe.writer is not None:
+            self._kept = True
+            self._probe.report(keep_rules(self._section, self._state_file().parent))
         return self.watcher(step_data)
 
     def decide(self, found: Sequence[Finding]) -> tuple[int, StopTraining | None]:

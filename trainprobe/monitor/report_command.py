@@ -14,11 +14,11 @@ from trainprobe.errors import UsageError
 from trainprobe.monitor.findings_of_run import all_findings
 from trainprobe.monitor.history import History
 from trainprobe.monitor.looked_at import LookedAt
-from trainprobe.monitor.plan import make_rules
 from trainprobe.monitor.remote_run import as_given, is_copy, origin, run_folder
 from trainprobe.monitor.report import write_page
 from trainprobe.monitor.report.from_run import collect_histories, view_of
 from trainprobe.monitor.report.run_view import RunView
+from trainprobe.monitor.rules_of_run import left_out, rules_of_run
 from trainprobe.monitor.run_folder import read_findings, read_frames
 from trainprobe.monitor.two_runs import add_run, departures, first_departure, notes_on
 from trainprobe.monitor.watcher import judge_run
@@ -60,13 +60,15 @@ def report(
     recorded = read_findings(folder)
     seen = LookedAt(folder)
     frames = seen.passing(collect_histories(read_frames(folder), histories))
-    judged_now, unjudged = judge_run(frames, make_rules(None))
+    rules, absent = rules_of_run(folder)
+    judged_now, unjudged = judge_run(frames, rules)
     found = [in_folder(finding, origin(folder)) for finding in judged_now]
     findings = [one.finding for one in all_findings([] if judge else recorded, found)]
     by = ["the run itself"] if recorded and not judge else []
     meta = {"findings by": ", ".join([*by, "rules applied when this page was written"])}
     view = view_of(title or folder.resolve().name, histories, findings, meta)
-    view = replace(view, notes=[*view.notes, *(f"{sentence}." for sentence in seen.lacking()), *filter(None, [unjudged])])
+    sentences = [*seen.lacking(), *filter(None, [left_out(absent)])]
+    view = replace(view, notes=[*view.notes, *(f"{sentence}." for sentence in sentences), *filter(None, [unjudged])])
     console = Console(highlight=False, soft_wrap=True)
     if beside is not None:
         view = _with_another_run(view, histories, run_folder(beside), floor and run_folder(floor), console)

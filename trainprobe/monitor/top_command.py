@@ -22,9 +22,9 @@ from trainprobe.monitor.findings_of_run import all_findings
 from trainprobe.monitor.frames import F64, Frame, Series, SeriesTable, frame_of_step
 from trainprobe.monitor.history import History
 from trainprobe.monitor.looked_at import LookedAt
-from trainprobe.monitor.plan import make_rules
 from trainprobe.monitor.remote_run import as_given, origin, refresh, run_folder
 from trainprobe.monitor.report.from_run import worst_offenders
+from trainprobe.monitor.rules_of_run import left_out, rules_of_run
 from trainprobe.monitor.run_folder import find_logs, read_findings, read_frames
 from trainprobe.monitor.scalar_names import role_of
 from trainprobe.monitor.watcher import Watcher, unjudged
@@ -76,6 +76,7 @@ class View:
         self.folder = folder
         self.histories: dict[int, History] = {}
         self.judged: list[Finding] = []
+        self._rules, self._left_out = rules_of_run(folder)
         self._watchers: dict[int, Watcher] = {}
         self._seen = LookedAt()
 
@@ -84,7 +85,7 @@ class View:
         rank = frame.place.rank
         self._seen.add(frame)
         self.histories.setdefault(rank, History(capacity=1024, selected=lambda t: t.statistic in ("norm", "value"))).add(frame)
-        self.judged += self._watchers.setdefault(rank, Watcher(make_rules(None))).judge(frame)
+        self.judged += self._watchers.setdefault(rank, Watcher(self._rules)).judge(frame)
 
     def render(self) -> Group:
         """Return the view as it is now."""
@@ -101,7 +102,8 @@ class View:
         """Return sentences on what the findings do not speak of."""
         if not self._seen:
             return ["No step was recorded yet."]
-        return [*(f"{sentence}." for sentence in self._seen.lacking()), *filter(None, [unjudged(self._watchers.values())])]
+        sentences = [*self._seen.lacking(), *filter(None, [left_out(self._left_out)])]
+        return [*(f"{sentence}." for sentence in sentences), *filter(None, [unjudged(self._watchers.values())])]
 
     def _scalars(self) -> Table:
         table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
@@ -129,7 +131,7 @@ class View:
 
 def _finding_panel(findings: list[Finding], not_seen: list[str]) -> Panel:
     lines = [
-        Text.assemble((f"{f.severity:<8}", _COLOURS[f.severity]), (f"{f.rule} ", "bold"), f"({place_in_words(f)}): {f.message}")
+        Text.assemble((f"{f.severity:<8}", _COLOURS[f.severity]), (f.rule, "bold"), f"{_where(f)}: {f.message}")
         for f in findings[:SHOWN]
     ]
     if len(findings) > SHOWN:
@@ -137,6 +139,11 @@ def _finding_panel(findings: list[Finding], not_seen: list[str]) -> Panel:
     lines += [Text("nothing found", style="" if not_seen else "green")] if not findings else []
     lines += [Text(sentence, style="dim") for sentence in not_seen]
     return Panel(Group(*lines), title=f"findings: {len(findings)}", title_align="left", border_style="dim")
+
+
+def _where(finding: Finding) -> str:
+    words = place_in_words(finding)
+    return f" ({words})" if words else ""
 
 
 def spark(values: F64, width: int = 48) -> str:

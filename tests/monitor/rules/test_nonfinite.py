@@ -218,3 +218,24 @@ def test_what_is_not_finite_in_the_forward_pass_of_a_later_micro_batch_is_no_ove
     passes = [*module("a", 1.0, 1.0), *module("a", 1.0, math.inf, "backward"), forward]
     (found,) = Bench("nonfinite").feed(*passes, *module("a", 1.0, math.inf, "backward", 1), loss=1.0, loss_scale=2.0**20)
     assert found.severity == "error"
+
+
+def test_a_nan_that_a_modules_own_code_makes_is_placed_between_its_parts(tmp_path):
+    """`module root, output` alone would send the reader through the whole model."""
+
+    class Own(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.third = (torch.nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x):
+            """Take the logarithm of numbers of both signs between the second part and the third."""
+            return self.third(self.second(self.first(x)).log())
+
+    torch.manual_seed(0)
+    model = Own()
+    with trainprobe.watch(model, output=tmp_path, level="off", monitor=True, console=False) as probe, probe.step():
+        model(torch.randn(8, 4))
+    (found,) = [f for f in probe.findings if f.rule == "nonfinite"]
+    assert "is in module root, output: its inputs were finite" in found.message
+    assert found.message.endswith("in its own code: third is the first part that was given it, behind second")

@@ -42,6 +42,7 @@ from trainprobe.config_check.settings import Settings
 from trainprobe.engine.arrays.without_dispatch import without_dispatch
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.naming import chunks_of
+from trainprobe.engine.core.words import and_more
 from trainprobe.errors import FormatError, OutputError
 
 _MOST_NAMED = 3  # modules in a note
@@ -267,10 +268,9 @@ class Recorder:
         """Capture what does not change from micro-step to micro-step."""
         self._optimizers.name_parameters({id(tensor): name for name, _, tensor in named_tensors(self._models)})
         if scripted := scripted_modules(self._models):
-            more = f" (and {len(scripted) - _MOST_NAMED} more)" if len(scripted) > _MOST_NAMED else ""
             verb, whose = ("is", "its") if len(scripted) == 1 else ("are", "their")
             writer.note(
-                f"{', '.join(scripted[:_MOST_NAMED])}{more} {verb} TorchScript: {whose} layers are known by class and weights, "
+                f"{and_more(scripted, shown=_MOST_NAMED)} {verb} TorchScript: {whose} layers are known by class and weights, "
                 "random calls inside are not counted"
             )
         if "environment" in self.settings.captures:

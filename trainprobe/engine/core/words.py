@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 
 def plural(number: int, noun: str) -> str:
@@ -25,6 +25,13 @@ def briefly(noun: str, numbers: Collection[int], shown: int = 8) -> str:
     parts = spans(numbers).split(", ")
     rest = f", … ({counted(len(numbers), noun)})" if len(parts) > shown else ""
     return f"{plural(len(numbers), noun)} {', '.join(parts[:shown])}{rest}"
+
+
+def and_more(names: Sequence[str], of: int | None = None, shown: int = 1) -> str:
+    """Name the first of several and how many more there are: "a.weight", "a.weight and 3 more", with `of` "… (of 28)"."""
+    rest = len(names) - shown
+    more = f" and {rest} more" if rest > 0 else ""
+    return f"{', '.join(names[:shown])}{more}" + (f" (of {of})" if of is not None and len(names) > 1 else "")
 
 
 def spans(numbers: Iterable[int]) -> str:

@@ -19,6 +19,7 @@ from trainprobe.errors import OutputError
 
 WIDTH = 128  # of a line of docs/plan.md
 _SECTIONS = {"details": DetailRule, "slice": SliceRule, "histogram": Histogram}
+_PROGRAMS = ("monitor", "audit", "black_box", "config_check", "op_check")
 
 
 def plan(
@@ -113,8 +114,16 @@ def _one_line(text: str) -> str:
 
 def sentences(checked: Plan) -> Iterator[str]:
     """Say in plain sentences what a plan will do."""
-    if checked.level == "off":
+    programs = [name.replace("_", " ") for name in _PROGRAMS if getattr(checked, name)]
+    if checked.level == "off" and not programs:
         yield "record nothing, because level is off"
+        return
+    if checked.level == "off":
+        sinks, verb = [sink for sink in checked.sinks if sink != "dump"], "asks" if len(programs) == 1 else "ask"
+        yield f"dump nothing, because level is off; of each step record what the {' and the '.join(programs)} {verb} for"
+        if sinks:
+            yield f"write {', '.join(sinks)} to {checked.output} ({_on_existing(checked)})"
+        yield from (f"run the {name}" for name in programs)
         return
     where = {"L0": "every module", "L1": "every op", "mix": "every module and op", "debug": "only what `save` is handed, at"}
     yield f"look at {where[checked.level]}{_narrowed(checked)}"
@@ -131,9 +140,7 @@ def sentences(checked: Plan) -> Iterator[str]:
     last = checked.last_step()
     yield "go on until the training ends" if last is None else f"be done after step {last}"
     yield f"write {', '.join(checked.sinks)} to {checked.output} ({_on_existing(checked)})"
-    for section in ("monitor", "audit", "black_box", "config_check", "op_check"):
-        if getattr(checked, section):
-            yield f"run the {section.replace('_', ' ')}"
+    yield from (f"run the {name}" for name in programs)
 
 
 def _narrowed(checked: Plan) -> str:

@@ -348,9 +348,3 @@ def differs_over_ranks(
     own, equal = reported.get(evidence.place.rank), "equal on all ranks"
     message = words(listed)
     return [evidence.finding(rule, message, name, measured=own, expected=equal, floor=floor, kind="scalar", next=next or None)]
-
-
-def and_more(names: list[str], of: int | None = None) -> str:
-    """Name the first of several parameters and how many more there are."""
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return f"{names[0]}{more}" + (f" (of {of})" if of is not None and len(names) > 1 else "")

@@ -162,7 +162,8 @@ def _cells(rows: I64, columns: I64) -> Any:
 def worst_offenders(histories: dict[int, History], limit: int = 10) -> list[tuple[str, int, float, float]]:
     """Return (series, rank, last value, ratio to its own median) of the norms that stand out most at the last step.
 
-    A value that is not finite comes first, with an infinite ratio.
+    A value that is not finite comes first, with an infinite ratio; what a module is given and is infinite at every step is a
+    mask, and stands out in nothing.
     """
     found: list[tuple[str, int, float, float]] = []
     for rank, one in histories.items():
@@ -177,6 +178,8 @@ def worst_offenders(histories: dict[int, History], limit: int = 10) -> list[tupl
 def _offence(series: Series, rank: int, values: npt.NDArray[np.float32], present: Any) -> tuple[str, int, float, float]:
     last, past = float(values[-1]), values[present]
     past = past[np.isfinite(past) & (past > 0)]
+    if math.isinf(last) and not past.size and series.address.slot.split(".")[0] in ("input", "kwargs"):
+        return str(series), rank, last, 1.0
     if not math.isfinite(last):
         return str(series), rank, last, math.inf
     usual = float(np.median(past)) if past.size else 0.0

@@ -249,7 +249,22 @@ def find_origin(frame: Frame, chosen: Bools | None = None) -> tuple[Address, str
         return lowest, "its inputs were finite and it returned minus infinity, which the following operations spread"
     if inner.kind == "op" and inner.phase == "forward" and addresses.index(inner) > _ends(addresses):
         return inner, "it arose between the backward pass and the update: in clipping, or in what the optimizer prepares"
-    return inner, _how(inner, next(entered for entered, result in ordered if result == inner), addresses)
+    how = _how(inner, next(entered for entered, result in ordered if result == inner), addresses)
+    return inner, how + _between_modules(inner, paired)
+
+
+def _between_modules(origin: Address, paired: list[tuple[Address, bool]]) -> str:
+    """Say between which parts of a module it arose, where a part was given it and none made it: in the module's own code."""
+    prefix = "" if origin.name in ("", "root") else f"{origin.name}."
+    parts = [(a, b) for a, b in paired if a.kind == "module" and a.phase == "forward" and a.name.startswith(prefix)]
+    parts = [(a, b) for a, b in parts if a.name not in (origin.name, "", "root")]
+    given = next((place for place, (address, b) in enumerate(parts) if b and _enters(address)), None)
+    if origin.kind != "module" or origin.phase != "forward" or given is None:
+        return ""
+    first = parts[given][0].name
+    before = [a.name for a, b in parts[:given] if not (b or _enters(a)) and a.name.count(".") == first.count(".")]
+    behind = f", behind {before[-1]}" if before else ""
+    return f", in its own code: {first} is the first part that was given it{behind}"
 
 
 def _minus_infinity_before(frame: Frame, addresses: list[Address], origin: Address) -> Address | None:

@@ -12,7 +12,8 @@ are updated in turn and cleared before their own backward pass.
 from __future__ import annotations
 
 from trainprobe.engine.core.records import Finding
-from trainprobe.monitor.audit.evidence import Evidence, and_more
+from trainprobe.engine.core.words import and_more
+from trainprobe.monitor.audit.evidence import Evidence
 
 COST = frozenset({"fingerprints"})
 OBSERVERS = frozenset({"gradient_use", "left_gradients"})

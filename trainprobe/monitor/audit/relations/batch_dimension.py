@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from trainprobe.engine.core.facts import SequenceInput, StepFacts
 from trainprobe.engine.core.records import Finding
-from trainprobe.monitor.audit.evidence import Evidence, and_more
+from trainprobe.engine.core.words import and_more
+from trainprobe.monitor.audit.evidence import Evidence
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"loss_inputs", "module_inputs"})

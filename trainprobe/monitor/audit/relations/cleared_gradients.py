@@ -13,7 +13,8 @@ loop over micro-batches; by `set_requires_gradient_sync` that is off for the las
 from __future__ import annotations
 
 from trainprobe.engine.core.records import Finding
-from trainprobe.monitor.audit.evidence import Evidence, and_more
+from trainprobe.engine.core.words import and_more
+from trainprobe.monitor.audit.evidence import Evidence
 
 COST = frozenset({"fingerprints"})
 OBSERVERS = frozenset({"backward_starts", "gradient_use", "left_gradients", "updates", "waiting_gradients"})

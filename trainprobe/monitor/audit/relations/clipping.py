@@ -12,7 +12,8 @@ from __future__ import annotations
 import numpy as np
 
 from trainprobe.engine.core.records import Finding
-from trainprobe.monitor.audit.evidence import Evidence, and_more, differs_over_ranks
+from trainprobe.engine.core.words import and_more
+from trainprobe.monitor.audit.evidence import Evidence, differs_over_ranks
 from trainprobe.monitor.audit.relations.replicas import differs
 
 COST = frozenset({"host", "ranks"})

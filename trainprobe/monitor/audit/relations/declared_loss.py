@@ -14,7 +14,8 @@ from collections.abc import Sequence
 
 from trainprobe.engine.core.facts import Projection
 from trainprobe.engine.core.records import Finding
-from trainprobe.monitor.audit.evidence import Evidence, along, and_more, group_words
+from trainprobe.engine.core.words import and_more
+from trainprobe.monitor.audit.evidence import Evidence, along, group_words
 from trainprobe.monitor.audit.messages import key_of
 
 COST = frozenset({"rerun", "ranks"})

@@ -11,7 +11,8 @@ shard was loaded on every rank. Random numbers cannot violate this, nor can zero
 from __future__ import annotations
 
 from trainprobe.engine.core.records import Finding
-from trainprobe.monitor.audit.evidence import Evidence, along, and_more
+from trainprobe.engine.core.words import and_more
+from trainprobe.monitor.audit.evidence import Evidence, along
 from trainprobe.monitor.audit.messages import key_of
 from trainprobe.monitor.audit.relations.replicas import piece_of
 

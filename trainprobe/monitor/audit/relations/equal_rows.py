@@ -11,7 +11,8 @@ an adapter, a zero convolution) get different gradients in their rows and cannot
 from __future__ import annotations
 
 from trainprobe.engine.core.records import Finding
-from trainprobe.monitor.audit.evidence import Evidence, and_more
+from trainprobe.engine.core.words import and_more
+from trainprobe.monitor.audit.evidence import Evidence
 
 COST = frozenset({"rerun", "fingerprints"})
 OBSERVERS = frozenset({"equal_rows", "updates"})

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 from trainprobe.engine.core.facts import Evaluation
 from trainprobe.engine.core.records import Finding
-from trainprobe.monitor.audit.evidence import Evidence, and_more
+from trainprobe.engine.core.words import and_more
+from trainprobe.monitor.audit.evidence import Evidence
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"model_calls"})

@@ -10,7 +10,8 @@ gives NaN. Buffers that are averages of finite numbers cannot violate this.
 from __future__ import annotations
 
 from trainprobe.engine.core.records import Finding
-from trainprobe.monitor.audit.evidence import Evidence, and_more
+from trainprobe.engine.core.words import and_more
+from trainprobe.monitor.audit.evidence import Evidence
 
 COST = frozenset({"fingerprints"})
 OBSERVERS = frozenset({"buffers"})

@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 
 from trainprobe.engine.core.records import Finding
-from trainprobe.monitor.audit.evidence import Evidence, and_more
+from trainprobe.engine.core.words import and_more
+from trainprobe.monitor.audit.evidence import Evidence
 from trainprobe.monitor.scalar_names import scalar
 
 COST = frozenset({"host"})

@@ -12,7 +12,8 @@ outputs then drift, or are random, though no weight changes. A frozen part in ev
 from __future__ import annotations
 
 from trainprobe.engine.core.records import Finding
-from trainprobe.monitor.audit.evidence import Evidence, and_more
+from trainprobe.engine.core.words import and_more
+from trainprobe.monitor.audit.evidence import Evidence
 
 COST = frozenset({"fingerprints"})
 OBSERVERS = frozenset({"buffers", "model_calls", "updates"})

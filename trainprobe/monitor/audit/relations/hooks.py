@@ -9,6 +9,7 @@ evaluation: a hook that scales, masks or reduces gradients then does so twice, a
 from __future__ import annotations
 
 from trainprobe.engine.core.records import Finding
+from trainprobe.engine.core.words import and_more
 from trainprobe.monitor.audit.evidence import Evidence
 
 COST = frozenset({"host"})
@@ -23,9 +24,9 @@ def check(evidence: Evidence) -> list[Finding]:
     if not hooked:
         return []
     name, function = hooked[0]
-    more = f" (and {len(hooked) - 1} more)" if len(hooked) > 1 else ""
     known = {alias: p.name for p in evidence.model.parameters for alias in p.names}
-    text = f"the hook {function} is registered more than once on {name}{more}: its effect is applied twice"
+    names = and_more([one for one, _ in hooked])
+    text = f"the hook {function} is registered more than once on {names}: its effect is applied twice"
     return [
         evidence.finding(
             "hooks",

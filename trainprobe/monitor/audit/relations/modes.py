@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from trainprobe.engine.core.records import Finding
-from trainprobe.monitor.audit.evidence import Evidence, along, and_more, group_words
+from trainprobe.engine.core.words import and_more
+from trainprobe.monitor.audit.evidence import Evidence, along, group_words
 from trainprobe.monitor.audit.messages import key_of
 
 COST = frozenset({"host"})

@@ -16,7 +16,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from trainprobe.engine.core.records import Finding
-from trainprobe.monitor.audit.evidence import Evidence, and_more
+from trainprobe.engine.core.words import and_more
+from trainprobe.monitor.audit.evidence import Evidence
 from trainprobe.monitor.audit.recurrences import BROKEN, Key, Recurrence, equations_of, learned
 
 COST = frozenset({"fingerprints"})

@@ -10,7 +10,8 @@ moments: the first updates are then far too large or too small.
 from __future__ import annotations
 
 from trainprobe.engine.core.records import Finding
-from trainprobe.monitor.audit.evidence import Evidence, and_more
+from trainprobe.engine.core.words import and_more
+from trainprobe.monitor.audit.evidence import Evidence
 
 COST = frozenset({"host"})
 OBSERVERS: frozenset[str] = frozenset()

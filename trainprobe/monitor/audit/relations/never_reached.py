@@ -13,7 +13,8 @@ cannot violate this.
 from __future__ import annotations
 
 from trainprobe.engine.core.records import Finding
-from trainprobe.monitor.audit.evidence import Evidence, and_more
+from trainprobe.engine.core.words import and_more
+from trainprobe.monitor.audit.evidence import Evidence
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"gradient_use", "model_calls", "updates"})

@@ -9,7 +9,8 @@ Parameter(…)`: optimizers, gradient hooks and reducers go on with the old ones
 from __future__ import annotations
 
 from trainprobe.engine.core.records import Finding
-from trainprobe.monitor.audit.evidence import Evidence, and_more
+from trainprobe.engine.core.words import and_more
+from trainprobe.monitor.audit.evidence import Evidence
 
 COST = frozenset({"host"})
 OBSERVERS: frozenset[str] = frozenset()

@@ -12,7 +12,8 @@ does not use: the parameters then never train, and no number looks wrong.
 from __future__ import annotations
 
 from trainprobe.engine.core.records import Finding
-from trainprobe.monitor.audit.evidence import Evidence, and_more
+from trainprobe.engine.core.words import and_more
+from trainprobe.monitor.audit.evidence import Evidence
 
 COST = frozenset({"fingerprints"})
 OBSERVERS = frozenset({"gradient_use", "model_calls"})

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from trainprobe.engine.core.facts import Output, Repeat
 from trainprobe.engine.core.records import Finding
-from trainprobe.monitor.audit.evidence import Evidence, and_more
+from trainprobe.engine.core.words import and_more
+from trainprobe.monitor.audit.evidence import Evidence
 
 COST = frozenset({"rerun"})
 OBSERVERS = frozenset({"repeated_forwards"})

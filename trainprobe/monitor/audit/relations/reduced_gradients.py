@@ -20,7 +20,8 @@ from typing import NamedTuple
 import numpy as np
 
 from trainprobe.engine.core.records import Finding
-from trainprobe.monitor.audit.evidence import Evidence, along, and_more
+from trainprobe.engine.core.words import and_more
+from trainprobe.monitor.audit.evidence import Evidence, along
 from trainprobe.monitor.audit.messages import key_of
 from trainprobe.monitor.audit.relations.replicas import differs
 from trainprobe.monitor.scalar_names import scalar

@@ -15,7 +15,8 @@ from collections import Counter
 import numpy as np
 
 from trainprobe.engine.core.records import Finding
-from trainprobe.monitor.audit.evidence import Evidence, along, and_more, group_words
+from trainprobe.engine.core.words import and_more
+from trainprobe.monitor.audit.evidence import Evidence, along, group_words
 from trainprobe.monitor.audit.messages import digest, key_of
 from trainprobe.monitor.audit.peers import Peer
 

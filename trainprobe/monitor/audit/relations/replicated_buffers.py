@@ -11,7 +11,8 @@ whose sums are not reduced over the ranks: each rank then works with its own, an
 from __future__ import annotations
 
 from trainprobe.engine.core.records import Finding
-from trainprobe.monitor.audit.evidence import Evidence, along, and_more, group_words
+from trainprobe.engine.core.words import and_more
+from trainprobe.monitor.audit.evidence import Evidence, along, group_words
 from trainprobe.monitor.audit.messages import key_of
 
 COST = frozenset({"fingerprints", "ranks"})

@@ -12,7 +12,8 @@ training. Weights of float32 under autocast, and an optimizer with master weight
 from __future__ import annotations
 
 from trainprobe.engine.core.records import Finding
-from trainprobe.monitor.audit.evidence import Evidence, and_more
+from trainprobe.engine.core.words import and_more
+from trainprobe.monitor.audit.evidence import Evidence
 
 COST = frozenset({"rerun"})
 OBSERVERS = frozenset({"parameter_groups", "update_rules", "updates"})

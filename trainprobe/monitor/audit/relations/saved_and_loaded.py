@@ -17,7 +17,8 @@ from collections.abc import Mapping, Sequence
 
 from trainprobe.engine.core.facts import SavedTensors
 from trainprobe.engine.core.records import Finding
-from trainprobe.monitor.audit.evidence import Evidence, Tensors, and_more
+from trainprobe.engine.core.words import and_more
+from trainprobe.monitor.audit.evidence import Evidence, Tensors
 from trainprobe.monitor.audit.peers import Key
 from trainprobe.monitor.audit.resharded import ENOUGH, Resharded, in_common, match, newest, saves_of_all
 

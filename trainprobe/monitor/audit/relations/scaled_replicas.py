@@ -8,7 +8,8 @@ Usually caused by clipping on some ranks only (DeepSpeed issue 1801), or by a co
 from __future__ import annotations
 
 from trainprobe.engine.core.records import Finding
-from trainprobe.monitor.audit.evidence import Evidence, and_more, group_words
+from trainprobe.engine.core.words import and_more
+from trainprobe.monitor.audit.evidence import Evidence, group_words
 from trainprobe.monitor.audit.messages import key_of
 from trainprobe.monitor.audit.relations.replicas import beyond_one_factor, differs, group_of, minority_ranks
 

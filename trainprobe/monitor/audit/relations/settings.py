@@ -13,7 +13,8 @@ from typing import Any
 
 from trainprobe.engine.core.facts import SavedTensors
 from trainprobe.engine.core.records import Finding
-from trainprobe.monitor.audit.evidence import Evidence, and_more
+from trainprobe.engine.core.words import and_more
+from trainprobe.monitor.audit.evidence import Evidence
 
 COST = frozenset({"host"})
 # saves are looked at where `saved_and_loaded` is checked

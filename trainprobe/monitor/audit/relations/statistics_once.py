@@ -11,7 +11,8 @@ forwards, and normalisation without running statistics, cannot violate this.
 from __future__ import annotations
 
 from trainprobe.engine.core.records import Finding
-from trainprobe.monitor.audit.evidence import Evidence, and_more
+from trainprobe.engine.core.words import and_more
+from trainprobe.monitor.audit.evidence import Evidence
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"module_inputs"})

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from trainprobe.engine.core.facts import ParameterFact
 from trainprobe.engine.core.records import Finding
+from trainprobe.engine.core.words import and_more
 from trainprobe.engine.plan.selection import Names
-from trainprobe.monitor.audit.evidence import Evidence, along, and_more, group_words
+from trainprobe.monitor.audit.evidence import Evidence, along, group_words
 from trainprobe.monitor.audit.messages import key_of
 
 COST = frozenset({"host"})

@@ -20,8 +20,8 @@ from __future__ import annotations
 from typing import Any
 
 from trainprobe.engine.core.records import Finding
-from trainprobe.engine.core.words import plural
-from trainprobe.monitor.audit.evidence import Evidence, and_more, untrained_parameters
+from trainprobe.engine.core.words import and_more, plural
+from trainprobe.monitor.audit.evidence import Evidence, untrained_parameters
 
 COST = frozenset({"fingerprints"})
 OBSERVERS = frozenset({"buffers", "gradient_use", "parameter_groups", "updates"})

@@ -14,7 +14,8 @@ shard, or by something that writes to weights within the update.
 from __future__ import annotations
 
 from trainprobe.engine.core.records import Finding
-from trainprobe.monitor.audit.evidence import Evidence, and_more
+from trainprobe.engine.core.words import and_more
+from trainprobe.monitor.audit.evidence import Evidence
 
 COST = frozenset({"rerun"})
 OBSERVERS = frozenset({"update_rules", "updates"})

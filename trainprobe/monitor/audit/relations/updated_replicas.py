@@ -9,7 +9,8 @@ depends on the layout, or by a step that one rank skipped.
 from __future__ import annotations
 
 from trainprobe.engine.core.records import Finding
-from trainprobe.monitor.audit.evidence import Evidence, and_more, group_words
+from trainprobe.engine.core.words import and_more
+from trainprobe.monitor.audit.evidence import Evidence, group_words
 from trainprobe.monitor.audit.messages import key_of
 from trainprobe.monitor.audit.relations.replicas import copied_over, differs, group_of, minority_ranks
 
