@@ -138,6 +138,26 @@ def test_a_single_step_whose_targets_are_all_ignored_is_no_finding(tmp_path):
     assert found(tmp_path, model, loss_on_tokens(model, once), steps=26) == []
 
 
+def test_the_mean_over_targets_that_are_all_ignored_is_named_at_once_and_nothing_else_is_blamed(tmp_path):
+    """It is NaN, with a gradient of zeros: that is no other loss than the one that was differentiated."""
+    model = Language()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with trainprobe.watch(model, optimizer, level="off", monitor=True, audit=True, output=tmp_path / "out") as probe:
+        for step in range(3):
+            with probe.step():
+                optimizer.zero_grad()
+                text = torch.randint(TOKENS, (4, 9), generator=torch.Generator().manual_seed(step))
+                labels = torch.full_like(text[:, 1:], -100) if step == 1 else text[:, 1:]
+                loss = functional.cross_entropy(model(text[:, :-1]).flatten(0, 1), labels.flatten())
+                loss.backward()
+                optimizer.step()
+                probe.note("loss", loss)
+    told = [(f.rule, f.step) for f in probe.findings if f.severity != "info"]
+    assert sorted(told) == [("loss_inputs", 1), ("nonfinite", 1)]
+    message = next(f.message for f in probe.findings if f.rule == "loss_inputs")
+    assert message == "all 32 targets of cross_entropy are ignored (ignore_index): their mean is 0 / 0, NaN"
+
+
 @pytest.mark.parametrize("faulty", [True, False])
 def test_a_rate_that_never_rises_from_zero_is_named(tmp_path, faulty):
     model = nn.Linear(6, 3)

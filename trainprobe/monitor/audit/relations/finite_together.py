@@ -2,7 +2,8 @@
 
 Relation: where the reported loss is finite, so is every gradient, and the other way round. Tolerance none. A loss scale above
 1 may drive gradients to infinity while the loss is finite; that is not judged. A gradient that arrives with a NaN or an
-infinity keeps it until it is used (seen at the steps at which `reduced_gradients` looks at gradients).
+infinity keeps it until it is used (seen at the steps at which `reduced_gradients` looks at gradients). The mean over targets
+that are all ignored is NaN and has a gradient of zeros: `loss_inputs` reports that.
 Usually caused by a NaN that a branch or `nan_to_num` hides from the loss, or by an overflow in the backward pass alone.
 """
 
@@ -13,10 +14,11 @@ import math
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.core.words import and_more
 from trainprobe.monitor.audit.evidence import Evidence
+from trainprobe.monitor.audit.relations.loss_inputs import mean_of_nothing
 from trainprobe.monitor.scalar_names import scalar
 
 COST = frozenset({"host"})
-OBSERVERS: frozenset[str] = frozenset()  # gradients before their reduction are judged where they are looked at anyway
+OBSERVERS = frozenset({"loss_inputs"})  # gradients before their reduction are judged where they are looked at anyway
 EVERY = 10
 STAGE = "backward"
 
@@ -62,7 +64,7 @@ def _differs_over_ranks(evidence: Evidence) -> list[Finding]:
     if math.isfinite(loss) and bad:
         text = f"the loss is finite ({loss:.6g}) and the gradient of {bad[0]} is not ({len(bad)} of {len(names)} gradients)"
         return [evidence.finding("finite_together", text, bad[0], slot, measured="not finite", expected="finite")]
-    if not math.isfinite(loss) and not bad:
+    if not math.isfinite(loss) and not bad and mean_of_nothing(evidence) is None:
         text = (
             f"the loss is {loss} and all {len(names)} gradients are finite: the reported loss is not the "
             "one that was differentiated"

@@ -12,7 +12,8 @@ Relation, for the functions of `torch.nn.functional` in training:
     ctc_loss                            less than one in twenty transcripts is longer than what it is read from, at two audited
                                         steps in a row
     mse_loss, l1_loss, huber_loss …     input and target are not broadcast against each other, [N, 1] and [N] to [N, N]
-    cross_entropy, nll_loss             not all targets of all calls are ignored, at two audited steps in a row
+    cross_entropy, nll_loss             not all targets of all calls are ignored, at two audited steps in a row, nor those of
+                                        any call that returns their mean, which is NaN then
 
 Tolerance: 1e-3 for bounds, 5e-3 for sums. The first 16 entries of each other dimension of inputs over classes are looked at.
 Reported as warnings: torch computes all of this, and it may be intended.
@@ -42,9 +43,9 @@ _LEAST_DISTANCE = 1e-2  # inputs that differ by less may be the output of a laye
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find the first call of a loss function whose input does not fit it."""
-    before = evidence.before
-    if before is not None and _all_ignored(evidence) and _all_ignored(before):
-        return [_nothing_to_learn(evidence)]
+    before, empty = evidence.before, mean_of_nothing(evidence)
+    if empty is not None or (before is not None and _all_ignored(evidence) and _all_ignored(before)):
+        return [_nothing_to_learn(evidence, empty)]
     for call in evidence.facts.losses:
         problem = _wrong(call) or _twice_squashed(call, evidence) or _longer(call, evidence)
         if problem is not None:
@@ -59,15 +60,19 @@ def _all_ignored(evidence: Evidence) -> bool:
     return any(count > 0 for count, _ in counts) and all(valid == 0 for _, valid in counts)
 
 
-def _nothing_to_learn(evidence: Evidence) -> Finding:
-    calls = evidence.facts.losses
-    count = sum(call.count for call in calls)
-    text = (
-        f"all {count} targets of {calls[0].kind} are ignored (ignore_index), as at the audited step before: there is nothing "
-        "to learn from, and the loss is 0 or NaN"
-    )
+def mean_of_nothing(evidence: Evidence) -> LossCall | None:
+    """Return the first call that takes the mean over targets of which all are ignored: 0 / 0."""
+    means = (call for call in evidence.facts.losses if call.reduction in ("mean", "weighted") and call.count > 0)
+    return next((call for call in means if call.number("valid") == 0), None)
+
+
+def _nothing_to_learn(evidence: Evidence, empty: LossCall | None) -> Finding:
+    calls = evidence.facts.losses if empty is None else (empty,)
+    count, kind = sum(call.count for call in calls), calls[0].kind
+    what = ", as at the audited step before: there is nothing to learn from" if empty is None else ": their mean is 0 / 0, NaN"
+    text = f"all {count} targets of {kind} are ignored (ignore_index){what}"
     hint = "look at how the labels are made: what masks the prompt or the padding masks everything"
-    return evidence.finding("loss_inputs", text, calls[0].kind, kind="scalar", severity="warning", next=hint)
+    return evidence.finding("loss_inputs", text, kind, kind="scalar", severity="warning", next=hint)
 
 
 def _wrong(call: LossCall) -> tuple[str, str] | None:
