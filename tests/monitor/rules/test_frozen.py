@@ -1,7 +1,10 @@
 """Frozen parameters, and those that may stand still."""
 
 import pytest
+import torch
 from frames_by_hand import Bench, grads, value, weight
+
+import trainprobe
 
 
 def test_a_parameter_with_a_gradient_that_does_not_move_is_frozen():
@@ -50,3 +53,19 @@ def test_without_gradients_only_a_parameter_that_once_moved_can_be_frozen():
     for step in range(12):
         bench.feed(weight("never", 1.0), weight("stopped", 1.0 + min(step, 3)))
     assert [f.site.name for f in bench.found] == ["stopped"]
+
+
+def test_a_weight_of_sixteen_bits_that_stands_still_is_said_to_round_away(tmp_path):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 2).bfloat16()
+    torch.nn.init.ones_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+    with trainprobe.watch(model, optimizer, output=tmp_path, level="off", monitor=True, console=False) as probe:
+        for _ in range(12):
+            with probe.step():
+                optimizer.zero_grad()
+                model(torch.randn(6, 4, dtype=torch.bfloat16)).float().square().mean().backward()
+                optimizer.step()
+    (found,) = [f for f in probe.findings if f.rule == "frozen"]
+    assert found.site.name == "weight"
+    assert found.next.startswith("its numbers have 16 bits, in which a small update rounds away")

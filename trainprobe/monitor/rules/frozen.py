@@ -61,7 +61,8 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     if not ripe.any():
         return []
     found = np.flatnonzero(ripe).tolist()
-    return [_finding(frame, options, [addresses[i] for i in found], len(addresses), int(held[found[0]]))]
+    of_16_bits = bool(short[found].all())
+    return [_finding(frame, options, [addresses[i] for i in found], len(addresses), int(held[found[0]]), of_16_bits)]
 
 
 @cache
@@ -120,7 +121,13 @@ def _pulled(frame: Frame, gradients: tuple[bool, I64, I64, I64], stays: Bools, e
     return (largest > noise) & (largest > _AT_REST * pull[keys])
 
 
-def _finding(frame: Frame, options: Options, addresses: list[Address], of: int, held: int) -> Finding:
+def _finding(frame: Frame, options: Options, addresses: list[Address], of: int, held: int, of_16_bits: bool = False) -> Finding:
+    hint = "check that the optimizer holds this very parameter, and that its update does not round away in its dtype"
+    if of_16_bits:
+        hint = (
+            "its numbers have 16 bits, in which a small update rounds away: keep the weights in float32 and compute under "
+            "autocast, or use master weights; and check that the optimizer holds this very parameter"
+        )
     others = f" and {len(addresses) - 1} more of {of} parameters" if len(addresses) > 1 else ""
     return Finding(
         rule="frozen",
@@ -132,5 +139,5 @@ def _finding(frame: Frame, options: Options, addresses: list[Address], of: int, 
         measured="unchanged",
         expected="changed by every update",
         names=tuple(dict.fromkeys(address.name for address in addresses)),
-        next="check that the optimizer holds this very parameter, and that its update does not round away in its dtype",
+        next=hint,
     )
