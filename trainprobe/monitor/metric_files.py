@@ -69,7 +69,10 @@ def read_metrics(folder: Path) -> Iterator[MetricStep]:
             found = True
             by_rank[record.place.rank][record.step.number].append(record)
     if not found:
-        raise FormatError(f"no metric rows under {folder}: expected tidy CSV files or the wide files of a monitor")
+        raise FormatError(
+            f"no metric rows under {folder}: expected tidy CSV files or the wide files of a monitor (`sinks: [csv]` in a plan "
+            "writes them, and `sinks: [tensorboard]` the event files themselves)"
+        )
     for rank, steps in sorted(by_rank.items()):
         for step, records in sorted(steps.items()):
             yield MetricStep(step, Place(rank, max(by_rank) + 1), records)

@@ -254,17 +254,20 @@ def in_order(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def _stage(finding: Finding) -> tuple[int, int]:
-    """Return the stage of a step in which a violation arises, and its order within the stage."""
+    """Return the stage of a step in which a violation arises, and its order within the stage.
+
+    A rule says which number is wrong, and a relation of the same stage why: the relation comes first.
+    """
     if finding.rule in relation_names():
         return STAGES.index(load_relation(finding.rule).STAGE), relation_names().index(finding.rule)
-    site = finding.site
+    site, behind = finding.site, len(relation_names())
     if site is None:
-        return len(STAGES), 0
+        return len(STAGES), behind
     slot = site.slot.split(".")[0]
     if site.kind == "scalar":
-        return _OF_SCALARS.get(role_of(site.name) or "", STAGES.index("evaluation")), 0
+        return _OF_SCALARS.get(role_of(site.name) or "", STAGES.index("evaluation")), behind
     places = (place for part, place in _OF_SLOTS if slot.startswith(part) or slot.endswith(part))
-    return next(places, STAGES.index("forward")), 0
+    return next(places, STAGES.index("forward")), behind
 
 
 _GRAVITY = {"error": 0, "warning": 1, "info": 2}

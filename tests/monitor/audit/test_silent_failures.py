@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import trainprobe
+from trainprobe.monitor.watcher import causes
 
 STEPS = 72  # the default audits 0, 1, 23, 24, 46, 47, 69 and 70
 TOKENS, WIDTH = 20, 16
@@ -154,6 +155,7 @@ def test_the_mean_over_targets_that_are_all_ignored_is_named_at_once_and_nothing
                 probe.note("loss", loss)
     told = [(f.rule, f.step) for f in probe.findings if f.severity != "info"]
     assert sorted(told) == [("loss_inputs", 1), ("nonfinite", 1)]
+    assert causes(probe.findings)[0].rule == "loss_inputs"
     message = next(f.message for f in probe.findings if f.rule == "loss_inputs")
     assert message == "all 32 targets of cross_entropy are ignored (ignore_index): their mean is 0 / 0, NaN"
 

@@ -67,6 +67,8 @@ def find_boxes(file: Path) -> list[Path]:
     """Return the black boxes at or below a path: written out, else left by a killed process. Raises FormatError for none."""
     if file.is_file():
         return [file]
+    if not file.exists():
+        raise FormatError(f"{file} does not exist: name the folder that the run wrote to (`output` of its plan)")
     written = sorted(file.rglob(BOX_FILE))
     folders = {path.parent for path in written}
     left = [path for path in sorted(file.rglob(RING_FILE)) if path.parent not in folders]
