@@ -145,3 +145,20 @@ def test_top_leaves_masks_out_of_what_stands_out_and_writes_no_empty_place(tmp_p
     text = capsys.readouterr().out
     assert "inner input.0 norm" not in text or "not finite" not in next(t for t in text.split("\n") if "inner input.0" in t)
     assert "()" not in text
+
+
+def test_runs_lists_no_key_data_of_reinforcement_learning_and_judge_points_to_a_black_box(tmp_path, capsys):
+    train(tmp_path / "run", None, steps=2)
+    (tmp_path / "key" / "data" / "reward" / "step0" / "rank0" / "micro_step0").mkdir(parents=True)
+    main(["runs", str(tmp_path)])
+    text = capsys.readouterr().out
+    assert "run" in text and "reward" not in text
+    (tmp_path / "killed" / "rank0").mkdir(parents=True)
+    (tmp_path / "killed" / "rank0" / "black_box.ring").write_bytes(b"")
+    assert main(["judge", str(tmp_path / "killed")]) == 3
+    told = capsys.readouterr().err
+    assert "black-box" in told and "killed` reads it" in told
+    assert main(["black-box", str(tmp_path / "nowhere")]) == 3
+    assert "nowhere does not exist" in capsys.readouterr().err
+    assert main(["csv2tb", str(tmp_path / "run")]) == 3
+    assert "sinks: [csv]" in capsys.readouterr().err

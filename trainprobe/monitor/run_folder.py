@@ -46,12 +46,23 @@ def read_frames(folder: Path) -> Iterator[Frame]:
     if steps:
         return
     if folder.is_dir() and next(folder.rglob("*.csv"), None) is None:
+        if _holds_black_box(folder):
+            raise FormatError(
+                f"{folder} holds no step that was written out, but what a process left that was ended: `trainprobe black-box "
+                f"{folder}` reads it"
+            )
         raise FormatError(
             f"{folder} holds no run: no metrics-*.parquet, no {LOG_FILE}, no dump (step{{N}}/rank{{R}}/) and no CSV file "
             "of metrics; name the folder that the run wrote to (`output` of its plan)"
         )
     for step in read_metrics(folder):
         yield frame_of_records(step.step, step.place, step.records, tables.setdefault(step.place.rank, SeriesTable()))
+
+
+def _holds_black_box(folder: Path) -> bool:
+    from trainprobe.monitor.black_box.box import BOX_FILE, RING_FILE
+
+    return any(next(folder.rglob(name), None) is not None for name in (BOX_FILE, RING_FILE))
 
 
 def frames_of_log(log: Path) -> Iterator[Frame]:

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from trainprobe.engine.storage.dumps.layout import FINDINGS_FILE, find_steps
+from trainprobe.engine.storage.dumps.layout import FINDINGS_FILE, find_steps, holds_dump
 from trainprobe.errors import FormatError, UsageError
 from trainprobe.monitor.remote_run import as_given, is_copy, origin, run_folder
 from trainprobe.monitor.run_folder import find_logs, read_findings, steps_of_log
@@ -91,7 +91,7 @@ def _find(folder: Path) -> Iterator[tuple[Path, list[Path]]]:
         logs.setdefault(rank.parent, []).append(log)
     for step in folder.rglob("step*/rank*"):
         run = step.parent.parent
-        if step.is_dir() and run not in logs and find_steps(run):
+        if run not in logs and step.is_dir() and holds_dump(step) and find_steps(run):
             logs[run] = []
     yield from sorted(logs.items())
 
