@@ -181,6 +181,19 @@ def test_running_statistics_that_never_move_in_training_mode_are_named(tmp_path,
     assert momentum != 0.0 or told[0][2].startswith("1.running_mean")
 
 
+def test_running_statistics_that_a_nan_keeps_where_they_are_are_not_said_to_have_no_momentum(tmp_path):
+    model = normalised()
+    losses = loss_on_numbers(model)
+
+    def loss(step):
+        if step == 10:
+            with torch.no_grad():
+                model(numbers(step) * float("nan"))
+        return losses(step)
+
+    assert "moving_buffers" not in [rule for rule, _, _ in found(tmp_path, model, loss, steps=76)]
+
+
 @pytest.mark.parametrize("how", ["training mode", "evaluation mode"])
 def test_an_evaluation_in_training_mode_far_from_audited_steps_is_seen_by_the_batches_that_were_averaged(tmp_path, how):
     model = normalised()

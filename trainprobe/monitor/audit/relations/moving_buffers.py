@@ -63,6 +63,7 @@ def _never_moved(evidence: Evidence) -> list[Finding]:
         if _streak(evidence, module, _COUNT, True) and all(_streak(evidence, module, s, False) for s in _STATISTICS)
     ]
     still = [_joined(module, name) for module in counting for name in _STATISTICS]
+    still = [name for name in still if name not in evidence.facts.spoiled]  # a NaN stays one: `finite_buffers` tells
     if not still or not all(_stands(evidence, name) for name in still):
         return []
     text = (
