@@ -38,7 +38,7 @@ class ExpertGradients(Observer):
             for p in (p for model in self._audited.models for p in model.parameters() if _holds_experts(names.get(id(p)), p)):
                 largest = torch.linalg.vector_norm(
                     p.grad, float("inf"), dim=(1, 2)
-                )  # makes nothing of the size of the gradient
+                )  # no copy of the gradient
                 self._deferred[names[id(p)]] = tape.defer((largest != 0).float())
 
     def facts(self, step_data: StepData) -> Mapping[str, Any]:
