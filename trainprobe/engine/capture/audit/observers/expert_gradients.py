@@ -36,9 +36,7 @@ class ExpertGradients(Observer):
         names, self._looked = self._audited.names(), True
         with without_dispatch(), torch.no_grad():
             for p in (p for model in self._audited.models for p in model.parameters() if _holds_experts(names.get(id(p)), p)):
-                largest = torch.linalg.vector_norm(
-                    p.grad, float("inf"), dim=(1, 2)
-                )  # no copy of the gradient
+                largest = torch.linalg.vector_norm(p.grad, float("inf"), dim=(1, 2))  # no copy of the gradient
                 self._deferred[names[id(p)]] = tape.defer((largest != 0).float())
 
     def facts(self, step_data: StepData) -> Mapping[str, Any]:
