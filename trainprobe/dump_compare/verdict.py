@@ -237,7 +237,8 @@ def _other_losses(calls: Sequence[Judged]) -> list[Judged]:
 def _other_operands(calls: Sequence[Judged]) -> list[Judged]:
     """Return forwards of operators that are given something far from all results before: a weight, or what ranks sent."""
     noise, found = 0.0, list[Judged]()
-    for judged in (one for one in calls if one.call.kind == "op" and one.call.phase == "forward"):
+    end = next((i for i, one in enumerate(calls) if one.call.phase == "backward"), len(calls))  # then gradients and optimizers
+    for judged in (one for one in calls[:end] if one.call.kind == "op" and one.call.phase == "forward"):
         far = max((value.low for value in judged.values if not value.result and value.low < math.inf), default=0.0)
         found += [judged] if far > SLACK * SLACK * max(noise, judged.own) else []
         noise = max([noise, *(value.low for value in judged.values if value.result and value.low < math.inf)])

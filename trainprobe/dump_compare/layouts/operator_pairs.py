@@ -67,11 +67,11 @@ class OperatorPairs:
         collectives: tuple[Collectives, Collectives],
     ) -> None:
         self._tables, self._sides, self._collectives = tables, sides, collectives
-        self.known = Known()
         self._base = 0 if tables[0].layout.sizes.get("pp", 1) <= tables[1].layout.sizes.get("pp", 1) else 1
         self._numbers: Counter[str] = Counter()
         self._other_samples = len({(table.micros, table.layout.averaged) for table in tables}) > 1
         self._alone = not any(key[0] == "module" for table in tables for key in table.calls)  # no modules were recorded
+        self.known = Known(recognises=self._alone)
         self._outside: Counter[str] = Counter()  # operators outside modules that may count micro-batches and ranks
         self._others: Counter[str] = Counter()  # modules that run other operators on the two sides → how many calls
         self._unknown: Counter[str] = Counter()  # operators that have no known split → how many calls

@@ -65,8 +65,12 @@ _Identity = tuple[object, ...]
 
 @dataclass(slots=True)
 class Known:
-    """Of which numbers on which ranks it is known how they lie: those of modules, and what operators made of them."""
+    """Of which numbers on which ranks it is known how they lie: those of modules, and what operators made of them.
 
+    recognises: whether no modules were recorded, so that what begins it all is to be known by its numbers.
+    """
+
+    recognises: bool = False
     _seen: dict[_Identity, set[int]] = field(default_factory=dict[_Identity, set[int]])  # → which values these numbers are
     _cuts: dict[_Identity, set[Cut]] = field(default_factory=dict[_Identity, set[Cut]])
     _count: int = 0
@@ -148,8 +152,9 @@ def forward_joins(
     for slot in (slot for slot in a if slot in b and not is_result(slot)):
         if not (known.all_of(a[slot]) and known.all_of(b[slot])) and _are_the_same_bits((*a[slot], *b[slot])):
             known.add(a[slot], b[slot])
-        known.recognise(a[slot], b[slot])
-    if not sure:
+        if known.recognises:
+            known.recognise(a[slot], b[slot])
+    if known.recognises:
         known.take_weights(a, b)
     for slot in (slot for slot in a if slot in b and not is_result(slot)):
         if not sure and not known.are_one(a[slot], b[slot]) and any(part.size for part in a[slot]):
