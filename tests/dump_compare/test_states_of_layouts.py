@@ -8,10 +8,15 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
+import trainprobe
 from tests.distributed.launch import launch
 from tests.dump_compare import train_layouts
 from trainprobe.cli import main
+from trainprobe.engine.core.step_data import numbers_of_rows
+from trainprobe.engine.stats.checksum import fingerprint
+from trainprobe.engine.storage.dumps import read
 
 HEALTHY = ["ddp", "fsdp1", "fsdp2", "tensor", "pipeline", "redundancy"]
 DEEPSPEED = ["zero1", "zero2", "zero3"]
@@ -19,6 +24,7 @@ OPTIMIZERS = [
     *("ddp-adafactor", "ddp-sgd", "ddp-frozen", "ddp-capturable", "ddp-amsgrad"),
     *("fsdp2-momentum", "fsdp2-frozen", "tensor-muon", "redundancy-momentum"),
 ]
+IN_BLOCKS = ["ddp-blocks", "tensor-blocks"]
 MOMENTS = "exp_avg", "exp_avg_sq"
 COPY = "in B, rank 1 holds another copy than rank 0"
 CHANGED = "rank 1 of B changed it in between"
@@ -59,11 +65,11 @@ def recorded(layout: str) -> str:
 @pytest.fixture(scope="module")
 def dumps(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("states")
-    for optimizer in {layout.partition("-")[2] for layout in OPTIMIZERS}:
+    for optimizer in {layout.partition("-")[2] for layout in (*OPTIMIZERS, *IN_BLOCKS)}:
         train_layouts.train(folder / f"alone-{optimizer}", f"alone-{optimizer}", level="states")
     train_layouts.train(folder / "alone", level="states")
     train_layouts.train(folder / "fused", "fused", level="states")
-    layouts = [recorded(layout) for layout in (*HEALTHY, *OPTIMIZERS, *PLANTED)]
+    layouts = [recorded(layout) for layout in (*HEALTHY, *OPTIMIZERS, *IN_BLOCKS, *PLANTED)]
     launch(train_layouts.__file__, 2, str(folder), *layouts, timeout=300)
     return folder
 
@@ -127,6 +133,45 @@ def test_other_optimizers_and_frozen_weights_agree_with_one_process(dumps, capsy
     code, said, found = compared(dumps, f"alone-{layout.partition('-')[2]}", recorded(layout), capsys)
     assert code == 1, said
     assert_agree(found, said)
+
+
+@pytest.mark.parametrize("layout", IN_BLOCKS)
+def test_states_in_blocks_of_what_a_rank_holds_are_left_out(dumps, capsys, layout):
+    code, said, found = compared(dumps, "alone-blocks", recorded(layout), capsys)
+    assert code == 1, said
+    slots = {slot for _, slot in values_of(found, 1)}
+    assert "momentum_buffer" in slots and "state1" not in slots, slots
+    assert "values that dumps hold of parameters are not compared, as each layout has its own: state1" in said, said
+    cut = layout.startswith("tensor")
+    assert ("values that optimizers keep could not be joined; the first is absmax1" in said) == cut, said
+
+
+def test_fingerprints_of_states_are_taken_where_a_dump_holds_both(tmp_path):
+    """NumPy's, of what the optimizer keeps; none of what it makes where its state is not recorded."""
+    model = torch.nn.Linear(5, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for name, states in (("states", True), ("plain", False)):
+        monitor = {"parameters": True, "gradients": True, "optimizer_state": states}
+        with (
+            trainprobe.watch(
+                model, optimizer, output=tmp_path / name, console=False, level="L0", summary="both", monitor=monitor
+            ) as probe,
+            probe.step(),
+        ):
+            optimizer.zero_grad()
+            (model(torch.ones(2, 5)) ** 2).mean().backward()
+            optimizer.step()
+        step_data = read(tmp_path / name / "step0" / "rank0")
+        checksums = numbers_of_rows(step_data)["checksum"]
+        made = {slot: value for call in step_data.states if call.name == "weight" for slot, value in call.params.items()}
+        if states:
+            for slot in MOMENTS:
+                kept = optimizer.state[model.weight][slot].numpy()
+                assert checksums[made[f"{slot}_after"].row] == fingerprint(kept)
+            assert checksums[made["value_after"].row] == fingerprint(model.weight.detach().numpy())
+        else:
+            assert set(made) == {"value", "grad", "value_after"}
+            assert checksums[made["value_after"].row] is None and checksums[made["grad"].row] is not None
 
 
 @pytest.mark.parametrize("layout", ["fsdp1", "fsdp2"])

@@ -272,6 +272,8 @@ def train(output: Path, kind: str = "alone", fault: str = "", level: str = "L0")
         plan |= {"level": "L0", "monitor": {**MONITOR, "optimizer_state": True}}
         plan |= {"task": "tensor"} if level == "state tensors" else {}
     kind, _, way = kind.partition("-")
+    if way == "half":
+        bare.bfloat16()
     if way == "frozen":
         for p in (*bare.embed.parameters(), *bare.layers[0].down.parameters()):
             p.requires_grad_(False)
@@ -305,12 +307,30 @@ def train(output: Path, kind: str = "alone", fault: str = "", level: str = "L0")
                 optimizer.step()
 
 
+class InBlocks(torch.optim.SGD):
+    """Keeps its momentum beside the exact one as whole numbers, of blocks of what this rank holds, each with its largest."""
+
+    BLOCK = 24
+
+    def step(self, closure: Any = None) -> Any:
+        out = super().step(closure)
+        for p, state in self.state.items():
+            held = local_part(state["momentum_buffer"]).flatten()
+            blocks = functional.pad(held, (0, -len(held) % self.BLOCK)).view(-1, self.BLOCK)
+            largest = blocks.abs().amax(1, keepdim=True).clamp_min(1e-30)
+            state["state1"] = ((blocks / largest * 127 + 128).to(torch.uint8).flatten()[: len(held)]).view_as(local_part(p))
+            state["absmax1"] = largest.flatten()
+        return out
+
+
 def make_optimizer(way: str, parameters: list[Any], *, redundancy: bool = False) -> Any:
     """Return an optimizer of torch: AdamW, or what `way` calls."""
     kinds: dict[str, tuple[Any, dict[str, Any]]] = {
         "": (torch.optim.AdamW, {"lr": 1e-3}),
         "frozen": (torch.optim.AdamW, {"lr": 1e-3}),
+        "half": (torch.optim.AdamW, {"lr": 1e-3}),
         "sgd": (torch.optim.SGD, {"lr": 0.1}),
+        "blocks": (InBlocks, {"lr": 0.1, "momentum": 0.9}),
         "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
         "adafactor": (torch.optim.Adafactor, {"lr": 0.01}),
         "amsgrad": (torch.optim.AdamW, {"lr": 1e-3, "amsgrad": True}),
@@ -342,6 +362,7 @@ def train_deepspeed(output: Path, kind: str, bare: Any, fault: str, plan: dict[s
         "gradient_clipping": 0.0,
         "zero_optimization": {"stage": int(kind[-1])},
         "steps_per_print": 10**9,
+        "bf16": {"enabled": way == "half"},  # with master weights
     }
     optimizer = make_optimizer(way, list(bare.parameters()))
     engine = deepspeed.initialize(model=bare, optimizer=optimizer, config=config)[0]
