@@ -7,6 +7,7 @@ import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +15,7 @@ import trainprobe
 from tests.distributed.launch import launch
 from tests.dump_compare import train_layouts
 from trainprobe.cli import main
+from trainprobe.dump_compare.layouts.rectangles import Box, holder, put_together
 from trainprobe.engine.core.step_data import numbers_of_rows
 from trainprobe.engine.stats.checksum import fingerprint
 from trainprobe.engine.storage.dumps import read
@@ -261,3 +263,32 @@ def test_what_one_side_alone_keeps_is_said(dumps, tmp_path, capsys):
     code, said, _ = compared(dumps, "alone", str(lacking), capsys)
     assert code == 3, said
     assert "parameters whose exp_avg_after is in A alone: 16; the first is layers.0" in said, said
+
+
+BOXES = {
+    "rows": [Box((0, 0), (2, 6)), Box((2, 0), (2, 6))],
+    "columns": [Box((0, 0), (4, 2)), Box((0, 2), (4, 4))],
+    "flat": [Box((0,), (7,)), Box((7,), (17,))],
+    "pieces of rectangles": [
+        *(Box((0,), (5,), ((0, 0), (4, 3))), Box((5,), (7,), ((0, 0), (4, 3)))),
+        *(Box((0,), (12,), ((0, 3), (4, 3))),),
+    ],
+}
+
+
+@pytest.mark.parametrize("way", BOXES)
+def test_the_rank_that_holds_an_element_is_the_one_whose_part_is_there(way):
+    boxes = BOXES[way]
+    parts = (np.full(box.shape, i) for i, box in enumerate(boxes))
+    whole = put_together(parts, boxes)
+    assert whole is not None and whole.size == 24
+    assert {at: holder(boxes, at) for at in np.ndindex(*whole.shape)} == {at: whole[at] for at in np.ndindex(*whole.shape)}
+
+
+def test_of_stored_elements_the_rank_is_named_that_holds_the_furthest(tmp_path, capsys):
+    train_layouts.train(tmp_path / "alone", level="tensors")
+    launch(train_layouts.__file__, 2, str(tmp_path), "tensor+tensors:key weight")
+    code, said, found = compared(tmp_path, "alone", "tensor+tensors:key weight", capsys)
+    assert code == 2, said
+    notes = [value["note"] for call in found["calls"] for value in call["values"] if call["a"].startswith("Module.layers.1.k.")]
+    assert any(re.fullmatch(r"most at \[[\d, ]+\] in B, which rank 1 holds", note or "") for note in notes), notes
