@@ -82,13 +82,14 @@ def test_it_is_said_how_samples_were_matched(dumps, capsys):
     assert "A and B are DP2 with other shards of weights: those of each tensor were joined" in said
 
 
-def test_what_optimizers_hold_is_said_not_to_be_compared(tmp_path, dumps, capsys):
+def test_what_optimizers_hold_is_compared(tmp_path, dumps, capsys):
     for name, micro_batches in (("one", 1), ("four", 4)):
         train_micro_batches.train(tmp_path / name, "alone", micro_batches, optimizer_state=True)
-    said = compared(dumps, str(tmp_path / "one"), str(tmp_path / "four"), capsys)[1]
-    assert (
-        "values that dumps hold of parameters beside weights and gradients are not compared: step, exp_avg, exp_avg_sq" in said
-    )
+    code, said, found = compared(dumps, str(tmp_path / "one"), str(tmp_path / "four"), capsys)
+    assert code == 1 and "not compared" not in said, said
+    states = [call for call in found["calls"] if call["a"].startswith("Parameter.") and not call["a"].endswith(".grad")]
+    slots = {value["slot"] for call in states for value in call["values"]}
+    assert slots >= {"value_after", "step_after", "exp_avg_after", "exp_avg_sq_after", "step", "exp_avg", "exp_avg_sq"}, slots
 
 
 def test_a_layout_with_itself_is_compared_rank_by_rank(dumps, capsys):
