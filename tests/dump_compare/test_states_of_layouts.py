@@ -236,10 +236,10 @@ def test_a_moment_of_one_of_three_is_named(dumps, tmp_path, capsys):
     assert "exp_avg is at least" in first, first
 
 
-def without(dump: Path, folder: Path, parameter: str, slot: str, factor: float | None = None) -> Path:
+def without(dump: Path, folder: Path, parameter: str, slot: str, factor: float | None = None, ranks: str = "rank*") -> Path:
     """Return a copy of a dump that lacks a slot of parameters whose name begins so, or has other statistics there."""
     copied = shutil.copytree(dump, folder / "changed")
-    for path in copied.rglob("dump.json"):
+    for path in copied.glob(f"step*/{ranks}/dump.json"):
         top = json.loads(path.read_text())
         for name, _, _, values in top["trainprobe"]["states"]:
             if name.startswith(parameter) and slot in values and factor is None:
@@ -263,6 +263,13 @@ def test_what_one_side_alone_keeps_is_said(dumps, tmp_path, capsys):
     code, said, _ = compared(dumps, "alone", str(lacking), capsys)
     assert code == 3, said
     assert "parameters whose exp_avg_after is in A alone: 16; the first is layers.0" in said, said
+
+
+def test_a_state_of_which_a_rank_shows_nothing_is_no_agreement(dumps, tmp_path, capsys):
+    part = without(dumps / recorded("fsdp2"), tmp_path, "layers.0.up", "exp_avg_after", ranks="rank1")
+    code, said, _ = compared(dumps, "alone", str(part), capsys)
+    assert code == 3, said
+    assert "exp_avg_after of layers.0.up.weight is held by ranks of B in part alone" in said, said
 
 
 BOXES = {

@@ -66,6 +66,7 @@ class _Made:
     sides: tuple[JoinedSide, JoinedSide]
     found: dict[tuple[str, str], dict[str, tuple[Value, Value]]] = field(default_factory=dict)
     unjoined: dict[str, None] = field(default_factory=dict)
+    holes: dict[str, str] = field(default_factory=dict)  # what the ranks of a side, which is named, hold only a part of
     alone: tuple[dict[str, list[str]], dict[str, list[str]]] = field(default_factory=lambda: ({}, {}))  # slot → parameters
     met: tuple[set[str], set[str]] = field(default_factory=lambda: (set(), set()))  # slots of any parameter
 
@@ -88,6 +89,8 @@ class _Made:
                 made = [by_boxes(parts) for parts in both]
                 if known and (slot in SLOTS or made[0].size == made[1].size):
                     joins[slot] = _flat(made[0]), _flat(made[1])
+                elif known and all(part.box is not None for part in both[made[0].size > made[1].size]):
+                    self.holes.setdefault(f"{slot} of {names[0]}", "AB"[made[0].size > made[1].size])
                 else:
                     self.unjoined.setdefault(f"{slot} of {names[0]}")
             elif slot not in SLOTS:
@@ -124,12 +127,17 @@ class _Made:
         return pairs
 
     def missing(self) -> list[str]:
-        """Return a sentence for each side that alone keeps a state of some parameters which optimizers of both keep."""
+        """Return a sentence for each side that alone keeps a state of some parameters, or all of it."""
+        said = [f"{what} is held by ranks of {side} in part alone" for what, side in self.holes.items()]
         return [
-            f"parameters whose {slot} is in {side} alone: {len(names)}; the first is {names[0]}"
-            for side, alone, other in zip("AB", self.alone, reversed(self.met), strict=True)
-            for slot, names in alone.items()
-            if slot in other or slot not in _COPIES
+            *said[:1],
+            *([f"so are {len(said) - 1} other states"] if len(said) > 1 else []),
+            *(
+                f"parameters whose {slot} is in {side} alone: {len(names)}; the first is {names[0]}"
+                for side, alone, other in zip("AB", self.alone, reversed(self.met), strict=True)
+                for slot, names in alone.items()
+                if slot in other or slot not in _COPIES
+            ),
         ]
 
     def notes(self) -> list[str]:
