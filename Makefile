@@ -57,7 +57,8 @@ test: $(VENV)/.dev
 # (CI=true), where they must run.
 MSPROBES := $(VENVS)/msprobe/.ready $(VENVS)/msprobe-1.3/.ready $(VENVS)/msprobe-8.1/.ready
 OTHERS := $(patsubst %,$(VENVS)/%/.ready,mindspore triton foreign wheels queries megatron-lm)
-IN_mindspore := -n $(WORKERS) --dist loadscope tests/mindspore
+IN_mindspore := -n $(WORKERS) --dist loadscope --pynative waits tests/mindspore
+AND_mindspore := -n $(WORKERS) --dist load --pynative free tests/mindspore
 IN_triton := -n $(WORKERS) --dist load -k triton tests/triton_kernels tests/engine/arrays
 IN_foreign := -n $(WORKERS) --dist load tests/foreign
 IN_foreign-all := $(IN_foreign)
@@ -80,7 +81,9 @@ test-triton test-foreign test-foreign-all test-queries test-wheels: | $(VENV)/.d
 $(VENVS)/foreign-all/.ready: requirements/foreign.txt
 test-mindspore test-triton test-foreign test-foreign-all test-oldest test-queries test-wheels: test-%: | $(VENV)/.core
 	if $(MAKE) --no-print-directory $(VENVS)/$*/.ready; then \
-	OMP_NUM_THREADS=1 PATH="$(abspath $(VENVS)/$*)/bin:$$PATH" $(VENVS)/$*/bin/python -m pytest -q $(IN_$*); \
+	export OMP_NUM_THREADS=1 PATH="$(abspath $(VENVS)/$*)/bin:$$PATH"; status=0; \
+	$(VENVS)/$*/bin/python -m pytest -q $(IN_$*) || status=1; \
+	test -z "$(AND_$*)" || $(VENVS)/$*/bin/python -m pytest -q $(AND_$*) || status=1; exit $$status; \
 	else echo "make test-$* NOT RUN: $(VENVS)/$* could not be made (the reason stands above)"; test "$$CI" != true; fi
 
 wheels: | $(VENVS)/wheels/.ready

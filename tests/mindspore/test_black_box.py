@@ -22,6 +22,7 @@ from trainprobe.integrations.mindformers import ProbeCallback
 from trainprobe.monitor.black_box.black_box_command import find_boxes, read_box
 
 PLAN = {"level": "off", "sinks": ["jsonl"], "monitor": True, "black_box": True}
+ASYNCHRONOUS = "all"
 
 
 class Fails(Callback):

@@ -18,6 +18,7 @@ from trainprobe.watching import watch
 
 WHOLE = {"level": "L0", "monitor": True, "audit": {"every": 1}, "on_error": "raise", "console": False}
 STEPS = 2
+ASYNCHRONOUS = "all"
 MODES = {"PyNative": (ms.PYNATIVE_MODE, None), "O0": (ms.GRAPH_MODE, "O0"), "O1": (ms.GRAPH_MODE, "O1")}
 
 
