@@ -17,6 +17,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.nn.utils.parametrize import ParametrizationList
 
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.capture.patching.step_hooks import StepListener, settle
@@ -162,7 +163,8 @@ class TorchLoop:
         if self._asleep:
             return False
         if self._model is None:
-            if not any(p.requires_grad for p in module.parameters()) or not has_own_parameters(module):
+            trains = any(p.requires_grad for p in module.parameters()) and has_own_parameters(module)
+            if not trains or isinstance(module, ParametrizationList):  # a layer that is being parametrized is called, too
                 return False
             if driven(module):
                 self._stand_by()
@@ -213,7 +215,7 @@ class TorchLoop:
 
     def _is_whole_model(self, module: Any) -> bool:
         """Watch a module whose part was taken for the model; return whether it is. Parents in Keras know their parts late."""
-        if self._given or self._updates or self._is_held():
+        if self._given or self._updates or self._is_held(alone=True):
             return False
         self._drop_step()
         self._number, self._own_updates = 0, 0
@@ -370,9 +372,10 @@ class TorchLoop:
         if not self._given and (idle or self._left_out.in_a_row == SUCCESSION):
             self._go_over_to(optimizer, 1 if idle else SUCCESSION)
 
-    def _is_held(self) -> bool:
-        """Return whether an optimizer of torch.optim holds parameters of the model."""
-        return any(not held.isdisjoint(self._parameters) for held in held_by_optimizers())
+    def _is_held(self, alone: bool = False) -> bool:
+        """Return whether an optimizer of torch.optim holds parameters of the model. alone: and none holds others too."""
+        holding = [held for held in held_by_optimizers() if not held.isdisjoint(self._parameters)]
+        return bool(holding) and not (alone and any(held - self._parameters.keys() for held in holding))
 
     def _go_over_to(self, optimizer: Any, made: int) -> None:
         """Watch the training that has followed this one, in a folder of its own. made: its updates so far."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from tests.integrations.records import recorded
 from tests.lockstep import bits_of
@@ -238,6 +239,34 @@ def test_a_model_that_learns_of_its_parts_late_is_watched_whole(tmp_path, caplog
     assert list(recorded(tmp_path / "out")) == [0, 1, 2, 3]
     assert said(caplog, "No update of LateParent by an optimizer of torch.optim was seen, 4 by other means.") == 1
     assert said(caplog, "the audit (4 parameters on this rank)") == 1
+    assert said(caplog, "Called in the first step") == 0
+
+
+class Sized(nn.Module):
+    """Calls one of its layers to learn the size of the next, and has another parametrized."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.Tanh())
+        self.head = weight_norm(nn.Linear(self.body(torch.zeros(1, 4)).shape[1], 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x))
+
+
+@pytest.mark.parametrize("kind", [Sized, lambda: nn.Sequential(weight_norm(nn.Linear(4, 8)), nn.Tanh(), nn.Linear(8, 1))])
+def test_a_model_whose_layer_was_called_before_it_was_whole_is_watched_whole(tmp_path, caplog, kind):
+    loop = attach_to_script({**PLAN, "output": tmp_path / "out"})
+    model = kind()
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        optimizer.step()
+    loop.close()
+    assert list(recorded(tmp_path / "out")) == [0, 1, 2, 3]
+    assert said(caplog, "the audit (5 parameters on this rank)") == 1
+    assert said(caplog, "4 steps watched, no findings") == 1
     assert said(caplog, "Called in the first step") == 0
 
 
