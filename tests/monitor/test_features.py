@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 from small_training import GPT, batch
+from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
 
 import trainprobe
 from tests import zoo
@@ -298,3 +300,21 @@ def test_a_fault_of_a_feature_changes_nothing_of_the_training(tmp_path, monkeypa
     assert all(step_data is not None and step_data.features for step_data in collected_steps)  # of the other kinds
     assert functions == [torch.nn.functional.scaled_dot_product_attention, torch.nn.Module._call_impl, torch.softmax]
     assert "is left out from here on, everything else goes on" in capsys.readouterr().err
+
+
+def test_routers_do_not_ask_for_weights_that_are_worked_out_when_they_are_asked_for(tmp_path):
+    def trained(**plan):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), spectral_norm(nn.Linear(8, 4)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with trainprobe.watch(model, optimizer, level="off", sinks=[], output=tmp_path / str(len(plan)), **plan) as probe:
+            for _ in range(3):
+                with probe.step():
+                    optimizer.zero_grad()
+                    model(torch.randn(6, 4)).square().mean().backward()
+                    optimizer.step()
+        return model.state_dict()
+
+    bare = trained()
+    watched = trained(monitor={"features": {"routers": {"names": "**"}}})
+    assert all(torch.equal(bare[name], watched[name]) for name in bare)

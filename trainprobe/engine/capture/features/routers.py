@@ -39,7 +39,7 @@ class RouterFeature(Quiet):
 
     def wants(self, name: str, module: Any) -> bool:
         """Look at chosen modules with a weight [experts, width], experts < width."""
-        weight = getattr(module, "weight", None)
+        weight = _held(module, "weight")
         if not isinstance(weight, Tensor) or weight.dim() != 2 or not 1 < weight.shape[0] < weight.shape[1]:
             return False
         is_chosen = self._chosen(name)
@@ -51,16 +51,17 @@ class RouterFeature(Quiet):
         """Look at the routers' weights as they are when the step begins."""
         super().begin(tape, models)
         for name, module in self._routers:
-            if whole(module.weight):
-                tape.feature(name, "router_similarity", similarity(module.weight))
+            weight = _held(module, "weight")
+            if whole(weight):
+                tape.feature(name, "router_similarity", similarity(weight))
 
     def before(self, name: str, module: Any, args: Any, kwargs: Any) -> Any:
         """Work out the logits of the tokens that come in, [tokens, experts]."""
-        weight = module.weight
+        weight = _held(module, "weight")
         x = next((t for t in tensors_of((args, kwargs)) if t.shape[-1:] == weight.shape[1:] and t.is_floating_point()), None)
         if x is None or not whole(x) or not whole(weight):
             return None
-        bias = getattr(module, "bias", None)
+        bias = _held(module, "bias")
         bias = bias.detach().float() if isinstance(bias, Tensor) and bias.shape == weight.shape[:1] else None
         return functional.linear(x.detach().reshape(-1, weight.shape[1]).float(), weight.detach().float(), bias)
 
@@ -84,6 +85,12 @@ class RouterFeature(Quiet):
             counts = _tally(best, logits.shape[1])
         counts = counts.double() if counts.device.type != "mps" else counts.float()
         self._tape.feature(name, "router_load", counts / counts.sum())
+
+
+def _held(module: Any, name: str) -> Any:
+    """Return what a module holds; a parametrization works its tensor out when it is asked, and spectral norm moves by that."""
+    registered = module._parameters.get(name)
+    return vars(module).get(name) if registered is None else registered
 
 
 def similarity(weight: Tensor) -> Tensor:
