@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from torch.distributions import Categorical, Normal
 
 import trainprobe
+from tests.distributed.launch import launch
 from trainprobe.engine.capture.audit.set_up import model_facts
 from trainprobe.engine.core.facts import ModelFacts, StepFacts
 from trainprobe.engine.core.records import Place
@@ -357,3 +359,78 @@ def test_one_of_two_chunks_in_evaluation_mode_is_found(tmp_path):
     optimizer = torch.optim.Adam([p for chunk in chunks for p in chunk.parameters()], lr=1e-2)
     rules, messages = found(tmp_path, chunks, lambda m: m[1](m[0](torch.randn(6, 3))).square().mean(), 3, optimizer=optimizer)
     assert rules == [("modes", 0)] and "chunk 1 of the model is in evaluation mode" in messages[0]
+
+
+# ---- optimizers of other packages ---------------------------------------------------------------------------------------
+
+
+class Estimated(torch.optim.SGD):
+    """Steps by `d * lr`, as Prodigy does: `d` begins at 1e-6."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=1.0)
+        self.param_groups[0]["d"] = 1e-9
+
+    def step(self, closure=None):
+        """Scale the rate for the length of the step."""
+        (group,) = self.param_groups
+        group["lr"] = group["d"]
+        super().step(closure)
+        group["lr"] = 1.0
+
+
+class SOAP(torch.optim.Adam):
+    """Prepares its preconditioner in the first step and moves nothing, as SOAP does."""
+
+    begun = False
+
+    def step(self, closure=None):
+        """Step from the second one on."""
+        if self.begun:
+            super().step(closure)
+        self.begun = True
+
+
+@pytest.mark.parametrize("kind", [Estimated, SOAP])
+def test_a_step_that_has_to_move_nothing_is_no_finding(tmp_path, kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 1))
+    assert found(tmp_path, model, lambda m: m(torch.randn(6, 3)).square().mean(), optimizer=kind(model.parameters())) == (
+        [],
+        [],
+    )
+
+
+def test_a_soap_that_never_moves_is_found(tmp_path):
+    class NoSOAP(torch.optim.Adam):
+        def step(self, closure=None):
+            pass
+
+    model = nn.Linear(3, 1)
+    rules, _ = found(tmp_path, model, lambda m: m(torch.randn(6, 3)).square().mean(), optimizer=NoSOAP(model.parameters()))
+    assert ("movement", 1) in rules
+
+
+class TwoCritics(nn.Module):
+    """Two networks whose parameters are stacked, as torchrl keeps them: the biases of their one output are a [2, 1]."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(2, 1, 3)), nn.Parameter(torch.full((2, 1), 0.1))
+
+    def forward(self, x):
+        """Return [2, batch, 1]."""
+        return x @ self.weight.mT + self.bias[:, None]
+
+
+def test_two_numbers_that_are_close_by_chance_are_no_equal_rows(tmp_path):
+    torch.manual_seed(0)
+    loss = found(
+        tmp_path, TwoCritics(), lambda m: (m(torch.randn(6, 3)) - 5).sign().detach().mul(m(torch.randn(6, 3))).mean(), 48
+    )
+    assert loss == ([], [])
+
+
+def test_gradients_that_powersgd_compresses_are_not_taken_for_a_wrong_reduction(tmp_path):
+    said = launch(Path(__file__).with_name("train_powersgd.py"), 2, str(tmp_path / "out"))
+    assert ["found []" in text for text in said] == [True, True], said

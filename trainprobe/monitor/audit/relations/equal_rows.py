@@ -1,8 +1,9 @@
 """The rows of a weight matrix do not stay equal to each other.
 
 Relation: a trainable parameter of two dimensions or more that was moved by updates does not have rows that are all equal, with
-a gradient whose rows are all equal too (32 of them are compared). Floor: 1e-3 of the largest weight and 1e-2 of the largest
-gradient, as equal sums may round differently. One that is still zero is not judged. Reported as a warning.
+a gradient whose rows are all equal too (32 of them are compared, and only where that is at least four numbers). Floor: 1e-3 of
+the largest weight and 1e-2 of the largest gradient, as equal sums may round differently. One that is still zero is not judged.
+Reported as a warning.
 Usually caused by weights that were filled with a constant: all units of the layer then compute the same, get the same gradient,
 and stay the same for ever, so that the layer is as wide as one unit. Layers that begin at zero on purpose (the second matrix of
 an adapter, a zero convolution) get different gradients in their rows and cannot violate this after their first update.

@@ -2,12 +2,12 @@
 
 Relation: after an update with a learning rate above zero the fingerprint of every stepped parameter whose gradient is not zero
 is another one, unless the largest possible change lies below the resolution of its dtype: lr · min(max|g|, 1) <= ε · max|w|,
-or its optimizer has a tolerance at which it rests (L-BFGS), or leaves an element where its gradient has turned (Rprop). A
-parameter without a gradient keeps its fingerprint. Tolerance zero. Of a parameter that is copied from a master weight of
-another dtype the same holds from one update to the next. Where there is no loss scale, an optimizer that stepped at each of
-three or more audited steps steps when others do. Where every step updated, no eight audited steps in a row go without an
-update. What nothing here trains and something moves all the same (the moving average of a student) goes on to be moved, where
-that was so at three audited steps or more.
+or its optimizer has a tolerance at which it rests (L-BFGS), or leaves an element where its gradient has turned (Rprop), or is
+SOAP, whose first step moves nothing. The rate of Prodigy is `d * lr`. A parameter without a gradient keeps its fingerprint.
+Tolerance zero. Of a parameter that is copied from a master weight of another dtype the same holds from one update to the next.
+Where there is no loss scale, an optimizer that stepped at each of three or more audited steps steps when others do. Where every
+step updated, no eight audited steps in a row go without an update. What nothing here trains and something moves all the same
+(the moving average of a student) goes on to be moved, where that was so at three audited steps or more.
 Usually caused by an optimizer that holds other tensors, by a step that was skipped on some ranks, or by something that writes
 to weights without the optimizer.
 """
@@ -52,7 +52,7 @@ def check(evidence: Evidence) -> list[Finding]:
         if before == after and _should_move(evidence, name, rates[name]) and not elsewhere and not _may_rest(groups.get(name)):
             stuck.append(name)
     found: list[Finding] = []
-    if stuck:
+    if stuck and not (len(stuck) == judged and evidence.before is None and "SOAP" in evidence.model.optimizer):
         text = f"{and_more(stuck, judged)} has a gradient and did not move in the update"
         found.append(
             evidence.finding(
@@ -137,8 +137,9 @@ def _not_copied(evidence: Evidence, mastered: frozenset[str]) -> list[str]:
 
 def _rate(group: Group | None, evidence: Evidence) -> float:
     rate = group.options.get("lr") if group is not None else None
-    if isinstance(rate, float | int):
-        return float(rate)
+    if group is not None and isinstance(rate, float | int):
+        estimated = group.options.get("d")  # of D-Adaptation and Prodigy; it begins at 1e-6
+        return float(rate) * (estimated if isinstance(estimated, float) else 1.0)
     return evidence.facts.rates[0] if evidence.facts.rates else 0.0
 
 

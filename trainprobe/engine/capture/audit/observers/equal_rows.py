@@ -15,6 +15,7 @@ from trainprobe.engine.core.records import StepData
 from trainprobe.engine.tape import Tape
 
 _ROWS = 32  # of each matrix that are looked at, spread over it
+_LEAST = 4  # numbers that are compared with those of the first row: fewer may be close by chance
 _OF_WEIGHTS, _OF_GRADIENTS = 1e-3, 1e-2  # of the largest number: sums over the same numbers round, and updates add that up
 
 
@@ -63,4 +64,4 @@ def _is_matrix(p: Any) -> bool:
     if type(p) is not torch.nn.Parameter or not p.requires_grad or type(p.grad) is not torch.Tensor:
         return False
     plain = p.layout is torch.strided and p.grad.layout is torch.strided and p.is_floating_point() and p.device.type != "meta"
-    return plain and p.dim() >= 2 and p.shape[0] >= 2 and p.numel() > 0
+    return plain and p.dim() >= 2 and p.shape[0] >= 2 and p.numel() - p[0].numel() >= _LEAST

@@ -1,7 +1,8 @@
 """Gradients as backward hands them over and as they are used, each as one number: what reduction makes of them is then known.
 
 The number is ⟨g, r⟩ with rᵢ = sin(i / φ), i the place in the tensor: linear in g, and the same weights on every rank. It stays
-on the device until the step is drained. No random number is drawn.
+on the device until the step is drained. No random number is drawn. Nothing is looked at where DistributedDataParallel has
+PowerSGD's communication hook, whose reduction is no sum but close to it, or that of local SGD, which reduces in part.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from trainprobe.engine.core.records import StepData
 from trainprobe.engine.tape import Tape
 
 _STEP = 0.6180339887498949
+_APPROXIMATE = tuple(f"torch.distributed.algorithms.ddp_comm_hooks.{kind}_hook" for kind in ("powerSGD", "post_localSGD"))
 _BLOCK = 1 << 22  # elements at a time: the factors of a whole embedding would take as much memory again
 
 
@@ -44,7 +46,7 @@ class ReducedGradients(Observer):
     def begin(self) -> None:
         """Hook the accumulators if this step is due."""
         self._sums, self._pending, self._tape = {}, [], self._audited.tape
-        if self._tape is not None:
+        if self._tape is not None and not any(map(_approximates, self._audited.models)):
             self._tap.begin(self._tape)
 
     def end(self) -> None:
@@ -79,6 +81,12 @@ class ReducedGradients(Observer):
         with torch.no_grad(), DisableTorchFunction():
             number, before = self._number(gradient), self._sums.get(id(p))
             self._sums[id(p)] = number if before is None else before + number
+
+
+def _approximates(model: Any) -> bool:
+    """Tell whether a communication hook of torch makes something else than the sum over all ranks, and is meant to."""
+    hooks = [pair for module in model.modules() for pair in vars(module).get("_comm_hooks", ())]
+    return any(type(state).__module__ in _APPROXIMATE for _, state in hooks)
 
 
 def _is_real(t: Tensor) -> bool:
