@@ -8,6 +8,7 @@ import pickle
 import random
 import subprocess
 import sys
+import zipfile
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -139,6 +140,15 @@ def test_torchscript_compiles_while_random_functions_are_watched(tmp_path):
     ConfigChecker.apply_patches(on_error="raise")
     ConfigChecker(output_zip_path=tmp_path / "pack.zip")
     assert everything_patched()[0] is torch.rand
+
+
+def test_a_model_whose_parameters_have_no_shape_yet_is_captured(tmp_path):
+    net = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 1))
+    with ConfigChecker(net, output_zip_path=tmp_path / "pack.zip", micro_steps=1, on_error="raise"):
+        net(torch.ones(2, 4))
+    with zipfile.ZipFile(tmp_path / "pack.zip") as pack:
+        text = "".join(pack.read(name).decode(errors="replace") for name in pack.namelist())
+    assert "has no shape yet" in text
 
 
 def test_a_compiled_model_gives_the_same_bits_and_is_captured_whole(tmp_path):

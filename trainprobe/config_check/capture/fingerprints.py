@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from trainprobe.engine.arrays.torch_arrays import TorchStatsRows, local_of
 from trainprobe.engine.arrays.torch_checksum import consecutive_keys, row_fingerprints, terms, words
@@ -33,6 +34,9 @@ class TensorFingerprints:
 
     def add(self, name: str, tensor: Tensor, *, samples: bool = False, tokens: int = 0, **more: Any) -> None:
         """Add one tensor. samples: also a fingerprint of each index of dimension 0. tokens: also its first so many elements."""
+        if is_lazy(tensor):
+            self._entries[name] = {"shape": [], "dtype": str(tensor.dtype).removeprefix("torch."), "note": "has no shape yet"}
+            return
         entry: dict[str, Any] = {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch."), **more}
         self._entries[name] = entry
         inner, _, extra, note = local_of(tensor.detach())
