@@ -43,7 +43,7 @@ def group_in(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Return the process group that a call names, by itself or by its name; None where it is neither."""
     named = kwargs.get("group_name", next((arg for arg in reversed(args) if _is_group(arg)), None))
     if isinstance(named, str):
-        return dist.distributed_c10d._resolve_process_group(named)  # pyright: ignore[reportPrivateUsage, reportArgumentType]
+        return dist.distributed_c10d._resolve_process_group(named)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage, reportArgumentType]
     return named
 
 
