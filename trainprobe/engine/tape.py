@@ -84,9 +84,7 @@ class Tape:
         self._features: list[tuple[Deferred, str, Sequence[str], int, int, Reading | None]] = []
         self.micro = 0
         self.micro_given = False
-        self.awaits: Awaits | None = (
-            None  # takes what cannot be looked at yet, and what to call with it when it can (see awaited)
-        )
+        self.awaits: Awaits | None = None  # takes what is still written, to look at it once it is there (see capture/awaited)
         self.looks_again = False  # at every forward of the outermost module, at what was seen before it
         self._save = save
         self._plain = library.plain
