@@ -7,8 +7,10 @@ reads little, and neighbouring numbers are similar, which halves the file.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +23,7 @@ from trainprobe.engine.storage.run_log.schema import COLUMNS, FLOATS, SCHEMA, WO
 from trainprobe.engine.storage.safe_files import NO_LINK
 
 ROW_GROUP = 1 << 17
+Column: TypeAlias = "pa.Array | pa.ChunkedArray"
 _SORTED = ("kind", "name", "slot", "phase", "call", "micro", "step", "position")
 
 
@@ -34,19 +37,19 @@ def live_table(folder: Path) -> pa.Table | None:
 
 
 def _joined(batches: Sequence[pa.RecordBatch], schema: pa.Schema) -> pa.Table:
-    """Return batches of one stream as a table of one chunk. Dictionaries of a stream only grow: the last has all words."""
-    rows = sum(batch.num_rows for batch in batches)
-    columns: list[pa.Array] = []
-    for i, field in enumerate(schema):
-        arrays = [batch.column(i) for batch in batches]
-        if field.name in WORDS:
-            codes = pa.concat_arrays([array.indices for array in arrays])
-            columns.append(pa.DictionaryArray.from_arrays(codes, arrays[-1].dictionary))
-        elif all(array.null_count == len(array) for array in arrays):
-            columns.append(pa.nulls(rows, field.type))
-        else:
-            columns.append(pa.concat_arrays(arrays))
-    return pa.Table.from_arrays(columns, schema=schema)
+    """Return batches of one stream as a table of one chunk."""
+    return pa.Table.from_arrays([_whole_column(batches, name) for name in schema.names], schema=schema)
+
+
+def _whole_column(batches: Sequence[pa.RecordBatch], name: str) -> pa.Array:
+    """Return a column of batches of one stream. Dictionaries of a stream only grow: the last has all words."""
+    arrays = [batch.column(name) for batch in batches]
+    if name in WORDS:
+        codes = pa.concat_arrays([array.indices for array in arrays])
+        return pa.DictionaryArray.from_arrays(codes, arrays[-1].dictionary)
+    if all(array.null_count == len(array) for array in arrays):
+        return pa.nulls(sum(map(len, arrays)), arrays[0].type)
+    return pa.concat_arrays(arrays)
 
 
 def close_segment(folder: Path, live: LiveStream | None = None) -> None:
@@ -57,11 +60,12 @@ def close_segment(folder: Path, live: LiveStream | None = None) -> None:
     """
     if live is None:
         table = live_table(folder)
+        if table is not None:
+            write_segment(next_segment(folder), table)
     else:
         live.close()
-        table = _joined(live.batches, live.schema) if live.batches else None
-    if table is not None:
-        write_segment(next_segment(folder), table)
+        if live.batches:
+            _write(next_segment(folder), live.schema, partial(_whole_column, live.batches))
     (folder / LIVE_FILE).unlink(missing_ok=True)
 
 
@@ -88,12 +92,16 @@ def _made_of(segment: Path, stream: pa.Schema) -> bool:
 
 def write_segment(path: Path, table: pa.Table) -> None:
     """Write rows as a segment that is whole or not there; one of this name is replaced."""
+    _write(path, table.schema, table.column)
+
+
+def _write(path: Path, schema: pa.Schema, column: Callable[[str], Column]) -> None:
     draft = path.with_name(f".{path.name}.partial")
     draft.unlink(missing_ok=True)
     handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINK | getattr(os, "O_BINARY", 0), 0o644)
     with os.fdopen(handle, "wb") as file:
         pq.write_table(
-            _sorted(table),
+            _sorted(schema, column),
             file,
             row_group_size=ROW_GROUP,
             write_batch_size=1 << 15,  # a tenth less CPU than by default, 1024
@@ -109,17 +117,18 @@ def write_segment(path: Path, table: pa.Table) -> None:
     draft.replace(path)
 
 
-def _sorted(table: pa.Table) -> pa.Table:
-    order = pa.array(_order(table))
-    columns = [one if one.null_count == len(one) else one.take(order) for one in table.columns]
-    return pa.Table.from_arrays(columns, schema=table.schema)
+def _sorted(schema: pa.Schema, column: Callable[[str], Column]) -> pa.Table:
+    """Return the rows in order, column by column: what is not sorted yet is in memory of one column at a time."""
+    order = pa.array(_order(column))
+    whole = (column(name) for name in schema.names)
+    return pa.Table.from_arrays([one if one.null_count == len(one) else one.take(order) for one in whole], schema=schema)
 
 
-def _order(table: pa.Table) -> npt.NDArray[np.int64]:
+def _order(column: Callable[[str], Column]) -> npt.NDArray[np.int64]:
     """Return the rows as `_SORTED` sorts them: the first keys as one number, as far as they fit into 63 bits, then the next."""
     joined: list[tuple[npt.NDArray[np.int64], int]] = []
     for name in _SORTED:
-        key = _key(table[name])
+        key = _key(column(name))
         least, values = (int(key.min()), int(np.ptp(key)) + 1) if key.size else (0, 1)
         if joined and joined[-1][1] * values < 1 << 63:
             joined[-1] = joined[-1][0] * values + (key - least), joined[-1][1] * values
@@ -128,9 +137,9 @@ def _order(table: pa.Table) -> npt.NDArray[np.int64]:
     return np.lexsort([key for key, _ in reversed(joined)])
 
 
-def _key(column: pa.ChunkedArray) -> npt.NDArray[np.int64]:
+def _key(column: Column) -> npt.NDArray[np.int64]:
     """Return numbers that sort as the column does, null first."""
-    array = column.combine_chunks()
+    array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     if pa.types.is_dictionary(array.type):
         words: Sequence[str] = array.dictionary.to_pylist()
         rank = np.empty(len(words) + 1, np.int64)
