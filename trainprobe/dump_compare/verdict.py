@@ -79,8 +79,8 @@ def judge_runs(ranks: Sequence[Compared], missing: Sequence[str]) -> Verdict:
         surely = "the runs part at" if judged.outcome != "suspicious" else "the runs may part at"
         between = _between_steps(ranks, rank, judged) or _between_modules(rank, judged)
         details = [*between[1:], *_hints(rank, judged), *details]
-        what = _what(judged, changed(judged, _left_before(ranks, rank)))
-        return Verdict(2, f"{surely} {_where(rank, judged)}: {what}{''.join(between[:1])}", details, first, counts)
+        what = "".join([_what(judged, changed(judged, _left_before(ranks, rank))), *between[:1]])
+        return Verdict(2, f"{surely} {_where(rank, judged)}: {what}", details, first, counts)
     if whole == counts["missing"]:
         said = "no call of one has a partner in the other" if whole else "neither dump holds a call"
         return Verdict(3, f"nothing was compared: {said}", details, None, counts)

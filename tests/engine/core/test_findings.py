@@ -83,8 +83,8 @@ def test_causes_come_before_consequences_by_step_and_then_by_where_in_the_step_t
         (8, "nonfinite", 0),
         (8, "nonfinite", 1),
         (8, "spike", 0),
-        (8, "update_ratio", 0),
         (8, "movement", 0),
+        (8, "update_ratio", 0),
         (9, "spike", 0),
         (None, "plan", None),
     ]
