@@ -54,7 +54,7 @@ def test_the_graph_page_lists_every_call_of_every_rank_with_its_verdict(files, a
     whole = orjson.loads((files / "all.json").read_bytes())["calls"]
     for at in graph["graphs"]:
         ours = [call for call in whole if (call["step"], call["rank"]) == (at["step"], at["rank"])]
-        assert len(ours) > 45
+        assert len(ours) > 40
         for source, side in (("NPU", "a"), ("Bench", "b")):
             listed = at["nodes"]["data"][f"{source.lower()}NodeList"]
             assert sorted(listed) == sorted(["DefaultModel", *(call[side] for call in ours)])
@@ -87,7 +87,7 @@ def test_every_number_of_every_node_of_both_sides_is_that_of_the_dump_and_no_oth
             assert all(each in shown for each in held), "of a parameter, what the optimizer is given and makes"
             assert all(each in held for each in shown)
             count += sum(map(len, told.values()))
-    assert count > 800
+    assert count > 750
 
 
 def numbers_of(data, value):
