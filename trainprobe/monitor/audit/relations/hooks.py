@@ -25,8 +25,8 @@ def check(evidence: Evidence) -> list[Finding]:
         return []
     name, function = hooked[0]
     known = {alias: p.name for p in evidence.model.parameters for alias in p.names}
-    names = and_more([one for one, _ in hooked])
-    text = f"the hook {function} is registered more than once on {names}: its effect is applied twice"
+    names = [one for one, _ in hooked]
+    text = f"the hook {function} is registered more than once on {and_more(names)}: its effect is applied twice"
     return [
         evidence.finding(
             "hooks",
@@ -37,6 +37,7 @@ def check(evidence: Evidence) -> list[Finding]:
             expected="once",
             kind="parameter" if name in known else "module",
             severity="warning",
+            names=[known.get(one, one) for one in names],
             next="keep the handle that register_hook returns, and remove() it before the hook is registered again",
         )
     ]
