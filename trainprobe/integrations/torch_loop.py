@@ -21,6 +21,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.capture.patching.step_hooks import StepListener, settle
+from trainprobe.engine.core.gathering import may_end_apart
 from trainprobe.engine.plan.loading import load_plan
 from trainprobe.errors import ProbeError, StopTraining
 from trainprobe.integrations.auto_attach import called_from
@@ -277,7 +278,8 @@ class TorchLoop:
         self._leave_step()
         stop = self.session.step_ends()
         self._number += 1
-        if self.session.may_stop and agreed(stop is not None, next(self._model.parameters()).device):
+        asks = self.session.may_stop and not may_end_apart(self._model)
+        if asks and agreed(stop is not None, next(self._model.parameters()).device):
             self.close()
             raise stop or StopTraining(f"a rule on another rank wants to stop after step {self._number - 1}")
         self.wait()

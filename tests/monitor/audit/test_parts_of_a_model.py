@@ -440,3 +440,14 @@ def test_two_numbers_that_are_equal_are_no_equal_rows(tmp_path):
 def test_gradients_that_powersgd_compresses_are_not_taken_for_a_wrong_reduction(tmp_path):
     said = launch(Path(__file__).with_name("train_powersgd.py"), 2, str(tmp_path / "out"))
     assert ["found []" in text for text in said] == [True, True], said
+
+
+def test_ranks_with_uneven_inputs_are_not_made_to_wait_for_one_that_has_ended(tmp_path):
+    script = Path(__file__).with_name("train_uneven.py")
+    bare = launch(script, 2, str(tmp_path / "bare"))
+    watched = launch(script, 2, str(tmp_path / "out"), "watched")
+    for alone, beside in zip(bare, watched, strict=True):
+        losses, found = beside.strip().splitlines()[-2:]
+        assert losses == alone.strip().splitlines()[-2] and losses.startswith("losses ['0x")
+        assert found.startswith("found [('info', \"ranks are not compared inside torch.distributed's Join")
+        assert found.count("('") == 1, "nor that the rank which ends last hands over its weights"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -46,3 +47,12 @@ class Gathering:
         fits = min(message.size, self._room - 1)
         sent[1 : 1 + fits] = message[:fits]
         return self._all_gather(sent)
+
+
+def may_end_apart(*joinables: Any) -> bool:
+    """Tell whether ranks may end at different steps: a model or optimizer is in torch's `Join`, for uneven inputs.
+
+    A rank that has ended answers the collectives of these alone: any other would wait for it for ever. The answer is the same
+    on every rank, and stays once the context has been left, behind which the ranks count different steps.
+    """
+    return any(getattr(getattr(one, "_join_config", None), "enable", False) for one in joinables)

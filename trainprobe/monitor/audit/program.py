@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from trainprobe.engine.capture import AUDIT
+from trainprobe.engine.core.gathering import may_end_apart
 from trainprobe.engine.core.naming import chunks_of
 from trainprobe.engine.core.records import Finding, StepData
 from trainprobe.engine.plan.model import Plan
@@ -20,6 +22,10 @@ from trainprobe.monitor.audit.undeclared import Undeclared
 
 _REPLICATES = "DistributedDataParallel"  # a wrapper whose ranks all have the same parameters
 _DATA_PARALLEL = (_REPLICATES, "FullyShardedDataParallel", "FSDPModule")
+_APART = (
+    "ranks are not compared inside torch.distributed's Join: they may end at different steps, and one that has ended would not "
+    "answer"
+)
 
 
 class AuditProgram(Program):
@@ -35,6 +41,7 @@ class AuditProgram(Program):
         self.audit = Audit(plan, tap.take, gather)
         self._observers = observers_of(plan.checked())
         self._undeclared: Undeclared | None = None
+        self._said_apart = False
 
     @property
     def plan(self) -> AuditPlan:
@@ -73,9 +80,14 @@ class AuditProgram(Program):
         self.audit.assumed = not declared and not _is_wrapped(model, *_DATA_PARALLEL)
         if not all(map(self._probe.plan.wants_rank, range(self.world_size))):
             self.audit.gather = None  # some ranks do not collect: they would never answer
+        optimizers = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+        self.audit.may_end_apart = partial(may_end_apart, *chunks_of(model), *optimizers)
 
     def judge(self, step_data: StepData) -> Sequence[Finding]:
         """Return the violations that are new."""
+        if self.plan.ranks and self.world_size > 1 and not self._said_apart and self.audit.may_end_apart():
+            self._said_apart = True
+            self._probe.report(Finding("audit", "info", _APART))
         found = self.audit(step_data)
         return [*found, *(self._undeclared(step_data) if self._undeclared is not None else ())]
 
