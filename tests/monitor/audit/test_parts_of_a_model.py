@@ -451,3 +451,9 @@ def test_ranks_with_uneven_inputs_are_not_made_to_wait_for_one_that_has_ended(tm
         assert losses == alone.strip().splitlines()[-2] and losses.startswith("losses ['0x")
         assert found.startswith("found [('info', \"ranks are not compared inside torch.distributed's Join")
         assert found.count("('") == 1, "nor that the rank which ends last hands over its weights"
+
+
+def test_ranks_that_train_apart_by_local_sgd_are_not_compared(tmp_path):
+    for text in launch(Path(__file__).with_name("train_local_sgd.py"), 2, str(tmp_path / "out")):
+        found = next(line for line in text.splitlines() if line.startswith("found "))
+        assert found.startswith("found [('info', 'ranks are not compared: under local SGD") and found.count("('") == 1

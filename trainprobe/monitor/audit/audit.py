@@ -39,7 +39,7 @@ from trainprobe.monitor.scalar_names import scalar
 _REMEMBERED = 32  # steps whose batches are remembered
 _STEADY = 3  # audited steps in a row after which a gradient is expected
 _GRAVITY = {"info": 0, "warning": 1, "error": 2}
-_NOT_APART = ("untouched_between_steps",)  # the rank that ends last hands its weights to the others
+_OF_RANKS_ALIKE = ("untouched_between_steps",)  # others hand over weights, or an average of them, behind an update
 Gather = Callable[[Payload], list[Payload]]
 
 
@@ -55,7 +55,7 @@ class Audit:
         self.plan = plan
         self.certain: frozenset[str] = frozenset()
         self.assumed = False
-        self.may_end_apart: Callable[[], bool] = lambda: False  # whether ranks may end at different steps
+        self.not_compared: Callable[[], str] = str  # why ranks are not compared, though the plan asks for it
         self.own_loop = False
         self.last: Evidence | None = None
         self._take = take
@@ -77,8 +77,8 @@ class Audit:
     def __call__(self, step_data: StepData) -> list[Finding]:
         """Check the relations that are due and return the violations that are new."""
         due = self.plan.due(step_data.step)
-        if self.may_end_apart():
-            due = tuple(name for name in due if name not in _NOT_APART)
+        if self.not_compared():
+            due = tuple(name for name in due if name not in _OF_RANKS_ALIKE)
         if not step_data.complete or not ("audit" in step_data.programs or due):
             return []
         facts = self._take(step_data)
@@ -117,7 +117,7 @@ class Audit:
         return self._compares(world_size) and self.plan.wants(step, "ranks")
 
     def _compares(self, world_size: int) -> bool:
-        return self.plan.ranks and self.gather is not None and world_size > 1 and not self.may_end_apart()
+        return self.plan.ranks and self.gather is not None and world_size > 1 and not self.not_compared()
 
     def answer_for_stopped(self, step: int, place: Place) -> None:
         """Take part in the collective of a step without saying anything: this rank's audit has stopped."""

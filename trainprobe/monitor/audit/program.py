@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from trainprobe.engine.capture import AUDIT
-from trainprobe.engine.core.gathering import may_end_apart
 from trainprobe.engine.core.naming import chunks_of
 from trainprobe.engine.core.records import Finding, StepData
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.probe import Probe
 from trainprobe.engine.program import Program, Schedule
 from trainprobe.engine.tape import Tape
+from trainprobe.monitor.audit.apart_on_purpose import why_not_compared
 from trainprobe.monitor.audit.audit import Audit, Gather
 from trainprobe.monitor.audit.plan import AuditPlan, validate
 from trainprobe.monitor.audit.relations import observers_of
@@ -22,10 +22,6 @@ from trainprobe.monitor.audit.undeclared import Undeclared
 
 _REPLICATES = "DistributedDataParallel"  # a wrapper whose ranks all have the same parameters
 _DATA_PARALLEL = (_REPLICATES, "FullyShardedDataParallel", "FSDPModule")
-_APART = (
-    "ranks are not compared inside torch.distributed's Join: they may end at different steps, and one that has ended would not "
-    "answer"
-)
 
 
 class AuditProgram(Program):
@@ -41,7 +37,7 @@ class AuditProgram(Program):
         self.audit = Audit(plan, tap.take, gather)
         self._observers = observers_of(plan.checked())
         self._undeclared: Undeclared | None = None
-        self._said_apart = False
+        self._said = False  # why ranks are not compared
 
     @property
     def plan(self) -> AuditPlan:
@@ -81,13 +77,13 @@ class AuditProgram(Program):
         if not all(map(self._probe.plan.wants_rank, range(self.world_size))):
             self.audit.gather = None  # some ranks do not collect: they would never answer
         optimizers = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
-        self.audit.may_end_apart = partial(may_end_apart, *chunks_of(model), *optimizers)
+        self.audit.not_compared = partial(why_not_compared, chunks_of(model), optimizers)
 
     def judge(self, step_data: StepData) -> Sequence[Finding]:
         """Return the violations that are new."""
-        if self.plan.ranks and self.world_size > 1 and not self._said_apart and self.audit.may_end_apart():
-            self._said_apart = True
-            self._probe.report(Finding("audit", "info", _APART))
+        if self.plan.ranks and self.world_size > 1 and not self._said and (why := self.audit.not_compared()):
+            self._said = True
+            self._probe.report(Finding("audit", "info", why))
         found = self.audit(step_data)
         return [*found, *(self._undeclared(step_data) if self._undeclared is not None else ())]
 
