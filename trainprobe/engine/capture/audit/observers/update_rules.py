@@ -124,7 +124,7 @@ class UpdateRerun(Observer):
                 error, change = (held.double() - expected).abs(), expected - was
                 if error.numel() and self._tape is not None:
                     worst, at = (error / floor).reshape(-1).max(0)
-                    numbers = [worst, (held.double() - was).norm(), change.norm(), *_rounded(held, was, change), at.double()]
+                    numbers = [at.double(), worst, (held.double() - was).norm(), change.norm(), *_rounded(held, was, change)]
                     self._pending.append((name, held, self._tape.defer(torch.stack(numbers))))
         self._expected = []
 
@@ -134,7 +134,7 @@ class UpdateRerun(Observer):
         found: list[Rerun] = []
         for name, p, row in pending:
             if row.numbers is not None:
-                *numbers, at = row.numbers.tolist()
+                at, *numbers = row.numbers.tolist()
                 found.append(Rerun(name or self._piece(p, int(at)), *numbers))
         return {"reruns": tuple(found)}
 
@@ -143,12 +143,12 @@ class UpdateRerun(Observer):
         return self._audited.states.at_address(p.data_ptr() + at * p.element_size()) if p.is_contiguous() else ""
 
 
-def _rounded(held: Tensor, was: Tensor, change: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sum of |change|, over all elements and over those that did not move, of weights of 16 bits; otherwise 0."""
+def _rounded(held: Tensor, was: Tensor, change: Tensor) -> list[Tensor]:
+    """Return the sum of |change| over all elements, and over those that did not move, of weights of 16 bits; else nothing."""
     if held.element_size() != 2:
-        return change.new_zeros(()), change.new_zeros(())
+        return []
     sizes = change.abs()
-    return sizes.sum(), sizes.where(held.double() == was, 0.0).sum()
+    return [sizes.sum(), sizes.where(held.double() == was, 0.0).sum()]
 
 
 def _local(t: Any) -> Tensor:
