@@ -167,6 +167,17 @@ def test_blocks_cover_every_element_exactly_once(shape, size):
     assert (seen == 1).all()
 
 
+@pytest.mark.parametrize("other", [-0.0, np.nan, -np.inf])
+def test_what_is_at_no_distance_stands_where_the_bits_differ(other):
+    a, b = np.zeros((2, 3), np.float32), np.zeros((2, 3), np.float32)
+    b[1, 2] = other
+    assert measure(a, b).at in ((1, 2), None)
+    assert measure(a.T, b.T).at in ((2, 1), None)
+    assert measure(a, -a).at == (0, 0)
+    b[1, 2] = -0.0
+    assert (measure(a, b).at, measure(a.T, b.T).at) == ((1, 2), (2, 1))
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 40), st.data())
 def test_parts_merge_to_the_difference_of_the_whole(n, data):

@@ -40,7 +40,7 @@ def measure(a: Array, b: Array, format_a: NumberFormat | None = None, format_b: 
     if a.flags.c_contiguous and b.flags.c_contiguous:
         whole = compiled_difference(a.reshape(-1), b.reshape(-1), *kinds)
         if whole is not None:
-            return _unravelled(whole, a.shape)
+            return _at_first_change(_unravelled(whole, a.shape), a, b, kinds)
     total = Difference()
     for where in blocks(a.shape):
         part = _block(np.ascontiguousarray(a[where]).reshape(-1), np.ascontiguousarray(b[where]).reshape(-1), *kinds)
@@ -48,7 +48,17 @@ def measure(a: Array, b: Array, format_a: NumberFormat | None = None, format_b: 
             inside = np.unravel_index(part.at[0] // coarser(*kinds).parts, _extent(where, a.shape))
             part = replace(part, at=_place(where, inside, a.ndim))
         total = total.merge(part)
-    return total
+    return _at_first_change(total, a, b, kinds)
+
+
+def _at_first_change(found: Difference, a: Array, b: Array, kinds: tuple[NumberFormat, NumberFormat]) -> Difference:
+    """Return the difference at the first element of other bits, where none is at a distance: 0 and -0, or a NaN on one side."""
+    if found.at is None or found.max_abs > 0 or not found.changed or kinds[0].name != kinds[1].name:
+        return found
+    word = _BITS.get(a.dtype.itemsize, np.uint64)
+    flat = [np.ascontiguousarray(each).reshape(-1).view(word) for each in (a, b)]
+    first = int(np.argmax(flat[0] != flat[1])) // (flat[0].size // a.size)
+    return replace(found, at=tuple(int(i) for i in np.unravel_index(first, a.shape)))
 
 
 def blocks(shape: tuple[int, ...], size: int = BLOCK) -> Iterator[tuple[slice, ...]]:
