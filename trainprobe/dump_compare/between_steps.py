@@ -14,7 +14,7 @@ from trainprobe.dump_compare.distances import SLACK, Distance
 from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.judge import Judged
 from trainprobe.dump_compare.pairing import RankPair
-from trainprobe.dump_compare.parameter_states import AFTER
+from trainprobe.dump_compare.parameter_states import AFTER, state_slot
 from trainprobe.engine.core.records import Value
 from trainprobe.errors import FormatError, UnsafeFile
 
@@ -42,7 +42,7 @@ def changed(judged: Judged, left: Left) -> tuple[Distance, float] | None:
     if judged.call.kind != "state" or judged.call.phase != "step":
         return None
     for value in judged.values:
-        slot = "value" if value.slot.startswith("parameters.") else value.slot
+        slot = state_slot(value.slot)
         was = left.get((judged.call.name, slot), math.inf)
         if not value.result and value.interval.low > SLACK * max(was, value.epsilon):
             return value, was
@@ -54,7 +54,7 @@ def who_changed(judged: Judged, value: Distance, before: RankPair, now: RankPair
 
     before, now: the folders of all ranks of both steps, which are read once more.
     """
-    slot = "value" if value.slot.startswith("parameters.") else value.slot
+    slot = state_slot(value.slot)
     said: list[str] = []
     sides = (("A", judged.pair.a, before.a, now.a), ("B", judged.pair.b, before.b, now.b))
     for side, call, *folders in sides:

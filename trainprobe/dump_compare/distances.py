@@ -12,7 +12,7 @@ from trainprobe.dump_compare.call_slots import is_result, named_values
 from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.intervals import ALIKE, MASKED, SAME, Interval, format_name, intervals
 from trainprobe.dump_compare.pairing import CallPair
-from trainprobe.dump_compare.parameter_states import AFTER, UPDATES
+from trainprobe.dump_compare.parameter_states import is_made
 from trainprobe.engine.compare.number_formats import FORMATS, coarser
 from trainprobe.engine.core.records import Value
 
@@ -227,7 +227,7 @@ def _results(kind: str, names: tuple[str, ...]) -> tuple[bool, ...]:
     """Return which of the values of a call it gives: of parameters the gradients, of saved values all."""
     if kind in ("parameter", "saved"):
         return (True,) * len(names)
-    made = [slot.endswith(AFTER) or slot in UPDATES for slot in names] if kind == "state" else []
+    made = [is_made(slot) for slot in names] if kind == "state" else []
     if any(made):
         return tuple(made)
     return tuple([is_result(slot) or (kind == "state" and slot.startswith("grad")) for slot in names])

@@ -16,6 +16,16 @@ UPDATES = ("update", "main_update")  # what it adds to a parameter
 _Values = Mapping[str, object]
 
 
+def is_made(slot: str) -> bool:
+    """Tell whether a slot of a parameter shows what the optimizer makes."""
+    return slot.endswith(AFTER) or slot in UPDATES
+
+
+def state_slot(slot: str) -> str:
+    """Return the slot of a parameter's state that a value of a call shows: a weight stands as `parameters.NAME` in it."""
+    return "value" if slot.startswith("parameters.") else slot
+
+
 def pair_states(a: Sequence[Call], b: Sequence[Call], rename: Callable[[str], str], place: int) -> list[CallPair]:
     """Return the gradients that the optimizer is given, of all parameters, and behind them what it makes of each.
 

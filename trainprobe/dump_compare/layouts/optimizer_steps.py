@@ -24,7 +24,7 @@ from trainprobe.dump_compare.distances import SLACK, Distance
 from trainprobe.dump_compare.intervals import interval
 from trainprobe.dump_compare.judge import Judged, Outcome
 from trainprobe.dump_compare.layouts.joined import JoinedSide
-from trainprobe.dump_compare.parameter_states import AFTER, UPDATES
+from trainprobe.dump_compare.parameter_states import AFTER, UPDATES, state_slot
 from trainprobe.engine.core.records import Call, Value
 from trainprobe.engine.core.step_data import slots
 
@@ -82,7 +82,7 @@ def _excused(given: Judged, gradients: Sequence[Judged], noise: float) -> Iterat
 
 def _judge_step(step: Judged, of: _Parameter, noise: float, sides: tuple[JoinedSide, JoinedSide]) -> None:
     given = [*(of.given.values if of.given is not None else ()), *(value for one in of.gradients for value in one.values)]
-    before = {("value" if value.slot.startswith("parameters.") else value.slot): value for value in given}
+    before = {state_slot(value.slot): value for value in given}
     copies_apart = any(value.interval.evidence == "replicas" for value in given)
     far = max([noise, *(value.interval.high for value in given)])
     if far == 0 and not any(value.interval.evidence == "replicas" for value in step.values):
@@ -146,7 +146,7 @@ def _calls(one: Judged | None) -> list[Call]:
 
 
 def _value_at(call: Call, slot: str) -> Value | None:
-    return next((value for at, value in slots(call) if at == slot or (slot == "value" and at.startswith("parameters."))), None)
+    return next((value for at, value in slots(call) if state_slot(at) == slot), None)
 
 
 def about_rates(sides: tuple[JoinedSide, JoinedSide]) -> list[str]:

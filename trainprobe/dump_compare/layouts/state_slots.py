@@ -10,18 +10,13 @@ from trainprobe.dump_compare.intervals import format_name
 from trainprobe.dump_compare.layouts.joined import Part
 from trainprobe.dump_compare.layouts.no_state import NoState
 from trainprobe.dump_compare.layouts.rectangles import cut_by
-from trainprobe.dump_compare.parameter_states import AFTER, UPDATES
+from trainprobe.dump_compare.parameter_states import AFTER, UPDATES, is_made
 from trainprobe.engine.compare.number_formats import FORMATS
 
 SLOTS = ("value", "grad_unclipped", "grad")
 UNREDUCED = "grad_unreduced"
 _NO_STATE = ("value", "main_value", *UPDATES)
 Slots = Mapping[str, Sequence[Part]]
-
-
-def is_made(slot: str) -> bool:
-    """Return whether a slot shows what the optimizer makes."""
-    return slot.endswith(AFTER) or slot in UPDATES
 
 
 def comparable(mine: Slots, theirs: Slots) -> list[str]:

@@ -23,12 +23,11 @@ from trainprobe.dump_compare.layouts.state_slots import (
     Slots,
     comparable,
     is_known,
-    is_made,
     is_quantised,
     with_zeros,
 )
 from trainprobe.dump_compare.pairing import CallPair
-from trainprobe.dump_compare.parameter_states import AFTER
+from trainprobe.dump_compare.parameter_states import AFTER, is_made
 from trainprobe.engine.core.records import Call, Value
 
 _COPIES = ("main_value", f"main_value{AFTER}", "main_update", f"value{AFTER}", "step", f"step{AFTER}")  # some keep or show none
