@@ -16,7 +16,7 @@ INSTALL := -m pip --disable-pip-version-check install --quiet --no-compile
 PIP := $(BIN)/python $(INSTALL)
 SOURCES := pyproject.toml $(wildcard setup.py) $(shell find trainprobe -name '*.c' -o -name '*.cpp' -o -name '*.h')
 
-.PHONY: demo test test-mindspore test-triton test-foreign test-foreign-all test-oldest test-queries test-wheels wheels check bench clean
+.PHONY: demo test test-mindspore test-triton test-foreign test-foreign-all test-oldest test-queries test-wheels wheels gpu-bundle check bench clean
 .SILENT:
 # each process would compile again all that it imports: of torch alone that takes longer than the rest of its import
 unexport PYTHONDONTWRITEBYTECODE
@@ -88,6 +88,10 @@ test-mindspore test-triton test-foreign test-foreign-all test-oldest test-querie
 
 wheels: | $(VENVS)/wheels/.ready
 	$(VENVS)/wheels/bin/python build_wheels.py dist
+
+# what a GPU machine without a registry needs: copy the tree with dist/gpu there and run `bash benchmarks/gpu/run.sh`
+gpu-bundle: | $(VENVS)/wheels/.ready
+	PYTHONPATH=. $(VENVS)/wheels/bin/python -m benchmarks.gpu.bundle dist/gpu
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

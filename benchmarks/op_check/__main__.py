@@ -1,6 +1,6 @@
 """Print the calibration of op_check: torch's kernels on torch's sample inputs, planted faults, healthy deviations.
 
-`python -m benchmarks.op_check [--samples N] [--only NAME]`; the sample inputs need requirements/bench.txt.
+`python -m benchmarks.op_check [--samples N] [--only NAME]`; the sample inputs need expecttest (requirements/dev.txt).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import re
 import sys
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,16 +24,16 @@ def op_infos() -> list[Any]:
     try:
         from torch.testing._internal.common_methods_invocations import op_db
     except ModuleNotFoundError as missing:
-        text = f"torch's sample inputs need {missing.name}, which is not installed: pip install -r requirements/bench.txt"
+        text = f"torch's sample inputs need {missing.name}, which is not installed: pip install expecttest"
         raise SystemExit(text) from None
     return list(op_db)
 
 
-def cases(info: Any, dtype: torch.dtype, most: int) -> Iterator[Case]:
-    """Yield up to `most` calls of an operator as a dump on this machine would hold them, with their backward."""
+def cases(info: Any, dtype: torch.dtype, most: int, device: str = "cpu") -> Iterator[Case]:
+    """Yield up to `most` calls of an operator as a dump of the device would hold them, with their backward; on the host."""
     torch.manual_seed(0)
-    able = dtype in info.supported_backward_dtypes("cpu") if info.supports_autograd else False
-    for i, sample in enumerate(info.sample_inputs("cpu", dtype, requires_grad=able)):
+    able = dtype in info.supported_backward_dtypes(device) if info.supports_autograd else False
+    for i, sample in enumerate(info.sample_inputs(device, dtype, requires_grad=able)):
         if i == most:
             return
         if any(t.layout != torch.strided for t in flat((sample.input, sample.args, sample.kwargs))):
@@ -57,19 +57,21 @@ def cases(info: Any, dtype: torch.dtype, most: int) -> Iterator[Case]:
             AssertionError,
         ):  # a sample that this kernel refuses is torch's own affair
             continue
-        before.outputs = [o.detach().clone() for o in out]
+        before.outputs = [_on_host(o) for o in out]
         node: Any = next((o.grad_fn for o in out if o.grad_fn is not None), None)
         if able and node is not None and all(o.layout == torch.strided for o in out):
             made = [o for o in out if o.grad_fn is node]
-            before.gradients = [torch.randn_like(o) if o.is_floating_point() else None for o in made]
+            given_back = [torch.randn_like(o) if o.is_floating_point() else None for o in made]
+            before.gradients = [None if g is None else _on_host(g) for g in given_back]
             slots = max(1, len(node._input_metadata))
             try:
                 with torch.no_grad():
-                    results: Any = node(*[*before.gradients, *[None] * slots][:slots])
+                    results: Any = node(*[*given_back, *[None] * slots][:slots])
             except (RuntimeError, TypeError):
                 before.gradients = None
             else:
-                before.results = [*results] if isinstance(results, tuple) else [results]
+                told = [*results] if isinstance(results, tuple) else [results]
+                before.results = [None if t is None else _on_host(t) for t in told]
         yield before
 
 
@@ -81,7 +83,11 @@ def entry(name: str) -> str:
 
 
 def _copied(tree: Any) -> Any:
-    return mapped(tree, lambda t: t.detach().clone())
+    return mapped(tree, _on_host)
+
+
+def _on_host(t: torch.Tensor) -> torch.Tensor:
+    return t.detach().clone().cpu()  # a copy, with the strides that it has
 
 
 @dataclass
@@ -121,7 +127,7 @@ def calibrate(most: int = 8, only: str = "") -> Calibration:
     try:
         for label, info in infos:
             print(label, file=sys.stderr, flush=True)
-            _judge_entry(found, label, info, most)
+            judge_entry(found, label, info, most)
             found.done += 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -133,15 +139,18 @@ def label_of(info: Any) -> str:
     return f"{info.name}.{info.variant_test_name}" if info.variant_test_name else info.name
 
 
-def _judge_entry(found: Calibration, label: str, info: Any, most: int) -> None:
-    for dtype in DTYPES:
-        if dtype not in info.dtypes:
+def judge_entry(
+    found: Calibration, label: str, info: Any, most: int, device: str = "cpu", dtypes: Sequence[torch.dtype] = DTYPES
+) -> None:
+    """Judge up to `most` samples of an entry in each dtype, as the device computes them."""
+    for dtype in dtypes:
+        if dtype not in info.supported_dtypes(device):
             continue
         short = str(dtype).removeprefix("torch.")
         found.able[short].add(label)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for case in cases(info, dtype, most):
+            for case in cases(info, dtype, most, device):
                 found.add(label, short, check(case))
                 if case.gradients is not None:
                     found.add(label, short, check(case, backward=True))

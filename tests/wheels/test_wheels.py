@@ -21,16 +21,6 @@ import build_wheels
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("wheels")
-
-
-@pytest.fixture(scope="module")
-def wheel(folder):
-    return build_wheels.build(folder, "x86_64")
-
-
 def undefined(library):
     """Return the names of Python's that a library asks for."""
     from elftools.elf.elffile import ELFFile

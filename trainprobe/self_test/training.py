@@ -98,7 +98,7 @@ def train(
             out.bits |= {f"gradient of {name} in step {step}": bits_of(p.grad) for name, p in model.named_parameters()}
         if probe is not None:
             out.findings = list(probe.findings)
-    out.bits |= _state(model, optimizer, device)
+    out.bits |= state_bits(model, optimizer, device)
     return out
 
 
@@ -146,7 +146,8 @@ def bits_of(t: Tensor | None) -> bytes:
     return f"{t.dtype} {tuple(t.shape)} ".encode() + raw.numpy().tobytes()
 
 
-def _state(model: nn.Module, optimizer: torch.optim.Optimizer, device: str) -> dict[str, bytes]:
+def state_bits(model: nn.Module, optimizer: torch.optim.Optimizer, device: str) -> dict[str, bytes]:
+    """Return the bytes of every weight, every tensor of the optimizer's state, and all random states, by name."""
     bits = {f"weight {name}": bits_of(t) for name, t in model.named_parameters()}
     names: dict[Any, str] = {parameter: name for name, parameter in model.named_parameters()}
     for parameter, entries in optimizer.state.items():
