@@ -25,7 +25,7 @@ demo: $(VENV)/.core
 	$(BIN)/trainprobe demo
 
 # the environments are made while format, lint and types are checked; the tests run even where a check failed, so that one run
-# tells everything and ends with pytest's own summary, and with what the support table in the README says without a test of this
+# tells everything and ends with the summary of pytest, and with what the table in docs/frameworks.md says without a test of this
 # run that proved it
 test: $(VENV)/.dev
 	rm -rf .proofs; status=0; $(MAKE) --no-print-directory check & check=$$!; \
@@ -72,7 +72,7 @@ IN_oldest := -n $(WORKERS) --dist loadscope tests/engine tests/test_observer_eff
 	tests/monitor/audit/test_update_rule.py tests/monitor/audit/test_gradient_use.py \
 	'tests/distributed/test_sharded.py::test_every_rank_trains_to_the_same_bits_with_and_without_the_probe[ddp-2-mix]'
 
-# the support table in the README tells of the newest
+# the support table tells of the newest
 test-oldest: export TRAINPROBE_PROOFS := .proofs/oldest
 test-triton: export TRITON_INTERPRET := 1
 test-foreign: export TRAINPROBE_FOREIGN := quick

@@ -1,4 +1,4 @@
-"""What passing tests prove: the marker `proves`, collected while tests run, for the support table of the README.
+"""What passing tests prove: the marker `proves`, collected while tests run, for the support table of docs/frameworks.md.
 
     @pytest.mark.proves("Lightning", "DDP", ranks=2)
     @pytest.mark.proves("Lightning", {"ddp": "DDP", "fsdp": "FSDP1"}, ranks=2)   # by the value of a parameter of the test

@@ -1,4 +1,4 @@
-"""Makes the support table of the README out of what tests have proved, and tells what it says that no test proves.
+"""Makes the support table of docs/frameworks.md out of what tests have proved, and tells what it says that no test proves.
 
 python -m tests.support_table             # after `make test`: writes the table
 python -m tests.support_table --check     # fails where the table says what the last run did not prove
@@ -17,7 +17,7 @@ from pathlib import Path
 from tests.proofs import FOLDER, PACKAGES, Proof
 
 ROOT = Path(__file__).parents[1]
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "frameworks.md"
 BEGIN = "<!-- made by `python -m tests.support_table` of the tests that ran -->"
 END = "<!-- end of the table -->"
 HEAD = "Each framework, what a user writes, and what was run in CI:\n"
@@ -83,11 +83,11 @@ def _wrapped(text: str, indent: str) -> str:
     return textwrap.fill(text, 128, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
-def told(readme: str) -> tuple[set[Proof], dict[str, str]]:
-    """Return what the table in the README says, and framework → version."""
+def told(page: str) -> tuple[set[Proof], dict[str, str]]:
+    """Return what the table of the page says, and framework → version."""
     found: set[Proof] = set()
     versions: dict[str, str] = {}
-    text = readme.split(BEGIN)[1].split(END)[0].strip().removeprefix(HEAD.strip()).strip()
+    text = page.split(BEGIN)[1].split(END)[0].strip().removeprefix(HEAD.strip()).strip()
     for entry in re.split(r"^- ", re.sub(r"\n {4}", " ", text), flags=re.M)[1:]:
         first, *cells = entry.rstrip().split("\n  - ")
         name = first.removeprefix("**").split("**: ")[0]
@@ -101,16 +101,16 @@ def told(readme: str) -> tuple[set[Proof], dict[str, str]]:
 
 def main(check: bool) -> int:
     """Write the table, or compare it; return the exit code."""
-    (proofs, versions), readme = proved(), README.read_text(encoding="utf-8")
+    (proofs, versions), page = proved(), PAGE.read_text(encoding="utf-8")
     if not check:
-        before, after = readme.split(BEGIN)[0], readme.split(END)[1]
-        README.write_text(f"{before}{BEGIN}\n{table(proofs, versions)}\n{END}{after}", encoding="utf-8")
+        before, after = page.split(BEGIN)[0], page.split(END)[1]
+        PAGE.write_text(f"{before}{BEGIN}\n{table(proofs, versions)}\n{END}{after}", encoding="utf-8")
         return 0
-    said, shown = told(readme)
+    said, shown = told(page)
     ran = set(versions)  # where MindSpore's environment could not be made, its rows are left to a run that has it
     wrong = [f"no test of this run proved: {' '.join(map(str, proof))}" for proof in sorted(said - proofs) if proof[0] in ran]
     other = [name for name in sorted(ran & set(shown)) if shown[name] != versions[name]]
-    wrong += [f"{name}: the README says {shown[name]}, what ran was {versions[name]}" for name in other]
+    wrong += [f"{name}: the table says {shown[name]}, what ran was {versions[name]}" for name in other]
     for line in wrong:
         print(line)
     return 1 if wrong else 0

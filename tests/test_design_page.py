@@ -17,7 +17,7 @@ from benchmarks.road import LEVELS
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/design.md").read_text(encoding="utf-8")
 LONGEST = 128
-LONG_LINES = {"docs/migration.md": 3}  # of tables that tests compare word for word with what was measured
+LONG_LINES = {"docs/migration.md": 3, "README.md": 1}  # that tests compare word for word with what is measured or printed
 ELSEWHERE = re.compile(r"docs/(op_check.*|dump_compare|ckpt_.*|mindspore|run_log)\.md")
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
 

@@ -1,4 +1,4 @@
-"""The support table in the README says what tests prove, of the versions that are pinned, and nothing else."""
+"""The support table of docs/frameworks.md says what tests prove, of the versions that are pinned, and nothing else."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests import support_table
 from tests.proofs import PACKAGES
-from tests.support_table import BEGIN, END, README, ROOT, declared, table, told
+from tests.support_table import BEGIN, END, PAGE, ROOT, declared, table, told
 
 
 def pins() -> dict[str, str]:
@@ -24,13 +24,13 @@ def pins() -> dict[str, str]:
 
 
 def test_every_word_of_the_table_is_declared_by_a_test():
-    said, _ = told(README.read_text(encoding="utf-8"))
+    said, _ = told(PAGE.read_text(encoding="utf-8"))
     assert len(said) > 10
     assert sorted(said - declared()) == []
 
 
 def test_the_table_names_the_versions_that_are_pinned():
-    _, versions = told(README.read_text(encoding="utf-8"))
+    _, versions = told(PAGE.read_text(encoding="utf-8"))
     known = pins()
     assert versions == {name: " ".join(known[package] for package in PACKAGES[name]) for name in versions}
 
@@ -43,11 +43,11 @@ def test_markers_name_known_frameworks_and_texts_that_a_cell_can_hold():
 
 @pytest.fixture
 def left(tmp_path, monkeypatch):
-    """Return what writes what a run has left, beside a README with a table."""
-    readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{BEGIN}\n{table(set(), {})}\n{END}\nafter\n", encoding="utf-8")
+    """Return what writes what a run has left, beside a page with a table."""
+    page = tmp_path / "frameworks.md"
+    page.write_text(f"before\n{BEGIN}\n{table(set(), {})}\n{END}\nafter\n", encoding="utf-8")
     monkeypatch.setattr(support_table, "FOLDER", tmp_path)
-    monkeypatch.setattr(support_table, "README", readme)
+    monkeypatch.setattr(support_table, "PAGE", page)
 
     def leave(*outcome: list, version: str = "2.6.6") -> None:
         (tmp_path / "torch.json").write_text(json.dumps({"versions": {"Lightning": version}, "outcome": outcome}))
@@ -61,7 +61,7 @@ DDP, ALONE = ["Lightning", "DDP", 2], ["Lightning", "manual optimization", 1]
 def test_what_was_proved_is_written_and_read_back(left):
     left([*DDP, True], [*ALONE, True], ["Lightning", "FSDP", 2, False])
     support_table.main(check=False)
-    text = support_table.README.read_text(encoding="utf-8")
+    text = support_table.PAGE.read_text(encoding="utf-8")
     assert told(text) == ({tuple(DDP), tuple(ALONE)}, {"Lightning": "2.6.6"})
     assert text.startswith("before\n") and text.endswith("after\n")
     assert "  - 1 rank: manual optimization\n  - 2 ranks: DDP\n" in text
@@ -79,7 +79,7 @@ def test_what_no_test_proved_and_another_version_fail_the_check(left, capsys):
     said = capsys.readouterr().out.splitlines()
     assert said == [
         "no test of this run proved: Lightning DDP 2",
-        "Lightning: the README says 2.6.6, what ran was 2.7.0",
+        "Lightning: the table says 2.6.6, what ran was 2.7.0",
     ]
 
 
