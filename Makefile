@@ -16,7 +16,7 @@ INSTALL := -m pip --disable-pip-version-check install --quiet --no-compile
 PIP := $(BIN)/python $(INSTALL)
 SOURCES := pyproject.toml $(wildcard setup.py) $(shell find trainprobe -name '*.c' -o -name '*.cpp' -o -name '*.h')
 
-.PHONY: demo test test-mindspore test-triton test-foreign test-foreign-all test-oldest test-queries test-wheels wheels gpu-bundle check bench clean
+.PHONY: demo test test-mindspore test-triton test-foreign test-foreign-all test-oldest test-queries test-wheels wheels release-check gpu-bundle check bench clean
 .SILENT:
 # each process would compile again all that it imports: of torch alone that takes longer than the rest of its import
 unexport PYTHONDONTWRITEBYTECODE
@@ -88,6 +88,13 @@ test-mindspore test-triton test-foreign test-foreign-all test-oldest test-querie
 
 wheels: | $(VENVS)/wheels/.ready
 	$(VENVS)/wheels/bin/python build_wheels.py dist
+
+# what is published is built, checked, installed in an empty environment and used as the README says
+release-check: | $(VENVS)/wheels/.ready
+	rm -rf dist/release
+	$(VENVS)/wheels/bin/python build_wheels.py dist/release
+	$(VENVS)/wheels/bin/python -m twine check --strict dist/release/*
+	TRAINPROBE_RELEASE=$(abspath dist/release) $(VENVS)/wheels/bin/python -m pytest -q -p no:xdist tests/wheels
 
 # what a GPU machine without a registry needs: copy the tree with dist/gpu there and run `bash benchmarks/gpu/run.sh`
 gpu-bundle: | $(VENVS)/wheels/.ready

@@ -1,12 +1,14 @@
 """Builds the compiled parts; everything else about the package stands in pyproject.toml.
 
 Where there is no C compiler the package installs without them. It then reads and compares what was recorded elsewhere, and
-says what is missing once it is asked to record.
+says what is missing once it is asked to record. With TRAINPROBE_PURE=1 nothing is compiled,
+and the wheel is one for every machine.
 """
 
 from __future__ import annotations
 
 import ast
+import os
 import sys
 from pathlib import Path
 
@@ -62,9 +64,11 @@ def row_layout() -> list[tuple[str, str | None]]:
     ]
 
 
-setup(
-    cmdclass={"build_ext": BuildParts},
-    ext_modules=[
+PURE = os.environ.get("TRAINPROBE_PURE") == "1"
+EXTENSIONS = (
+    []
+    if PURE
+    else [
         Extension(
             "trainprobe._native",
             sources=[str(NATIVE / name) for name in (*KERNEL, *TAPE)],
@@ -91,6 +95,11 @@ setup(
             py_limited_api=True,
             optional=True,
         ),
-    ],
-    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+    ]
+)
+
+setup(
+    cmdclass={} if PURE else {"build_ext": BuildParts},
+    ext_modules=EXTENSIONS,
+    options={} if PURE else {"bdist_wheel": {"py_limited_api": "cp310"}},
 )

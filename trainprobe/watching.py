@@ -5,11 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainprobe.engine.core.naming import chunks_of
 from trainprobe.probe import PlanSource as PlanSource
 from trainprobe.probe import Probe as Probe
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from trainprobe.engine.plan.fields import PlanFields
 
 
 def probe_class(model: Any) -> type[Probe]:
@@ -23,7 +28,7 @@ def probe_class(model: Any) -> type[Probe]:
 
 
 @contextmanager
-def watch(model: Any, optimizer: Any = None, plan: PlanSource = None, **overrides: Any) -> Generator[Probe]:
+def watch(model: Any, optimizer: Any = None, plan: PlanSource = None, **overrides: Unpack[PlanFields]) -> Generator[Probe]:
     """Watch a plain training loop of PyTorch, or of MindSpore where `model` is a cell.
 
         with trainprobe.watch(model, optimizer, plan="plan.yaml") as probe:

@@ -11,6 +11,8 @@ import trainprobe
 from trainprobe import _native
 from trainprobe.engine.compare.compiled import kernel
 
+SINKS = sys.argv[2:] or ["memory"]
+
 
 def trained(output=None):
     torch.manual_seed(0)
@@ -19,9 +21,7 @@ def trained(output=None):
     x, seen = torch.randn(16, 64), []
     model[0].register_forward_hook(lambda module, args, out: seen.append(out.detach().clone()))
     steps = []
-    watching = (
-        nullcontext() if output is None else trainprobe.watch(model, optimizer, output=output, level="mix", sinks=["memory"])
-    )
+    watching = nullcontext() if output is None else trainprobe.watch(model, optimizer, output=output, level="mix", sinks=SINKS)
     with watching as probe:
         for _ in range(2):
             if probe is not None:

@@ -1,6 +1,6 @@
-"""The wheels: that of this machine in a fresh environment without a compiler, that of aarch64 by what it asks for.
+"""What is published: the wheel of this machine and the one without compiled parts in fresh environments without a compiler.
 
-No machine with aarch64 is at hand: that wheel is built and looked into, and not run.
+No machine with aarch64 or macOS is at hand: these wheels are built and looked into, and not run.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 import sys
-import sysconfig
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -30,38 +30,10 @@ def undefined(library):
         return {s.name for s in symbols if s["st_shndx"] == "SHN_UNDEF" and s.name.startswith(("Py", "_Py"))}
 
 
-def test_a_fresh_environment_without_a_compiler_records_with_the_wheel(wheel, tmp_path):
-    fresh = tmp_path / "fresh"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", fresh], check=True)
-    python = fresh / "bin" / "python"
-    install = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--disable-pip-version-check",
-        "--python",
-        python,
-        "install",
-        "--quiet",
-        "--no-deps",
-    ]
-    subprocess.run([*install, "--no-index", wheel], check=True)
-    packages = Path(sysconfig.get_path("purelib", vars={"base": fresh, "platbase": fresh}))
-    heavy = Path(
-        subprocess.run(
-            [sys.executable, "-c", "import torch; print(torch.__file__)"], check=True, capture_output=True, text=True
-        ).stdout
-    )
-    (packages / "torch_elsewhere.pth").write_text(str(heavy.parents[1]))
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "TRAINPROBE"))}
-    done = subprocess.run(
-        [python, ROOT / "tests" / "wheels" / "records_a_step.py", tmp_path / "out"],
-        cwd=tmp_path,
-        env={**clean, "PATH": str(fresh / "bin"), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+def test_a_fresh_environment_without_a_compiler_records_with_the_wheel(wheel, fresh, tmp_path):
+    environment = fresh(wheel)
+    packages = environment.packages
+    done = environment.run("python", ROOT / "tests" / "wheels" / "records_a_step.py", tmp_path / "out", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout.splitlines()[-1])
     assert all(file.startswith(str(packages)) for file in told["files"]), told["files"]
@@ -70,8 +42,54 @@ def test_a_fresh_environment_without_a_compiler_records_with_the_wheel(wheel, tm
     assert told["max"] == [told["torch"]]
 
 
-def test_the_wheel_for_aarch64_asks_for_what_that_of_this_machine_asks_for(wheel, folder):
-    other = build_wheels.build(folder, "aarch64")  # which refuses another machine's code and a newer glibc
+def test_the_first_commands_of_the_readme_run_from_the_wheel(wheel, fresh, tmp_path):
+    environment = fresh(wheel)
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    done = environment.run("trainprobe", "run", "--", ROOT / "examples" / "new_head.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert next(line.strip() for line in text.splitlines() if line.startswith("    trainprobe: error")) in done.stderr
+    done = environment.run("trainprobe", "report", "probe_out", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert list(tmp_path.glob("probe_out/*.html"))
+
+
+def test_the_wheel_for_every_machine_reads_and_compares_and_says_that_it_cannot_record(built, fresh, tmp_path):
+    dumps = [tmp_path / side for side in "ab"]
+    for dump in dumps:
+        command = [sys.executable, ROOT / "tests" / "wheels" / "records_a_step.py", dump, "dump"]
+        subprocess.run(command, check=True, cwd=tmp_path, capture_output=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    environment = fresh(built("any"))
+    assert not list(environment.packages.rglob("trainprobe/**/*.so"))
+    assert (environment.packages / "trainprobe" / "py.typed").exists()
+    compared = environment.run("trainprobe", "dump-compare", *map(str, dumps), cwd=tmp_path)
+    assert compared.returncode == 0, compared.stdout + compared.stderr
+    traced = environment.run("trainprobe", "nan-trace", str(dumps[0]), cwd=tmp_path)
+    assert traced.returncode == 0, traced.stdout + traced.stderr
+    records = "import torch, trainprobe; trainprobe.watch(torch.nn.Linear(2, 2)).__enter__()"
+    refused = environment.run("python", "-c", records, cwd=tmp_path)
+    assert refused.returncode != 0 and "needs the compiled part" in refused.stderr
+
+
+def test_the_source_distribution_holds_all_that_is_compiled(built):
+    with tarfile.open(built("source")) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "trainprobe").rglob("*.[ch]")}
+    assert sources and sources <= held
+
+
+def test_the_wheel_for_macos_holds_the_code_of_its_processor(built, tmp_path):
+    with zipfile.ZipFile(built("arm64")) as held:  # which refuses other code when it is built
+        libraries = [name for name in held.namelist() if name.endswith(".so")]
+        held.extractall(tmp_path, libraries)
+    assert len(libraries) == 3
+    for name in libraries:
+        build_wheels.check(tmp_path / name, "arm64")
+    with pytest.raises(ValueError, match="is not for macOS"):
+        build_wheels.check(Path(sys.executable), "arm64")
+
+
+def test_the_wheel_for_aarch64_asks_for_what_that_of_this_machine_asks_for(wheel, built, folder):
+    other = built("aarch64")  # which refuses another machine's code and a newer glibc
     assert [w.name.partition("-cp310-abi3-")[2] for w in (wheel, other)] == [
         "manylinux_2_17_x86_64.whl",
         "manylinux_2_17_aarch64.whl",
