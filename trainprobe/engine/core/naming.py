@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from trainprobe.engine.core.guard import attempt
+
 INNER = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module"})  # what a wrapper that only forwards calls its child
 WRAPPERS = INNER | {"_orig_mod"}
 LEFT_OUT = "left out, as looking at it could change"  # begins a note of a step that names calls without their values
@@ -49,6 +51,11 @@ def count_outer_wrappers(names: Iterable[str]) -> int:
         depth += 1
         split = [s[1:] for s in split if len(s) > 1]
     return depth
+
+
+def in_training(module: Any) -> bool:
+    """Return whether a module is in training mode; False where it has no mode, such as TorchScript that was frozen."""
+    return bool(attempt(getattr, module, "training", False, otherwise=lambda _: False))
 
 
 def chunks_of(model: Any) -> list[Any]:
