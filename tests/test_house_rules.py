@@ -24,6 +24,7 @@ FILES = sorted(path for path in PACKAGE.rglob("*.py") if "__pycache__" not in pa
 STOREYS = {
     "trainprobe": 0,
     "trainprobe.errors": 0,
+    "trainprobe.unobserved": 0,
     "trainprobe.engine": 2,
     **dict.fromkeys(
         [

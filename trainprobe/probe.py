@@ -150,7 +150,7 @@ class Probe(EngineProbe):
         ended = self.closed
         super().close()
         if not ended and self.console.speaks and (self.begun or self.sentences):
-            self._print_end()
+            self.guard.keep_on(self._print_end)
 
     def __exit__(self, *error: object) -> None:
         """Close; an error that ends the training has the black box written out."""
