@@ -7,6 +7,8 @@ import multiprocessing
 import os
 import shutil
 import signal
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +31,8 @@ class Reader:
 
     In commands, {x} is the spoilt folder, {sound} the sound one and {out} a place to write to. healthy: exit codes that would
     be a false answer, beside 0 for comparers and judges. sound: exit codes of the sound material. harmless: names of files
-    that no answer rests on. mutations: how many files are damaged; checkpoints are damaged by the thousand in their own room.
+    that no answer rests on. mutations: how many files are damaged; checkpoints are damaged by the thousand in their own room. judges: whether an
+    answer can be healthy at all. same: whether what is compared is the same in both folders, so that "identical" is true.
     """
 
     name: str
@@ -40,6 +43,55 @@ class Reader:
     sound: tuple[int, ...] = (0,)
     harmless: tuple[str, ...] = ()
     mutations: int = 200
+    judges: bool = True
+    same: Callable[[Path, Path], bool] = lambda x, sound: False
+
+
+def same_arrays(x: Path, sound: Path) -> bool:
+    """Whether NumPy reads the same arrays from both folders."""
+    for path in sound.rglob("*.npy"):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                theirs = np.load(x / path.relative_to(sound), allow_pickle=False)
+        except Exception:  # noqa: BLE001  (whatever NumPy raises for a damaged header)
+            return False
+        own = np.load(path)
+        if own.shape != theirs.shape or own.dtype != theirs.dtype or own.tobytes() != theirs.tobytes():
+            return False
+    return True
+
+
+def same_numbers(x: Path, sound: Path) -> bool:
+    """Whether the dumps in both folders tell the same numbers and shapes of each tensor, and hold the same tensors."""
+    for path in sound.rglob("dump.json"):
+        try:
+            theirs = json.loads((x / path.relative_to(sound)).read_bytes())["data"]
+        except (OSError, ValueError, KeyError, TypeError, UnicodeDecodeError):
+            return False
+        if _numbers(theirs) != _numbers(json.loads(path.read_bytes())["data"]):
+            return False
+    for path in sound.rglob("*.safetensors"):
+        try:
+            theirs = load_file(x / path.relative_to(sound))
+        except Exception:  # noqa: BLE001  (whatever safetensors raises)
+            return False
+        own = load_file(path)
+        kept = [name for name in own if not name.startswith("_padding")]
+        if not all(
+            name in theirs and theirs[name].shape == own[name].shape and torch.equal(theirs[name], own[name]) for name in kept
+        ):
+            return False
+    return True
+
+
+def _numbers(tree: object) -> object:
+    """Return what a dump says of tensors, without what is no number of theirs."""
+    if isinstance(tree, dict):
+        if "Max" in tree or "shape" in tree:
+            return [tree.get(key) for key in ("Max", "Min", "Mean", "Norm", "shape", "dtype", "md5")]
+        return {name: _numbers(inner) for name, inner in tree.items()}
+    return [_numbers(inner) for inner in tree] if isinstance(tree, list) else None
 
 
 JUDGED = {"healthy": (0,), "sound": (1,)}
@@ -73,12 +125,13 @@ READERS = (
         ("**/*.json",),
         ("dump-compare {x} {sound}", "dump-compare {sound} {x} --html {out}", "show {x} -o {out}"),
         harmless=("stack.json", "construct.json"),
+        same=same_numbers,
     ),
-    Reader("dumps of others", "msprobe", ("**/*.json",), ("dump-compare {x} {sound}",), harmless=("stack.json", "construct.json")),
-    Reader("stored tensors", "tensors", ("**/*",), ("dump-compare {x} {sound}",), harmless=("stack.json", "construct.json")),
+    Reader("dumps of others", "msprobe", ("**/*.json",), ("dump-compare {x} {sound}",), harmless=("stack.json", "construct.json"), same=same_numbers),
+    Reader("stored tensors", "tensors", ("**/*",), ("dump-compare {x} {sound}",), harmless=("stack.json", "construct.json"), same=same_numbers),
     Reader("stored tensors: op-check", "bug", ("**/*",), ("op-check {x} -q",), (0,), (2,), ("stack.json", "construct.json")),
-    Reader("mapping files", "maps", ("map.yaml",), ("dump-compare {x}/d {x}/e --mapping {x}/map.yaml",), sound=(0, 1, 2, 3)),
-    Reader("layout files", "maps", ("layout.yaml",), ("dump-compare {x}/d {x}/e --layout {x}/layout.yaml",), sound=(0, 1, 2, 3)),
+    Reader("mapping files", "maps", ("map.yaml",), ("dump-compare {x}/d {x}/e --mapping {x}/map.yaml",), sound=(0, 1, 2, 3), judges=False),
+    Reader("layout files", "maps", ("layout.yaml",), ("dump-compare {x}/d {x}/e --layout {x}/layout.yaml",), sound=(0, 1, 2, 3), judges=False),
     Reader("rule files", "jsonl_and_rules", ("rules.yaml",), ("judge {x}/run --rules {x}/rules.yaml",), **JUDGED),
     Reader("packs", "packs", ("a.zip",), ("config-check compare {x}/a.zip {x}/b.zip",), (0,), (2,)),
     Reader("merged packs", "packs", ("m.rank*.zip",), ("config-check merge {x}/m.zip",), sound=(0, 1)),
@@ -98,10 +151,10 @@ READERS = (
         ("op-check classic run_ut -api_info {sound}/d/step0/rank0/dump.json -config {x}/config.json -o {out}", "op-check {x}/d --config {x}/config.yaml -q"),
         sound=(0, 1, 2, 3),
     ),
-    Reader("key data", "rollout", ("**/*",), ("rollout-compare {x} {sound} -o {out}",)),
+    Reader("key data", "rollout", ("**/*",), ("rollout-compare {x} {sound} -o {out}",), same=same_arrays),
     Reader("name maps", "names", ("names.yaml",), ("ckpt-show {x}/a.safetensors --names {x}/names.yaml",)),
     *(
-        Reader(f"checkpoints: {name}", f"checkpoints/{name}", ("**/*",), (f"ckpt-compare {{x}}/{name} {{sound}}/{name} -q",), mutations=20)
+        Reader(f"checkpoints: {name}", f"checkpoints/{name}", ("**/*",), (f"ckpt-compare {{x}}/{name} {{sound}}/{name} -q",), mutations=20, judges=False)
         for name in ("single.safetensors", "hf", "modern.pt", "old.pt", "dcp", "megatron", "deepspeed", "zero1", "universal", "lightning.ckpt",
                      "dist", "megatron_fsdp", "accelerate", "speechbrain", "sentences", "mindspore.ckpt", "mindformers", "zarr")
     ),
@@ -166,7 +219,9 @@ def write_runs(root: Path) -> None:
     train(root / "parquet", level="off", sinks=["parquet"], monitor=True)
     train(root / "csv", level="off", sinks=["csv"], monitor=True)
     train(root / "box", level="off", black_box=True, sinks=["jsonl"], monitor=True)
-    rows = "vpp_stage,name,step,norm,max,min,mean\n" + "".join(f"0,layer.{i},{s},{s + i}.5,2,-1,0.25\n" for s in range(4) for i in range(3))
+    rows = "vpp_stage,name,step,norm,max,min,mean\n" + "".join(
+        f"0,layer.{i},{s},{s + i}.5,2,-1,0.25\n" for s in range(4) for i in range(3)
+    )
     (root / "wide" / "rank0").mkdir(parents=True)
     (root / "wide" / "rank0" / "grad_reduced_0-3.csv").write_text(rows)
     for name, plan in (("open", {"sinks": ["parquet"]}), ("ring", {"sinks": ["jsonl"], "black_box": {"max_bytes": 1 << 18}})):
@@ -196,7 +251,9 @@ def write_dumps(root: Path) -> None:
     train(root / "tensors", Sound(), level="L1", task="tensor", step=[0], steps=1, sinks=["dump"])
     shutil.copytree(root / "tensors", root / "bug")
     stored = root / "bug" / "step0" / "rank0" / "tensors.safetensors"
-    save_file({name: (x * 1.5 if name.endswith("linear.0.forward.output") else x) for name, x in load_file(stored).items()}, stored)
+    save_file(
+        {name: (x * 1.5 if name.endswith("linear.0.forward.output") else x) for name, x in load_file(stored).items()}, stored
+    )
     shutil.copytree(INTEROP / "statistics_mix", root / "msprobe")
     (root / "maps").mkdir()
     for name in "de":
@@ -209,7 +266,9 @@ def write_settings(root: Path) -> None:
     (root / "plan").mkdir()
     plan = {"level": "mix", "step": [0, 5], "modules": ["0.*"], "monitor": {"rules": {"spike": {}}}, "audit": True}
     (root / "plan" / "plan.json").write_text(json.dumps(plan))
-    (root / "plan" / "plan.yaml").write_text("level: mix\nstep: [0, 5]\nmodules: ['0.*']\nmonitor: {}\naudit: true\noutput: x\n")
+    (root / "plan" / "plan.yaml").write_text(
+        "level: mix\nstep: [0, 5]\nmodules: ['0.*']\nmonitor: {}\naudit: true\noutput: x\n"
+    )
     (root / "plan" / "kernels.yaml").write_text("level: L1\nstep: [0, 5]\noutput: x\n")
     config = {"task": "statistics", "dump_path": "/tmp/x", "rank": [], "step": [1], "level": "L1", "statistics": {"scope": [], "list": [], "summary_mode": "statistics"}}  # fmt: skip
     (root / "plan" / "config.json").write_text(json.dumps(config))
@@ -252,4 +311,6 @@ def write_checkpoints(folder: Path) -> None:
     names = folder.parent / "names"
     names.mkdir()
     shutil.copy(folder / "single.safetensors" / "single.safetensors", names / "a.safetensors")
-    (names / "names.yaml").write_text('family: mine\nsignature: ["x.{L}."]\nrules: [{from: "x.{L}.{p}", to: "layers.{L}.{p}"}]\n')
+    (names / "names.yaml").write_text(
+        'family: mine\nsignature: ["x.{L}."]\nrules: [{from: "x.{L}.{p}", to: "layers.{L}.{p}"}]\n'
+    )

@@ -99,7 +99,9 @@ def cases(reader: Reader, sound: Path, count: int) -> Iterable[tuple[Path, Calla
                 yield file, lambda file, replaced=replaced: (file.unlink(), replaced(file))[0], command
 
 
-def answer(reader: Reader, sound: Path, place: Path, file: Path, spoil: Callable[[Path], None], command: int) -> tuple[str, str]:
+def answer(
+    reader: Reader, sound: Path, place: Path, file: Path, spoil: Callable[[Path], None], command: int
+) -> tuple[str, str]:
     """Spoil a copy of the material and run a command on it; return what that was, and what it printed."""
     shutil.rmtree(place, ignore_errors=True)
     shutil.copytree(sound, place / "x", symlinks=True)
@@ -116,8 +118,8 @@ def answer(reader: Reader, sound: Path, place: Path, file: Path, spoil: Callable
         return BOMB, said
     if "is a fault of trainprobe" in said:
         return TRACEBACK, said
-    intact = file.name in reader.harmless
-    if not intact and (code in reader.healthy or (reader.healthy and code == 0) or (code == 0 and _FINE.search(said))):
+    claimed = code in reader.healthy or (reader.healthy and code == 0) or (code == 0 and _FINE.search(said))
+    if reader.judges and claimed and file.name not in reader.harmless and not reader.same(place / "x", sound):
         return HEALTHY, said
     return ANSWERED, said
 
@@ -196,7 +198,11 @@ def table(count: int | None, names: list[str]) -> None:
                 continue
             found = run(reader, root / "material" / reader.material, root / "place", count)
             kinds = Counter(kind for kind, _ in found.values())
-            print(f"| {reader.name} | {len(found)} | " + " | ".join(str(kinds[k]) for k in (HANG, BOMB, TRACEBACK, HEALTHY)) + " |")
+            print(
+                f"| {reader.name} | {len(found)} | "
+                + " | ".join(str(kinds[k]) for k in (HANG, BOMB, TRACEBACK, HEALTHY))
+                + " |"
+            )
             sys.stdout.flush()
             for number, (kind, said) in found.items():
                 if kind != ANSWERED:

@@ -24,6 +24,7 @@ from trainprobe.engine.storage.dumps.layout import CONSTRUCT_FILE, DEBUG_FILE, D
 from trainprobe.engine.storage.dumps.leaves import Leaves, NoNumber, ReadTensors, are_packed, describe
 from trainprobe.engine.storage.kernel_dumps.file_names import holds_kernels, parse_name
 from trainprobe.engine.storage.kernel_dumps.read import read_kernels
+from trainprobe.engine.storage.safe_files import open_to_read, read_bounded
 from trainprobe.errors import FormatError
 
 LARGEST = 8 << 30
@@ -80,10 +81,7 @@ def load_json(path: Path) -> Any:
 
 def _content(path: Path) -> bytes:
     try:
-        size = path.stat().st_size
-        if size > LARGEST:
-            raise FormatError(f"{path} has {size} bytes, more than the {LARGEST} that are read at once")
-        return path.read_bytes()
+        return read_bounded(path, LARGEST, follow=True)
     except OSError as error:
         raise FormatError(f"{path} cannot be read: {error}") from error
 
@@ -103,9 +101,9 @@ def _read_compiled(path: Path) -> tuple[Any, bytes, bytes, bytes] | None:
     try:
         if native is None or path.stat().st_size > LARGEST:
             return None
-        with path.open("rb", buffering=0) as file:
+        with open_to_read(path) as file:
             return native.read_dump(file.read, describe, orjson.loads, _call_of_tensors)
-    except OSError:
+    except (OSError, FormatError):
         return None  # what is wrong with it is said where it is read next
 
 

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.ipc as ipc
 
 from trainprobe.engine.storage.run_log.schema import SCHEMA
-from trainprobe.engine.storage.safe_files import NO_LINK
+from trainprobe.engine.storage.safe_files import NO_LINK, open_to_read
 
 STREAM = b"trainprobe.stream"  # names a stream in its schema, and in that of the segment which is made of it
 _OPTIONS = ipc.IpcWriteOptions(compression="lz4", use_threads=False, emit_dictionary_deltas=True)
@@ -83,7 +83,7 @@ def read_stream(path: Path) -> tuple[pa.Schema | None, list[pa.RecordBatch]]:
     batches: list[pa.RecordBatch] = []
     schema = None
     try:
-        with path.open("rb") as file, ipc.open_stream(file) as stream:
+        with open_to_read(path) as file, ipc.open_stream(file) as stream:
             schema = stream.schema
             while True:
                 batches.append(stream.read_next_batch())

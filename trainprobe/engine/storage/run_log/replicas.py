@@ -26,6 +26,7 @@ from trainprobe.engine.storage.dumps.layout import find_segments, log_folder
 from trainprobe.engine.storage.run_log.live import STREAM
 from trainprobe.engine.storage.run_log.schema import COLUMNS, FLOATS, WORDS
 from trainprobe.engine.storage.run_log.segments import write_segment
+from trainprobe.engine.storage.safe_files import regular
 from trainprobe.errors import FormatError
 
 SAME_AS = b"trainprobe.same_as"
@@ -68,7 +69,7 @@ def same_as(schema: pa.Schema) -> SameAs | None:
 def read_segment(path: Path, columns: Sequence[str] | None = None, **options: Any) -> pa.Table:
     """Return the rows of a closed segment as they are stored. Raises FormatError for a file that is no segment."""
     try:
-        return pq.read_table(path, columns=columns, read_dictionary=list(WORDS), **options)
+        return pq.read_table(regular(path), columns=columns, read_dictionary=list(WORDS), **options)
     except (pa.ArrowInvalid, OSError) as error:
         raise FormatError(f"{path} is no segment of a run log: {error}") from None
 

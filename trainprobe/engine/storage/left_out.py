@@ -1,0 +1,33 @@
+"""What a reader leaves out of a file, because it is damaged, is told: the command says it, and is not "healthy"."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+
+from trainprobe.errors import FormatError
+
+_told: list[dict[str, None]] = []
+_MOST = 20  # sentences that are told one by one
+
+
+@contextmanager
+def told() -> Generator[dict[str, None]]:
+    """Collect in here, as keys, the sentences of what is left out; outside of it a reader raises them."""
+    _told.append({})
+    try:
+        yield _told[-1]
+    finally:
+        _told.pop()
+
+
+def leave_out(sentence: str) -> None:
+    """Tell that a part of a file is left out. Raises FormatError where nobody collects what is."""
+    if not _told:
+        raise FormatError(sentence)
+    _told[-1][sentence if len(_told[-1]) < _MOST else "further parts are left out"] = None
+
+
+def left_out_so_far() -> list[str]:
+    """Return what was told up to now."""
+    return list(_told[-1]) if _told else []
