@@ -127,6 +127,7 @@ def answer(
 def work(reader: Reader, sound: Path, place: Path, first: int, count: int, send: Connection) -> None:
     """Answer the cases from the `first` on, each within SECONDS; a signal ends the process, whatever it is doing."""
     warnings.simplefilter("ignore")
+    os.setsid()  # what it starts ends with it
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY,) * 2)
     for number, case in enumerate(cases(reader, sound, count)):
@@ -156,6 +157,8 @@ def run(reader: Reader, sound: Path, place: Path, count: int | None = None) -> d
                 number, *what = receive.recv()
                 found[number] = tuple(what)
         worker.join()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(worker.pid, signal.SIGKILL)
         receive.close()
         if len(found) < total:
             file, _, command = list(cases(reader, sound, count))[len(found)]

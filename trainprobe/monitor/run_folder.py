@@ -19,7 +19,7 @@ from trainprobe.engine.storage.dumps.layout import FINDINGS_FILE, LIVE_FILE, LOG
 from trainprobe.engine.storage.dumps.log import read_lines
 from trainprobe.engine.storage.dumps.read import read_step
 from trainprobe.engine.storage.dumps.record_log import decode
-from trainprobe.engine.storage.left_out import leave_out
+from trainprobe.engine.storage.left_out import DAMAGED, damaged_as, leave_out
 from trainprobe.engine.storage.safe_files import LARGEST_STATE, read_bounded
 from trainprobe.errors import FormatError
 from trainprobe.monitor.frames import Frame, SeriesTable, frame_of_records, frame_of_step
@@ -43,9 +43,9 @@ def read_frames(folder: Path) -> Iterator[Frame]:
     steps = find_steps(folder) if folder.is_dir() else {}
     for step_folder in steps.values():
         for rank, step_data in sorted(read_step(step_folder).items()):
-            yield frame_of_records(
-                step_data.step, step_data.place, step_data.records(), tables.setdefault(rank, SeriesTable()), step_data.complete
-            )
+            with damaged_as(f"the dump in {step_folder}"):
+                table = tables.setdefault(rank, SeriesTable())
+                yield frame_of_records(step_data.step, step_data.place, step_data.records(), table, step_data.complete)
     if steps:
         return
     if folder.is_dir() and next(folder.rglob("*.csv"), None) is None:
@@ -73,7 +73,8 @@ def frames_of_log(log: Path) -> Iterator[Frame]:
     if log.is_dir():
         from trainprobe.monitor.frames_of_run_log import RunLog
 
-        yield from RunLog(log).frames()
+        with damaged_as(f"the run log in {log}"):
+            yield from RunLog(log).frames()
         return
     table = SeriesTable()
     yield from read_lines(log, lambda line: frame_of_step(decode(line), table))
@@ -82,7 +83,8 @@ def frames_of_log(log: Path) -> Iterator[Frame]:
 def steps_of_log(log: Path) -> list[tuple[int, Place]]:
     """Return the step and the place of each frame of a log that `find_logs` returned, in their order."""
     if log.is_dir():
-        return _steps_of_columns(log)
+        with damaged_as(f"the run log in {log}"):
+            return _steps_of_columns(log)
     return [*read_lines(log, lambda line: (int((told := orjson.loads(line))["step"]), read_place(told["place"])))]
 
 
@@ -130,7 +132,13 @@ def _read_lines(file: Path) -> Iterator[Finding]:
     for number, line in enumerate(read_bounded(file, LARGEST_STATE, follow=True).split(b"\n")[:-1], 1):
         try:
             finding = finding_of(orjson.loads(line))
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            if (
+                type(finding.count) is not int
+                or not isinstance(finding.step, int | None)
+                or finding.severity not in ("error", "warning", "info")
+            ):
+                raise ValueError("its step, count or severity is none")
+        except DAMAGED as error:
             leave_out(f"{file}, line {number}, is left out: it is not a finding ({error!r:.200})")
         else:
             yield finding

@@ -19,6 +19,7 @@ from trainprobe.engine.core.findings import place_in_words
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.storage.dumps.log import read_lines
 from trainprobe.engine.storage.dumps.record_log import decode
+from trainprobe.engine.storage.left_out import damaged_as
 from trainprobe.monitor.findings_of_run import all_findings
 from trainprobe.monitor.frames import F64, Frame, Series, SeriesTable, frame_of_step
 from trainprobe.monitor.history import History
@@ -52,7 +53,8 @@ class Tail:
         found: list[Frame] = []
         for log in find_logs(self.folder):
             if log.is_dir():
-                found += self._of_columns(log).frames()
+                with damaged_as(f"the run log in {log}"):
+                    found += self._of_columns(log).frames()
                 continue
             table = self._tables.setdefault(log, SeriesTable())
 

@@ -54,6 +54,7 @@ class Recorder:
     def __init__(self, settings: Settings, settings_watch: SettingsWatch | None = None) -> None:
         self.settings = settings
         self.guard = Guard(settings.on_error)
+        self.guard.farewell = "the config check stopped, everything else goes on"
         self.guard.on_trip(self._release)
         self.micro = 0
         self.finished = False

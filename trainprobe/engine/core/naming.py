@@ -15,13 +15,14 @@ from trainprobe.engine.core.guard import attempt
 INNER = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module"})  # what a wrapper that only forwards calls its child
 WRAPPERS = INNER | {"_orig_mod"}
 LEFT_OUT = "left out, as looking at it could change"  # begins a note of a step that names calls without their values
+_CONTROL = {number: repr(chr(number))[1:-1] for number in (*range(32), *range(127, 160))}
 ROOT = "root"  # the name under which the model itself is recorded
 Rename = Callable[[str], str]
 
 
 def utf8(text: str) -> str:
-    r"""Return text that can be written as UTF-8: half of a surrogate pair becomes its escape, `\ud800`."""
-    return text if text.isascii() else text.encode(errors="backslashreplace").decode()
+    r"""Return text as one line of UTF-8: a control character becomes its escape, such as `\n`, and half of a surrogate pair."""
+    return text if text.isprintable() else text.translate(_CONTROL).encode(errors="backslashreplace").decode()
 
 
 def logical_name(name: str, rename: Rename | None = None, *, outer_wrappers: int = 0) -> str:

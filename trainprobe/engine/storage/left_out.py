@@ -5,8 +5,19 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 
-from trainprobe.errors import FormatError
+from trainprobe.errors import FormatError, ProbeError
 
+# what reading a damaged file raises, whatever the reader
+DAMAGED = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    NotImplementedError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 _told: list[dict[str, None]] = []
 _MOST = 20  # sentences that are told one by one
 
@@ -19,6 +30,17 @@ def told() -> Generator[dict[str, None]]:
         yield _told[-1]
     finally:
         _told.pop()
+
+
+@contextmanager
+def damaged_as(what: str) -> Generator[None]:
+    """Turn what a damaged file makes its reader raise in here into a FormatError. what: the file, and what it is read as."""
+    try:
+        yield
+    except DAMAGED as error:
+        if isinstance(error, ProbeError):
+            raise
+        raise FormatError(f"{what} is damaged ({type(error).__name__}: {' '.join(str(error).split())[:200]})") from error
 
 
 def leave_out(sentence: str) -> None:

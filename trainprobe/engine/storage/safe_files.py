@@ -4,6 +4,7 @@ what is read is a regular file, and no more of it than it may hold.
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import stat
@@ -16,7 +17,7 @@ from trainprobe.errors import FormatError
 NO_LINK = getattr(os, "O_NOFOLLOW", 0)  # opening fails where the name is a link
 SMALL = 64 << 10  # bytes of a file that people write by hand
 LARGEST_TEXT = 1 << 26  # bytes of a file of settings, names or rules
-LONGEST_LINE = 1 << 28  # bytes of a line of a log
+LONGEST_LINE = 1 << 26  # bytes of a line of a log
 MOST_VALUES = 100_000  # of a YAML text, once its anchors are expanded
 LARGEST_STATE = 1 << 30  # bytes of a file that remembers a run
 
@@ -29,9 +30,17 @@ def write_whole(path: Path, data: bytes) -> None:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
         draft.replace(path)
-    except BaseException:
+    except BaseException as error:
         draft.unlink(missing_ok=True)
-        raise
+        if not isinstance(error, OSError) or error.errno not in (errno.EXDEV, errno.EBUSY):
+            raise
+        _write_over(path, data)  # a file that is mounted by itself: no rename reaches it
+
+
+def _write_over(path: Path, data: bytes) -> None:
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | NO_LINK | getattr(os, "O_BINARY", 0), 0o600)
+    with os.fdopen(handle, "wb") as file:
+        file.write(data)
 
 
 def regular(path: Path) -> Path:
@@ -60,7 +69,7 @@ def read_bounded(path: Path, most: int, *, follow: bool = False) -> bytes:
         size = os.fstat(file.fileno()).st_size
         if size > most:
             raise FormatError(f"{path} has {size} bytes, and more than {most} are not read")
-        return file.read(most)
+        return file.read(size)  # not `most`: that much room would be made
 
 
 def read_text(path: Path, most: int = LARGEST_TEXT) -> str:

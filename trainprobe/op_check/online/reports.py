@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import io
 from collections import Counter
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import orjson
 
 from trainprobe.engine.storage.safe_files import write_whole
+from trainprobe.engine.storage.sheet_cells import write_rows
 from trainprobe.errors import OutputError, UsageError
 from trainprobe.op_check.conclusion import said
 from trainprobe.op_check.dump import Row
@@ -51,10 +51,9 @@ class Report:
         if outcome in ("bug", "suspicious", "mode") and gravity > self._gravest:
             self._gravest, self._worst = gravity, said(row)
         table = io.StringIO()
-        writer = csv.writer(table)
         own = lines([here]) if here is not None else []
         for i, record in enumerate(lines([row])):
-            writer.writerow([*record.values(), own[i]["verdict"] if i < len(own) else "", nearer])
+            write_rows(table, [[*record.values(), own[i]["verdict"] if i < len(own) else "", nearer]])
         self._write(LOG, f"{line(row)}{f'; {nearer}' if nearer else ''}\n")
         self._write(TABLE, table.getvalue())
         if outcome == "bug" and self._replays < _REPLAYS:

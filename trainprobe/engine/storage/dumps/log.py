@@ -9,7 +9,7 @@ from typing import TypeVar
 from trainprobe.engine.core.records import StepData
 from trainprobe.engine.storage.dumps.layout import LOG_FILE, find_ranks, has_run_log
 from trainprobe.engine.storage.dumps.record_log import decode
-from trainprobe.engine.storage.left_out import leave_out
+from trainprobe.engine.storage.left_out import DAMAGED, leave_out
 from trainprobe.engine.storage.safe_files import lines_of, open_to_read
 from trainprobe.errors import FormatError
 
@@ -41,7 +41,7 @@ def read_lines(file: Path, read: Callable[[bytes], T], start: int = 0) -> Iterat
                 return
             try:
                 found = read(line)
-            except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+            except DAMAGED as error:
                 behind = f" behind byte {start}" if start else ""
                 leave_out(f"{file}, line {number}{behind}, is left out: it is not a line of a record log ({error!r:.200})")
             else:

@@ -127,7 +127,7 @@ def _read_rank(path: Path) -> StoredStepData:
         try:
             if entry is not call:
                 _fill(call, entry, leaves)
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
+        except (ArithmeticError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise FormatError(f"{path}: entry {name!r} cannot be read: {error}") from None
         calls.append(call)
         by_name[name] = call

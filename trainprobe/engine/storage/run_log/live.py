@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.ipc as ipc
 
 from trainprobe.engine.storage.run_log.schema import SCHEMA
-from trainprobe.engine.storage.safe_files import NO_LINK, open_to_read
+from trainprobe.engine.storage.safe_files import NO_LINK, regular
 
 STREAM = b"trainprobe.stream"  # names a stream in its schema, and in that of the segment which is made of it
 _OPTIONS = ipc.IpcWriteOptions(compression="lz4", use_threads=False, emit_dictionary_deltas=True)
@@ -83,9 +83,9 @@ def read_stream(path: Path) -> tuple[pa.Schema | None, list[pa.RecordBatch]]:
     batches: list[pa.RecordBatch] = []
     schema = None
     try:
-        with open_to_read(path) as file, ipc.open_stream(file) as stream:
+        with pa.memory_map(str(regular(path))) as file, ipc.open_stream(file) as stream:  # a length that lies reserves nothing
             schema = stream.schema
             while True:
                 batches.append(stream.read_next_batch())
-    except (StopIteration, pa.ArrowInvalid, OSError):  # the end, or where a kill tore it
+    except (StopIteration, pa.ArrowException, MemoryError, OSError):  # the end, or where a kill tore it
         return schema, batches
