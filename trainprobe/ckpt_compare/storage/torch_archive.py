@@ -248,6 +248,15 @@ def _storage_finder(path: str, places: Places) -> Callable[[Any], _Storage]:
         kind, cls, key = pid[0], str(pid[1]), str(pid[2])
         if kind != "storage":
             raise FormatError(f"{path} refers to an unknown kind of data, {kind!r}")
+        place, told = places.get(key), pid[4] if len(pid) > 4 else None
+        if (
+            place is not None
+            and isinstance(told, int)
+            and told * number_format(cls.removeprefix("storage:")).itemsize != place[1]
+        ):
+            raise FormatError(
+                f"{path} is damaged: storage {key} is said to have {told} elements of {cls}, and has {place[1]} bytes"
+            )
         return _Storage(path, key, cls.removeprefix("storage:"), places)
 
     return find

@@ -24,6 +24,7 @@ from trainprobe.engine.storage.dumps.layout import CONSTRUCT_FILE, DEBUG_FILE, D
 from trainprobe.engine.storage.dumps.leaves import Leaves, NoNumber, ReadTensors, are_packed, describe
 from trainprobe.engine.storage.kernel_dumps.file_names import holds_kernels, parse_name
 from trainprobe.engine.storage.kernel_dumps.read import read_kernels
+from trainprobe.engine.storage.left_out import damaged_as
 from trainprobe.engine.storage.safe_files import open_to_read, read_bounded
 from trainprobe.errors import FormatError
 
@@ -40,11 +41,10 @@ def read(path: Path | str) -> StoredStepData:
     path = Path(path)
     if parse_name(path) is not None and path.is_file():
         return read_kernels(path)
-    if path.is_file():
-        return _read_rank(path)
-    for name in (DUMP_FILE, DEBUG_FILE):
-        if (path / name).is_file():
-            return _read_rank(path / name)
+    for file in (path, path / DUMP_FILE, path / DEBUG_FILE):
+        if file.is_file():
+            with damaged_as(str(file)):
+                return _read_rank(file)
     if holds_kernels(path):
         return read_kernels(path)
     ranks = find_ranks(path)

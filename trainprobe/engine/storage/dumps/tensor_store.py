@@ -131,6 +131,7 @@ class SafetensorsReader:
             not (0 <= begin <= end <= size)
             or math.prod(entry["shape"]) * bits != 8 * (end - begin)
             or min([0, *entry["shape"]]) < 0
+            or len(entry["shape"]) > 64  # NumPy has no more dimensions
         ):
             raise ValueError(f"{key!r} is said to lie at {begin} to {end} of {size} bytes with shape {entry['shape']}")
 
