@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 from trainprobe.errors import FormatError
 
 NO_LINK = getattr(os, "O_NOFOLLOW", 0)  # opening fails where the name is a link
+PRIVATE = 0o600  # who may read what is written; `chmod -R g+rX FOLDER` shares it
 SMALL = 64 << 10  # bytes of a file that people write by hand
 LARGEST_TEXT = 1 << 26  # bytes of a file of settings, names or rules
 LONGEST_LINE = 1 << 26  # bytes of a line of a log
@@ -22,10 +23,22 @@ MOST_VALUES = 100_000  # of a YAML text, once its anchors are expanded
 LARGEST_STATE = 1 << 30  # bytes of a file that remembers a run
 
 
+def private_folder(folder: Path) -> None:
+    """Make a folder that this user alone may enter, unless it is there. Raises OSError."""
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(0o700, exist_ok=True)
+
+
+def open_private(path: Path, mode: str, **options: Any) -> Any:
+    """Open a file to write it, which only this user may read: it may hold prompts, weights and settings. Raises OSError."""
+    return open(path, mode, opener=lambda name, flags: os.open(name, flags | NO_LINK, PRIVATE), **options)
+
+
 def write_whole(path: Path, data: bytes) -> None:
     """Write a file that is the old one or the new one at any time. Its folder must exist. Raises OSError."""
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
-    handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINK | getattr(os, "O_BINARY", 0), 0o666)
+    handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINK | getattr(os, "O_BINARY", 0), PRIVATE)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
@@ -38,7 +51,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def _write_over(path: Path, data: bytes) -> None:
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | NO_LINK | getattr(os, "O_BINARY", 0), 0o600)
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | NO_LINK | getattr(os, "O_BINARY", 0), PRIVATE)
     with os.fdopen(handle, "wb") as file:
         file.write(data)
 

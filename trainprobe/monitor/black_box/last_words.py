@@ -14,7 +14,7 @@ import signal
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from trainprobe.engine.storage.safe_files import LARGEST_TEXT, read_bounded
+from trainprobe.engine.storage.safe_files import LARGEST_TEXT, open_private, read_bounded
 
 FAULT_FILE, TERMINATED_FILE = "black_box.fault", "black_box.terminated"
 _alive: dict[int, LastWords] = {}
@@ -60,7 +60,7 @@ class LastWords:
 
     def _open(self, name: str) -> BinaryIO:
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._files.append((self._folder / name).open("wb", buffering=0))  # type: ignore[arg-type]
+        self._files.append(open_private(self._folder / name, "wb", buffering=0))  # type: ignore[arg-type]
         return self._files[-1]
 
 

@@ -20,7 +20,7 @@ import zlib
 from pathlib import Path
 
 from trainprobe.engine.core.position import BYTES, Where, read_position
-from trainprobe.engine.storage.safe_files import open_to_read
+from trainprobe.engine.storage.safe_files import open_private, open_to_read
 from trainprobe.errors import FormatError, OutputError
 
 MAGIC = b"TPBOX\0\0\3"
@@ -45,7 +45,7 @@ class Ring:
         size = self._first + self.slot_bytes * slots
         path.unlink(missing_ok=True)
         draft = path.with_name(f".{path.name}.partial")  # a reader finds a ring there, or nothing
-        with draft.open("w+b") as file:
+        with open_private(draft, "w+b") as file:
             try:
                 if hasattr(os, "posix_fallocate"):
                     os.posix_fallocate(file.fileno(), 0, size)

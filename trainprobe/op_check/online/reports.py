@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from trainprobe.engine.storage.safe_files import write_whole
+from trainprobe.engine.storage.safe_files import open_private, private_folder, write_whole
 from trainprobe.engine.storage.sheet_cells import write_rows
 from trainprobe.errors import OutputError, UsageError
 from trainprobe.op_check.conclusion import said
@@ -36,7 +36,7 @@ class Report:
         self._gravest = (-1, 0.0)
         self._replays = 0
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            private_folder(self.folder)
         except OSError as error:
             raise OutputError(f"cannot write {self.folder}: {error}") from error
         if not (self.folder / TABLE).exists():
@@ -99,7 +99,7 @@ class Report:
 
     def _write(self, name: str, text: str) -> None:
         try:
-            with (self.folder / name).open("a", encoding="utf-8", newline="") as file:
+            with open_private(self.folder / name, "a", encoding="utf-8", newline="") as file:
                 file.write(text)
         except OSError as error:
             raise OutputError(f"cannot write {self.folder / name}: {error}") from error

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from trainprobe.engine.storage.dumps.layout import LIVE_FILE, find_segments, next_segment
 from trainprobe.engine.storage.run_log.live import STREAM, LiveStream, read_stream
 from trainprobe.engine.storage.run_log.schema import COLUMNS, FLOATS, SCHEMA, WORDS
-from trainprobe.engine.storage.safe_files import NO_LINK, regular
+from trainprobe.engine.storage.safe_files import NO_LINK, PRIVATE, regular
 from trainprobe.errors import FormatError
 
 ROW_GROUP = 1 << 17
@@ -99,7 +99,7 @@ def write_segment(path: Path, table: pa.Table) -> None:
 def _write(path: Path, schema: pa.Schema, column: Callable[[str], Column]) -> None:
     draft = path.with_name(f".{path.name}.partial")
     draft.unlink(missing_ok=True)
-    handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINK | getattr(os, "O_BINARY", 0), 0o644)
+    handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINK | getattr(os, "O_BINARY", 0), PRIVATE)
     with os.fdopen(handle, "wb") as file:
         pq.write_table(
             _sorted(schema, column),
