@@ -1,4 +1,4 @@
-"""Every file that a command reads, damaged and replaced by what never ends: an answer or one sentence, in time, never "healthy".
+"""Every file that a command reads, damaged or replaced by what never ends: an answer or one sentence, and never "healthy".
 
 A reader is one row of `READERS`: the small real input that `hostile_material.py` writes, which of its files are damaged, and
 the commands that read them. The commands run in processes of their own, within a limit of time and of memory.
@@ -118,7 +118,8 @@ def answer(
         return BOMB, said
     if "is a fault of trainprobe" in said:
         return TRACEBACK, said
-    claimed = code in reader.healthy or (reader.healthy and code == 0) or (code == 0 and _FINE.search(said))
+    told = "is not in the log" in said  # a stream that a kill tore looks the same
+    claimed = not told and (code in reader.healthy or (reader.healthy and code == 0) or (code == 0 and _FINE.search(said)))
     if reader.judges and claimed and file.name not in reader.harmless and not reader.same(place / "x", sound):
         return HEALTHY, said
     return ANSWERED, said
@@ -191,9 +192,8 @@ def test_no_damaged_file_hangs_a_reader_or_is_a_fault_of_the_tool_or_called_heal
 
 
 def table(count: int | None, names: list[str]) -> None:
-    """Print how often which answer was given, a line for each reader, and write what was wrong into `hostile.log`."""
-    log = Path(os.environ.get("HOSTILE_LOG", "hostile.log")).open("w")
-    with tempfile.TemporaryDirectory() as made:
+    """Print how often which answer was given, a line for each reader; HOSTILE_LOG names a file for what was wrong."""
+    with tempfile.TemporaryDirectory() as made, Path(os.environ.get("HOSTILE_LOG", os.devnull)).open("w") as log:
         root = Path(made)
         write_material(root / "material")
         for reader in READERS:
@@ -202,15 +202,11 @@ def table(count: int | None, names: list[str]) -> None:
             found = run(reader, root / "material" / reader.material, root / "place", count)
             kinds = Counter(kind for kind, _ in found.values())
             print(
-                f"| {reader.name} | {len(found)} | "
-                + " | ".join(str(kinds[k]) for k in (HANG, BOMB, TRACEBACK, HEALTHY))
-                + " |"
+                "|", reader.name, "|", len(found), *(f"| {kinds[k]}" for k in (HANG, BOMB, TRACEBACK, HEALTHY)), "|", flush=True
             )
-            sys.stdout.flush()
             for number, (kind, said) in found.items():
                 if kind != ANSWERED:
-                    print(f"=== {reader.name} {number} {kind}\n{said[-3000:]}", file=log)
-            log.flush()
+                    print(f"=== {reader.name} {number} {kind}\n{said[-3000:]}", file=log, flush=True)
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     print(f"{used.ru_utime + used.ru_stime:.0f} s of CPU")
 

@@ -201,6 +201,59 @@ def test_everything_is_caught_only_by_the_guard() -> None:
     assert wrong == []
 
 
+_OPENS = {
+    "open",
+    "read_text",
+    "read_bytes",
+    "load",
+    "memmap",
+    "fromfile",
+    "ZipFile",
+    "read_table",
+    "read_schema",
+    "read_metadata",
+}
+_OPENS |= {"safe_open", "memory_map"}
+_OPENED_SAFELY = re.compile(
+    r"regular\(|__file__|resources|files\(|/proc/|io\.BytesIO|distribution\.|\bfiles\[|shared\(|\bpart\."
+)
+# rooms that read what they wrote themselves a moment ago, keys that a person names, and what runs in no reader
+_OWN_FILES = ("self_test/", "demo/", "parity/", "op_check/online/certs.py", "config_check/capture/packages.py")
+_NOT_FILES = re.compile(
+    r"(json|tomllib|webbrowser|torch_archive|self|probe|_probe|tap|scheduler|writer|super\(\)|get\(name\)|torch_dcp|huggingface|safe_files|f)\.|formats\."
+)
+
+
+def _reads(node: ast.Call) -> bool:
+    """Whether a call opens a file for reading by its own means."""
+    if not isinstance(node.func, ast.Attribute) or node.func.attr not in _OPENS or _NOT_FILES.match(ast.unparse(node.func)):
+        return False
+    owner = ast.unparse(node.func.value)
+    if node.func.attr == "load" and owner not in ("np", "torch", "numpy"):
+        return False
+    if node.func.attr == "open" and owner in ("tarfile", "os", "ipc"):
+        return owner == "tarfile"
+    given = [part for a in (*node.args, *(k.value for k in node.keywords)) for part in ast.walk(a)]
+    modes = [part.value for part in given if isinstance(part, ast.Constant)]
+    writes = any(
+        isinstance(mode, str) and re.fullmatch(r"[rwax]?[bt]*\+?[bt]*", mode) and set(mode) & set("wax+") for mode in modes
+    )
+    return not writes
+
+
+def test_a_file_is_opened_for_reading_in_one_way() -> None:
+    """`safe_files` refuses pipes and devices and bounds what is read; libraries that open a file get `regular(path)`."""
+    wrong: list[str] = []
+    for path in FILES:
+        inside = path.relative_to(PACKAGE).as_posix()
+        if inside.startswith(_OWN_FILES) or inside == "engine/storage/safe_files.py":
+            continue
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Call) and _reads(node) and not _OPENED_SAFELY.search(ast.unparse(node)):
+                wrong.append(f"{relative(path)}:{node.lineno} {ast.unparse(node)[:80]}")
+    assert wrong == []
+
+
 def test_importing_the_package_takes_a_moment_and_no_library() -> None:
     code = (
         "import sys, time; start = time.process_time(); import trainprobe; spent = time.process_time() - start; "

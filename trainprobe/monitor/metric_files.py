@@ -143,6 +143,7 @@ def _tidy_record(row: dict[str, str], values: dict[str, float | int], path: Path
             raise ValueError(f"{rank} is no rank")
         if row["kind"] is None or row["name"] is None:
             raise ValueError("the row has not all columns")
+        shape = _shape(row)
     except (TypeError, ValueError) as error:
         raise FormatError(f"{path}, line {line}: {error}") from error
     kind: Kind = row["kind"]  # pyright: ignore[reportAssignmentType]
@@ -151,7 +152,7 @@ def _tidy_record(row: dict[str, str], values: dict[str, float | int], path: Path
     if phase_text and phase_text not in _PHASES:
         raise FormatError(f"{path}, line {line}: {phase_text!r} is not a phase (there are: {', '.join(_PHASES)})")
     phase: Phase = phase_text or _phase(kind, slot)  # pyright: ignore[reportAssignmentType]
-    return Record(Step(step, micro, phase), Place(rank), where, row.get("dtype") or "", _shape(row), values)
+    return Record(Step(step, micro, phase), Place(rank), where, row.get("dtype") or "", shape, values)
 
 
 _PHASES = get_args(Phase)

@@ -43,11 +43,17 @@ def damaged_as(what: str) -> Generator[None]:
         raise FormatError(f"{what} is damaged ({type(error).__name__}: {' '.join(str(error).split())[:200]})") from error
 
 
+def tell(sentence: str) -> None:
+    """Tell what is not in a file, where anybody collects what is left out."""
+    if _told:
+        _told[-1][sentence if len(_told[-1]) < _MOST else "further parts are left out"] = None
+
+
 def leave_out(sentence: str) -> None:
     """Tell that a part of a file is left out. Raises FormatError where nobody collects what is."""
     if not _told:
         raise FormatError(sentence)
-    _told[-1][sentence if len(_told[-1]) < _MOST else "further parts are left out"] = None
+    tell(sentence)
 
 
 def left_out_so_far() -> list[str]:

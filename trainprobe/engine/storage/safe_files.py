@@ -43,11 +43,14 @@ def write_whole(path: Path, data: bytes) -> None:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
         draft.replace(path)
-    except BaseException as error:
+    except OSError as error:
         draft.unlink(missing_ok=True)
-        if not isinstance(error, OSError) or error.errno not in (errno.EXDEV, errno.EBUSY):
+        if error.errno not in (errno.EXDEV, errno.EBUSY):
             raise
         _write_over(path, data)  # a file that is mounted by itself: no rename reaches it
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
 
 
 def _write_over(path: Path, data: bytes) -> None:

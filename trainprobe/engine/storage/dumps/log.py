@@ -9,7 +9,7 @@ from typing import TypeVar
 from trainprobe.engine.core.records import StepData
 from trainprobe.engine.storage.dumps.layout import LOG_FILE, find_ranks, has_run_log
 from trainprobe.engine.storage.dumps.record_log import decode
-from trainprobe.engine.storage.left_out import DAMAGED, leave_out
+from trainprobe.engine.storage.left_out import DAMAGED, leave_out, tell
 from trainprobe.engine.storage.safe_files import lines_of, open_to_read
 from trainprobe.errors import FormatError
 
@@ -32,12 +32,17 @@ def read_log(path: Path | str) -> Iterator[StepData]:
     yield from read_lines(file, decode)
 
 
-def read_lines(file: Path, read: Callable[[bytes], T], start: int = 0) -> Iterator[T]:
-    """Yield what `read` makes of each whole line from byte `start` on; a line that it cannot read is left out and told."""
+def read_lines(file: Path, read: Callable[[bytes], T], start: int | None = None) -> Iterator[T]:
+    """Yield what `read` makes of each whole line; a line that it cannot read, and a torn end, are left out and told.
+
+    start: the first byte, of a file that is followed while it grows.
+    """
     with open_to_read(file) as lines:
-        lines.seek(start)
+        lines.seek(start or 0)
         for number, line in enumerate(lines_of(lines, file), 1):
             if not line.endswith(b"\n"):
+                if start is None:
+                    tell(f"{file} ends within line {number}: the run was killed or goes on, or the file was cut")
                 return
             try:
                 found = read(line)
