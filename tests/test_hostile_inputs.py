@@ -114,7 +114,7 @@ def answer(
         except SystemExit as end:
             code = end.code
     said = f"trainprobe {' '.join(arguments)} → {code}\n{printed.getvalue()}"
-    if "MemoryError" in said or "cannot allocate memory" in said.lower():
+    if "MemoryError" in said:
         return BOMB, said
     if "is a fault of trainprobe" in said:
         return TRACEBACK, said

@@ -243,15 +243,11 @@ def _reads(node: ast.Call) -> bool:
 
 def test_a_file_is_opened_for_reading_in_one_way() -> None:
     """`safe_files` refuses pipes and devices and bounds what is read; libraries that open a file get `regular(path)`."""
-    wrong: list[str] = []
-    for path in FILES:
-        inside = path.relative_to(PACKAGE).as_posix()
-        if inside.startswith(_OWN_FILES) or inside == "engine/storage/safe_files.py":
-            continue
-        for node in ast.walk(tree(path)):
-            if isinstance(node, ast.Call) and _reads(node) and not _OPENED_SAFELY.search(ast.unparse(node)):
-                wrong.append(f"{relative(path)}:{node.lineno} {ast.unparse(node)[:80]}")
-    assert wrong == []
+    inside = {path: path.relative_to(PACKAGE).as_posix() for path in FILES}
+    readers = [path for path in FILES if not inside[path].startswith((*_OWN_FILES, "engine/storage/safe_files.py"))]
+    calls = ((path, node) for path in readers for node in ast.walk(tree(path)) if isinstance(node, ast.Call) and _reads(node))
+    found = [f"{relative(path)}:{node.lineno} {ast.unparse(node)[:80]}" for path, node in calls]
+    assert [call for call in found if not _OPENED_SAFELY.search(call)] == []
 
 
 def test_importing_the_package_takes_a_moment_and_no_library() -> None:
