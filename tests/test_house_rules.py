@@ -24,6 +24,7 @@ FILES = sorted(path for path in PACKAGE.rglob("*.py") if "__pycache__" not in pa
 STOREYS = {
     "trainprobe": 0,
     "trainprobe.errors": 0,
+    "trainprobe.unobserved": 0,
     "trainprobe.engine": 2,
     **dict.fromkeys(
         [
@@ -198,6 +199,55 @@ def test_everything_is_caught_only_by_the_guard() -> None:
                 if {"Exception", "BaseException", "everything"} & set(kinds.strip("()").replace(" ", "").split(",")):
                     wrong.append(f"{relative(path)}:{node.lineno} catches {kinds}")
     assert wrong == []
+
+
+_OPENS = {
+    "open",
+    "read_text",
+    "read_bytes",
+    "load",
+    "memmap",
+    "fromfile",
+    "ZipFile",
+    "read_table",
+    "read_schema",
+    "read_metadata",
+}
+_OPENS |= {"safe_open", "memory_map"}
+_OPENED_SAFELY = re.compile(
+    r"regular\(|__file__|resources|files\(|/proc/|io\.BytesIO|distribution\.|\bfiles\[|shared\(|\bpart\."
+)
+# rooms that read what they wrote themselves a moment ago, keys that a person names, and what runs in no reader
+_OWN_FILES = ("self_test/", "demo/", "parity/", "op_check/online/certs.py", "config_check/capture/packages.py")
+_NOT_FILES = re.compile(
+    r"(json|tomllib|webbrowser|torch_archive|self|probe|_probe|tap|scheduler|writer|super\(\)|get\(name\)|torch_dcp|huggingface|safe_files|f)\.|formats\."
+)
+
+
+def _reads(node: ast.Call) -> bool:
+    """Whether a call opens a file for reading by its own means."""
+    if not isinstance(node.func, ast.Attribute) or node.func.attr not in _OPENS or _NOT_FILES.match(ast.unparse(node.func)):
+        return False
+    owner = ast.unparse(node.func.value)
+    if node.func.attr == "load" and owner not in ("np", "torch", "numpy"):
+        return False
+    if node.func.attr == "open" and owner in ("tarfile", "os", "ipc"):
+        return owner == "tarfile"
+    given = [part for a in (*node.args, *(k.value for k in node.keywords)) for part in ast.walk(a)]
+    modes = [part.value for part in given if isinstance(part, ast.Constant)]
+    writes = any(
+        isinstance(mode, str) and re.fullmatch(r"[rwax]?[bt]*\+?[bt]*", mode) and set(mode) & set("wax+") for mode in modes
+    )
+    return not writes
+
+
+def test_a_file_is_opened_for_reading_in_one_way() -> None:
+    """`safe_files` refuses pipes and devices and bounds what is read; libraries that open a file get `regular(path)`."""
+    inside = {path: path.relative_to(PACKAGE).as_posix() for path in FILES}
+    readers = [path for path in FILES if not inside[path].startswith((*_OWN_FILES, "engine/storage/safe_files.py"))]
+    calls = ((path, node) for path in readers for node in ast.walk(tree(path)) if isinstance(node, ast.Call) and _reads(node))
+    found = [f"{relative(path)}:{node.lineno} {ast.unparse(node)[:80]}" for path, node in calls]
+    assert [call for call in found if not _OPENED_SAFELY.search(call)] == []
 
 
 def test_importing_the_package_takes_a_moment_and_no_library() -> None:

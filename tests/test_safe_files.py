@@ -36,14 +36,30 @@ def train(output, steps=3, loss_name="loss", **plan):
     return probe
 
 
-def test_a_file_is_written_whole_and_as_other_files_are(tmp_path):
+def test_a_file_is_written_whole_and_for_this_user_alone(tmp_path):
     path = tmp_path / "state.json"
     write_whole(path, b"first")
     write_whole(path, b"second")
-    (tmp_path / "plain").write_bytes(b"")
     assert path.read_bytes() == b"second"
-    assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE((tmp_path / "plain").stat().st_mode)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["plain", "state.json"]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert [p.name for p in tmp_path.iterdir()] == ["state.json"]
+
+
+def test_a_file_that_is_mounted_by_itself_is_written_over(tmp_path):
+    """As a container mounts a single file: no rename reaches it."""
+    for name in ("behind", "pack.zip"):
+        (tmp_path / name).write_bytes(b"an older and longer one")
+    code = "import sys, pathlib; from trainprobe.engine.storage.safe_files import write_whole; "
+    code += "write_whole(pathlib.Path(sys.argv[1]), b'new')"
+    script = f'mount --bind "$1/behind" "$1/pack.zip" && exec "$2" -c "{code}" "$1/pack.zip"'
+    ran = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", script, "sh", tmp_path, sys.executable], capture_output=True, text=True, check=False
+    )
+    if "Operation not permitted" in ran.stderr or "mount:" in ran.stderr:
+        pytest.skip(f"this machine lets nobody mount: {ran.stderr}")
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert (tmp_path / "behind").read_bytes() == b"new"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["behind", "pack.zip"]
 
 
 def test_what_lies_behind_a_link_is_neither_written_nor_read(tmp_path):

@@ -4,9 +4,9 @@ A verb is one row here: its name, the module and function that carry it out (a t
 parameters, returning an exit code or None), and one line of help.
 
 Exit codes: 0, 1 and 2 are answers of a verb (its `--help` tells them); 3 there is no answer: a file, plan or folder cannot be
-used, which one sentence tells, or trainprobe itself failed, which a traceback tells; 64 the command line cannot be understood
-(EX_USAGE of sysexits.h); 130 interrupted; 141 the reader closed the pipe. With TRAINPROBE_TRACEBACK=1 an error that one
-sentence tells has its traceback as well.
+used or a part of it is damaged, which one sentence tells, or trainprobe itself failed, which a traceback tells; 64 the command
+line cannot be understood (EX_USAGE of sysexits.h); 130 interrupted; 141 the reader closed the pipe. With TRAINPROBE_TRACEBACK=1
+an error that one sentence tells has its traceback as well.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import traceback
 from contextlib import suppress
 from typing import Any
 
+from trainprobe.engine.storage.left_out import told
 from trainprobe.errors import ProbeError, did_you_mean
 
 VERBS: dict[str, tuple[str, str]] = {
@@ -72,7 +73,8 @@ NO_ANSWER, MISUSED, INTERRUPTED, UNREAD = 3, 64, 130, 141
 def main(argv: list[str] | None = None) -> int:
     """Run one verb and return its exit code (see the module text)."""
     try:
-        code = _answer(list(sys.argv[1:] if argv is None else argv))
+        with told() as left_out:
+            code = _answer(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
     except BrokenPipeError:
         return _unread()
@@ -92,6 +94,8 @@ def main(argv: list[str] | None = None) -> int:
         return _complain(
             f"{type(error).__name__} is a fault of trainprobe, not an answer: please report it with the lines above", NO_ANSWER
         )
+    for sentence in left_out:
+        code = _complain(sentence, code or NO_ANSWER)
     return code
 
 

@@ -11,6 +11,7 @@ from trainprobe.engine.core.records import Finding, Place, StepData
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.probe import Probe as EngineProbe
 from trainprobe.engine.program import Program, Schedule
+from trainprobe.engine.storage.safe_files import open_private
 from trainprobe.errors import OutputError, StopTraining
 from trainprobe.op_check.plan import OpCheckPlan
 from trainprobe.watching import Probe
@@ -181,7 +182,7 @@ class Log:
         try:
             if self._file is None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = self._path.open("a", encoding="utf-8")
+                self._file = open_private(self._path, "a", encoding="utf-8")
                 self._file.write(f"{self._head}\n" if self._head else "")
             self._file.write(f"{text}\n")
             self._file.flush()

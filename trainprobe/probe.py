@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -150,7 +151,7 @@ class Probe(EngineProbe):
         ended = self.closed
         super().close()
         if not ended and self.console.speaks and (self.begun or self.sentences):
-            self._print_end()
+            self.guard.keep_on(self._print_end)
 
     def __exit__(self, *error: object) -> None:
         """Close; an error that ends the training has the black box written out."""
@@ -234,6 +235,7 @@ class Probe(EngineProbe):
     # ---- what is written -----------------------------------------------------------------------------------------
 
     def _make_writer(self, place: Place) -> Writer:
+        from trainprobe.engine.storage.safe_files import private_folder
         from trainprobe.engine.storage.writer import open_writer
 
         plan = self.plan
@@ -241,6 +243,8 @@ class Probe(EngineProbe):
             plan = plan.model_copy(update={"sinks": (*plan.sinks, "dump")})
         more: dict[str, Any] = {}
         try:
+            with suppress(OSError):  # told below
+                private_folder(plan.output)  # before anything makes it by the way
             for program in self._at("sinks"):
                 more |= program.sinks(place)
             return open_writer(plan, place, self.findings.append, more)

@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from trainprobe.engine.core.naming import chunks_of
+from trainprobe.errors import ProbeError
 from trainprobe.probe import PlanSource as PlanSource
 from trainprobe.probe import Probe as Probe
+from trainprobe.unobserved import lacks_descriptors, unobserved
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -28,7 +30,9 @@ def probe_class(model: Any) -> type[Probe]:
 
 
 @contextmanager
-def watch(model: Any, optimizer: Any = None, plan: PlanSource = None, **overrides: Unpack[PlanFields]) -> Generator[Probe]:
+def watch(
+    model: Any, optimizer: Any = None, plan: PlanSource = None, **overrides: Unpack[PlanFields]
+) -> Generator[Probe]:
     """Watch a plain training loop of PyTorch, or of MindSpore where `model` is a cell.
 
         with trainprobe.watch(model, optimizer, plan="plan.yaml") as probe:
@@ -40,14 +44,22 @@ def watch(model: Any, optimizer: Any = None, plan: PlanSource = None, **override
     plan: path, dict, Plan or None; `overrides` are plan fields. Everything is written when the block ends. Warnings and errors
     are printed when they happen, and one line when the block ends, unless the plan says `console: false`.
     """
-    with probe_class(model)(plan, **overrides) as probe:
+    try:
+        probe = probe_class(model)(plan, **overrides)
+        if probe.framework == "pytorch":
+            from trainprobe.integrations.loop_checks import LoopChecks, wrong_optimizers
+    except (OSError, ProbeError) as fault:
+        if not lacks_descriptors(fault):
+            raise
+        instead: Any = unobserved()
+        yield instead
+        return
+    with probe:
         probe.open(model, optimizer)
         probe.watches_own_loop()
         if probe.framework != "pytorch":
             yield probe
             return
-        from trainprobe.integrations.loop_checks import LoopChecks, wrong_optimizers
-
         for finding in probe.guard.run(lambda *given: list(wrong_optimizers(*given)), model, optimizer) or ():
             probe.report_once(finding)
         del optimizer  # one that the training replaces is not kept

@@ -34,7 +34,7 @@ def test_a_world_gives_the_result_of_one_process_and_rank_zero_speaks(files, tmp
     script += "from trainprobe.cli import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", script, "ckpt-compare", *map(str, files), "--json"]
     subprocess.run([*command, str(tmp_path / "one.json")], check=False, timeout=60, capture_output=True)
-    port = str(free_port() - 17)
+    port = str(free_port())
     ranks = []
     for rank in range(size):
         env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}

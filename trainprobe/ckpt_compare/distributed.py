@@ -1,28 +1,33 @@
 """Share the measuring out over the processes of a torchrun world, or over Ray; the result is the same bit for bit.
 
 Every process opens both checkpoints, measures each n-th task, and gets everybody's outcomes back in the order of the tasks. In
-a torchrun world (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT in the environment) rank 0 gathers them over a socket of its own,
-as JSON; no tensor travels, and torch is not needed.
+a torchrun world (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT in the environment) they meet in torch.distributed's own store, the
+one by which the world itself found together: as JSON, no tensor travels, and nothing of ours listens.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from datetime import timedelta
+from functools import cache
 from typing import Any
 
 from trainprobe.ckpt_compare.tasks import Advance, Outcome, Task, perform, run
 from trainprobe.engine.compare.difference import Difference
 from trainprobe.engine.core.ray_cluster import cluster_cores, on_ray
+from trainprobe.engine.storage.dumps.tensor_files import load_torch
 from trainprobe.errors import CompareError
 
-PORT_AFTER = 17  # the socket listens this far behind MASTER_PORT, which torchrun itself uses
 PATIENCE = 600.0  # seconds that ranks wait for each other
+PART = 1 << 20  # bytes of one entry of the store
+LONGEST_LINE = 1 << 16  # bytes that one outcome may take
 Lines = list[list[Any]]
+_batches = itertools.count()
 
 
 def place(environment: Mapping[str, str] = os.environ) -> tuple[int, int]:
@@ -36,9 +41,11 @@ def run_distributed(tasks: Sequence[Task], threads: int | None = None, advance: 
     if size == 1:
         return run(tasks, threads, advance)
     mine = [_packed(o) for o in run(tasks[rank::size], threads, advance)]
-    address = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ["MASTER_PORT"]) + PORT_AFTER
-    shares = _serve(mine, address, size) if rank == 0 else _send(mine, address, rank)
-    return [_unpacked(shares[i % size][i // size]) for i in range(len(tasks))]
+    shares = _exchange(mine, [len(tasks[i::size]) for i in range(size)], rank)
+    try:
+        return [_unpacked(shares[i % size][i // size]) for i in range(len(tasks))]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CompareError(f"what another rank sent is no outcome of a comparison: {error!r:.200}") from error
 
 
 def run_on_ray(tasks: Sequence[Task], threads: int | None = None, advance: Advance | None = None) -> list[Outcome]:
@@ -65,46 +72,50 @@ def _unpacked(line: list[Any]) -> Outcome:
     return Outcome(row, Difference(**difference, at=None if at is None else tuple(at)), failure)
 
 
-def _serve(mine: Lines, address: tuple[str, int], size: int) -> list[Lines]:
-    """Take every other rank's outcomes, then give everybody all of them."""
-    shares: list[Lines] = [mine, *([] for _ in range(size - 1))]
-    with socket.create_server(("", address[1])) as server:
-        server.settimeout(PATIENCE)
-        waiting: list[socket.socket] = []
-        try:
-            while len(waiting) < size - 1:
-                peer, _ = server.accept()
-                rank, share = _receive(peer)
-                shares[rank] = share
-                waiting.append(peer)
-        except TimeoutError as error:
-            raise CompareError(f"only {len(waiting)} of {size - 1} other ranks reported within {PATIENCE:.0f} s") from error
-    for peer in waiting:  # the server is closed: who comes with the next batch waits until it opens again
-        with peer:
-            peer.sendall(json.dumps(shares).encode() + b"\n")
+def _exchange(mine: Lines, counts: Sequence[int], rank: int) -> list[Lines]:
+    """Put this rank's outcomes into the store and return those of all ranks. counts: how many each rank has to send.
+
+    Raises CompareError where a rank does not send what it has to within PATIENCE.
+    """
+    store, batch = _store(), f"trainprobe/{next(_batches)}"
+    text = json.dumps(mine).encode()
+    parts = [text[i : i + PART] for i in range(0, len(text), PART)]
+    for i, part in enumerate(parts):
+        store.set(f"{batch}/{rank}/{i}", part)
+    store.set(f"{batch}/{rank}", str(len(parts)))
+    shares = [mine if other == rank else _received(store, f"{batch}/{other}", other, n) for other, n in enumerate(counts)]
+    store.add(f"{batch}/read", 1)
+    deadline = time.monotonic() + PATIENCE
+    while rank == 0 and store.add(f"{batch}/read", 0) < len(counts) and time.monotonic() < deadline:
+        time.sleep(0.02)  # the store may end with rank 0
+    for other in range(len(counts) if rank == 0 else 0):  # a long comparison does not fill it
+        for i in range(int(store.get(f"{batch}/{other}"))):
+            store.delete_key(f"{batch}/{other}/{i}")
     return shares
 
 
-def _send(mine: Lines, address: tuple[str, int], rank: int) -> list[Lines]:
-    with _connected(address) as peer:
-        peer.sendall(json.dumps([rank, mine]).encode() + b"\n")
-        return _receive(peer)
+def _received(store: Any, key: str, rank: int, count: int) -> Lines:
+    try:
+        number = int(store.get(key))
+        if number > 1 + count * LONGEST_LINE // PART:
+            raise ValueError(f"{number} parts for {count} outcomes")
+        share = json.loads(b"".join(store.get(f"{key}/{i}") for i in range(number)))
+    except RuntimeError as error:  # of the store: it waits no longer
+        raise CompareError(f"rank {rank} did not report within {PATIENCE:.0f} s: {str(error)[:200]}") from error
+    except (ValueError, RecursionError) as error:
+        raise CompareError(f"rank {rank} reported what cannot be read: {error}") from error
+    if not isinstance(share, list) or len(share) != count:
+        raise CompareError(f"rank {rank} did not report its {count} outcomes: do all ranks compare the same two checkpoints?")
+    return share
 
 
-def _connected(address: tuple[str, int]) -> socket.socket:
-    deadline = time.monotonic() + PATIENCE
-    while True:
-        try:
-            peer = socket.create_connection(address, timeout=PATIENCE)
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise CompareError(f"rank 0 cannot be reached at {address[0]}:{address[1]}: {error}") from error
-            time.sleep(0.1)
-        else:
-            return peer
-
-
-def _receive(peer: socket.socket) -> Any:
-    peer.settimeout(PATIENCE)
-    with peer.makefile("rb") as stream:
-        return json.loads(stream.readline())
+@cache
+def _store() -> Any:
+    """Return the store of the world: that of torchrun where it has one, else one that rank 0 makes as torch does it."""
+    torch = load_torch("a comparison over several processes")
+    try:
+        made = next(iter(torch.distributed.rendezvous("env://", timeout=timedelta(seconds=PATIENCE))))
+    except (RuntimeError, ValueError) as error:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise CompareError(f"the ranks did not meet at {where}: {str(error)[:200]}") from error
+    return made[0]

@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
+from trainprobe.engine.storage.safe_files import open_to_read, regular
 from trainprobe.errors import FormatError
 
 
@@ -74,7 +75,7 @@ def refuse(path: Path) -> None:
 
 
 def _refuse_file(file: Path) -> None:
-    with file.open("rb") as content:
+    with open_to_read(file) as content:
         head = content.read(8)
     known = next((kind for start, kind in _BEGINNINGS.items() if head.startswith(start)), _ENDINGS.get(file.suffix))
     if known is not None:
@@ -90,9 +91,9 @@ def _members(file: Path, head: bytes) -> list[str]:
     """Return the names in a zip or tar archive; none of any other file."""
     try:
         if head.startswith(b"PK"):  # a tar archive ends with a zip archive where torch.save wrote its last member
-            with zipfile.ZipFile(file) as archive:
+            with zipfile.ZipFile(regular(file)) as archive:
                 return archive.namelist()
-        with tarfile.open(file, "r:") as archive:
+        with tarfile.open(regular(file), "r:") as archive:
             return [member.name for member in islice(archive, _MEMBERS)]
     except (zipfile.BadZipFile, tarfile.TarError, NotImplementedError, ValueError, OSError):
         return []

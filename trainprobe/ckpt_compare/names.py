@@ -12,16 +12,15 @@ from typing import Any
 from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor, gather
 from trainprobe.ckpt_compare.transforms import NEEDS, TRANSFORMS
 from trainprobe.engine.model_names import ADAPTER, TRAINED_WHOLE, NameMap, Rule, built_in, read_map
+from trainprobe.engine.storage.safe_files import read_text
 from trainprobe.errors import FormatError
 
 
 def _read(path: str) -> NameMap:
     try:
-        return read_map(Path(path).read_text(encoding="utf-8"), path)
+        return read_map(read_text(Path(path)), path)
     except OSError as error:
         raise FormatError(f"--names {path}: {error.strerror or error}; name a YAML file (docs/ckpt_compare.md)") from None
-    except UnicodeDecodeError as error:
-        raise FormatError(f"--names {path} is no text in UTF-8: {error.reason} at byte {error.start}") from None
 
 
 def find_map(checkpoint: Checkpoint, extra: Sequence[str] = ()) -> tuple[NameMap, str] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 import re
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from rich.text import Text
 
 from trainprobe.ckpt_compare.results import INCOMPLETE, Comparison, Row
 from trainprobe.ckpt_compare.verdict import TOLERATED, Verdict, by_error, relative
+from trainprobe.engine.storage.sheet_cells import write_rows
 from trainprobe.errors import OutputError
 
 COLUMNS = (
@@ -89,8 +89,7 @@ def write_csv(c: Comparison, path: Path) -> None:
     """Write one line a tensor, largest relative error first."""
     try:
         with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow(COLUMNS)
+            write_rows(file, [COLUMNS])
             for row in by_error(c.rows):
                 e = entry(row)
                 flat = {
@@ -102,7 +101,7 @@ def write_csv(c: Comparison, path: Path) -> None:
                     "shape_b": row.shape_b,
                 }
                 flat |= {"native_a": row.native_a, "native_b": row.native_b, "numel": row.difference.count or e["numel"]}
-                writer.writerow([_cell(flat[c]) for c in COLUMNS])
+                write_rows(file, [[_cell(flat[c]) for c in COLUMNS]])
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error}") from error
 

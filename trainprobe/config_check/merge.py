@@ -30,6 +30,11 @@ def merge_ranks(path: Path, world_size: int | None = None, wait: float = 0.0, si
         time.sleep(0.05)
     if not parts:
         raise FormatError(f"{path}: no packs of single ranks lie beside it ({path.stem}.rank0.zip …): nothing to merge")
+    ranks = [r for m in manifests.values() for r in m["ranks"]]
+    twice = sorted({r for r in ranks if ranks.count(r) > 1})
+    if twice:
+        holding = ", ".join(p.name for p, m in manifests.items() if twice[0] in m["ranks"])
+        raise FormatError(f"{path}: rank {twice[0]} stands in more than one pack ({holding}): remove the one of another run")
     missing = [r for r in range(expected) if r not in done]
     members = {n: content for part in parts.values() for n, content in part.items() if n != MANIFEST}
     heads = list(manifests.values())

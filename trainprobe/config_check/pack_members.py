@@ -13,6 +13,7 @@ import zlib
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from trainprobe.engine.storage.safe_files import regular
 from trainprobe.errors import FormatError, UnsafeFile
 
 LARGEST_MEMBER = 256 << 20  # bytes, unpacked
@@ -26,7 +27,7 @@ def read_members(path: Path) -> dict[str, bytes]:
     if path.is_dir():
         raise FormatError(f"{path}: is a folder, and a pack is a zip file")
     try:
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(regular(path)) as archive:
             entries = [entry for entry in archive.infolist() if not entry.is_dir()]
             _refuse_harm(path, entries)
             return {entry.filename: archive.read(entry) for entry in entries}

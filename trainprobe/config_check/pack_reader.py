@@ -13,6 +13,7 @@ from typing import Any
 from trainprobe.config_check.msprobe_pack import is_msprobe, read_msprobe
 from trainprobe.config_check.pack import BY_MICRO_STEP, CAPTURES, FORMAT, MANIFEST, VERSION, Pack, RankPack
 from trainprobe.config_check.pack_members import parse_json, read_members
+from trainprobe.engine.core.records import MOST_RANKS
 from trainprobe.errors import FormatError
 
 _MEMBER = re.compile(r"rank(\d{1,6})/(?:(dataset|weights)/micro(\d{1,9})|([a-z]+))\.json")
@@ -55,6 +56,14 @@ def checked_manifest(path: Path, members: dict[str, bytes]) -> dict[str, Any]:
         raise FormatError(f"{path}: the format version {version!r} in {MANIFEST} is not a number")
     if version > VERSION:
         raise FormatError(f"{path}: has format version {version} and this trainprobe reads up to {VERSION}: update trainprobe")
+    ranks, world_size = manifest.setdefault("ranks", []), manifest.setdefault("world_size", 1)
+    if not (_counts([world_size]) and isinstance(ranks, list) and _counts(ranks)):
+        raise FormatError(
+            f"{path}: {MANIFEST} holds ranks {str(ranks)[:50]} of {str(world_size)[:50]}: it was edited or damaged"
+        )
+    for name in ("captures", "notes"):
+        manifest[name] = [str(one) for one in manifest.get(name) or () if isinstance(one, str)]
+    manifest["micro_steps"] = manifest.get("micro_steps") if _counts([manifest.get("micro_steps")]) else 0
     listed = manifest.get("members")
     if not isinstance(listed, dict):
         raise FormatError(f"{path}: {MANIFEST} lists no members: it was edited or damaged")
@@ -67,6 +76,11 @@ def checked_manifest(path: Path, members: dict[str, bytes]) -> dict[str, Any]:
         if hashlib.sha256(members[name]).hexdigest() != recorded:
             raise FormatError(f"{path}: {name!r} does not fit its sha256 in {MANIFEST}: it was edited or damaged")
     return manifest
+
+
+def _counts(numbers: list[Any]) -> bool:
+    """Return whether all are whole numbers that a job can have of anything."""
+    return all(type(number) is int and 0 <= number <= MOST_RANKS for number in numbers)
 
 
 def _assemble(path: Path, members: dict[str, bytes], manifest: dict[str, Any]) -> Pack:

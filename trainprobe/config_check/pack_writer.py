@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 import threading
 import time
 import zipfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import orjson
 
 from trainprobe import __version__
 from trainprobe.config_check.pack import CAPTURES, FORMAT, MANIFEST, VERSION, member_name
+from trainprobe.engine.storage.safe_files import write_whole
 from trainprobe.errors import OutputError
 
 PAUSE = 2.0  # seconds between two rewrites while a run goes on
@@ -126,7 +127,8 @@ class PackWriter:
                         return
                 begun = time.monotonic()
                 self._take()
-                self._write(complete=False)
+                with suppress(OutputError):  # the disk may be full for a moment; the last attempt, of close(), tells
+                    self._write(complete=False)
                 written = time.monotonic()
                 pause = max(PAUSE, (written - begun) / SHARE)
         except _FAULTS as fault:  # told by close(), in the thread of the caller
@@ -136,7 +138,11 @@ class PackWriter:
         with self._wake:
             batch, self._queue = self._queue, []
         for name, content, micro_steps in batch:
-            self._members[name] = Member(to_json(content() if callable(content) else content))
+            try:
+                self._members[name] = Member(to_json(content() if callable(content) else content))
+            except _FAULTS as fault:
+                self.note(f"{name} was not captured: {type(fault).__name__}: {fault}")
+                continue
             self._micro_steps = max(self._micro_steps, micro_steps)  # counts what is in the pack, not what waits for its turn
 
     def _write(self, *, complete: bool) -> None:
@@ -169,14 +175,11 @@ def _write_members(path: Path, members: Mapping[str, Member], head: Mapping[str,
         "members": {n: {"sha256": m.sha256, "bytes": len(m.content)} for n, m in sorted(members.items())},
     }
     buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED if compress else zipfile.ZIP_STORED, compresslevel=3) as archive:
-        archive.writestr(MANIFEST, to_json(manifest))
-        for name, member in sorted(members.items()):
-            archive.writestr(name, member.content)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    method = zipfile.ZIP_DEFLATED if compress else zipfile.ZIP_STORED
+    with zipfile.ZipFile(buffer, "w", compresslevel=3) as archive:
+        for name, content in ((MANIFEST, to_json(manifest)), *((n, m.content) for n, m in sorted(members.items()))):
+            archive.writestr(zipfile.ZipInfo(name), content, method)  # without a date: a zip holds none before 1980
     try:
-        temporary.write_bytes(buffer.getvalue())
-        temporary.replace(path)
+        write_whole(path, buffer.getvalue())
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise OutputError(f"{path}: cannot write the pack: {error.strerror or error}") from None

@@ -14,6 +14,7 @@ from trainprobe.dump_compare.command import compare_rank
 from trainprobe.dump_compare.pairing import RankPair, pair_ranks
 from trainprobe.dump_compare.renamed.mapping_files import MappingFile, read_mappings
 from trainprobe.dump_compare.verdict import Compared, Verdict, judge_runs
+from trainprobe.engine.storage.safe_files import LARGEST_STATE, read_bounded
 from trainprobe.engine.storage.writer import flush_all
 from trainprobe.errors import FormatError, OutputError, UsageError
 
@@ -121,7 +122,7 @@ def _read(input_param: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
         return input_param
     path = Path(input_param)
     try:
-        arguments = orjson.loads(path.read_bytes())
+        arguments = orjson.loads(read_bounded(path, LARGEST_STATE, follow=True))
     except ValueError as error:
         raise FormatError(f"{path} is no JSON: {error}") from error
     if not isinstance(arguments, dict):

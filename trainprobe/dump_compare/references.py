@@ -20,6 +20,7 @@ from trainprobe.dump_compare.judge import Judged
 from trainprobe.dump_compare.pairing import pair_calls
 from trainprobe.engine.core.records import Call
 from trainprobe.engine.core.step_data import entry_name, slots
+from trainprobe.engine.storage.safe_files import LARGEST_STATE, read_bounded
 from trainprobe.errors import FormatError
 
 Sides = tuple[Side, Side]
@@ -57,7 +58,7 @@ def measure_condition(judged: Sequence[Judged], sides: Sides, path: Path, at: tu
 
 def _conditions(path: Path, at: tuple[int, int]) -> dict[str, Any]:
     try:
-        document = orjson.loads(path.read_bytes())
+        document = orjson.loads(read_bounded(path, LARGEST_STATE, follow=True))
         if document["format"] != "trainprobe-condition" or document["version"] != 1:
             raise FormatError(f"{path} is no file of `trainprobe op-check --condition` that this version reads")
         return {call["entry"]: call for call in document["calls"] if (call["step"], call["rank"]) == at}

@@ -9,7 +9,7 @@ same places of both, there is no number ("N/A").
 
 from __future__ import annotations
 
-import csv
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,7 +24,7 @@ from trainprobe.dump_compare.dump_side import Side, hexadecimal
 from trainprobe.dump_compare.judge import Judged, Outcome
 from trainprobe.engine.core.records import Call, Value
 from trainprobe.engine.core.step_data import entry_name, slots
-from trainprobe.engine.storage.sheet_cells import append, defused, new_book
+from trainprobe.engine.storage.sheet_cells import append, new_book, write_rows
 from trainprobe.errors import OutputError
 
 Mode = Literal["tensor", "statistics", "md5"]
@@ -80,10 +80,7 @@ def _mode(a: Side, b: Side) -> Mode:
 
 def _write_csv(heads: Sequence[str], rows: Iterator[list[Any]], path: Path) -> None:
     with path.open("w", newline="", encoding="utf-8-sig") as file:
-        writer = csv.writer(file)
-        writer.writerow(heads)
-        for row in rows:
-            writer.writerow([defused(cell) if isinstance(cell, str) else cell for cell in row])
+        write_rows(file, itertools.chain([heads], rows))
 
 
 def _write_xlsx(heads: Sequence[str], rows: Iterator[list[Any]], path: Path) -> None:

@@ -22,6 +22,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.capture.patching.step_hooks import StepListener, settle
 from trainprobe.engine.core.gathering import may_end_apart
+from trainprobe.engine.core.naming import in_training
 from trainprobe.engine.plan.loading import load_plan
 from trainprobe.errors import ProbeError, StopTraining
 from trainprobe.integrations.auto_attach import called_from
@@ -152,7 +153,7 @@ class TorchLoop:
             self._gates += module_gates(self._model, lambda module: torch.is_grad_enabled() and self._begins(module))
             self._gates.append(backward_gate(self._begin))
         else:
-            self._gates += module_gates(self._model, lambda module: module.training and self._begins(module))
+            self._gates += module_gates(self._model, lambda module: in_training(module) and self._begins(module))
 
     def _open_gates(self) -> None:
         for gate in self._gates:
@@ -210,7 +211,7 @@ class TorchLoop:
             if self._own_updates == 1 and not step.stepped:
                 self._print(OWN_UPDATES)
             self._step_ends()
-        if module.training:
+        if in_training(module):
             self._begins(module)
         return True
 

@@ -8,7 +8,6 @@ from typing import Annotated
 
 import orjson
 import typer
-import yaml
 from rich.console import Console
 from rich.text import Text
 
@@ -16,6 +15,7 @@ from trainprobe.engine.core.findings import in_folder, place_in_words, schema_te
 from trainprobe.engine.core.json_schema import prints
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.core.words import counted
+from trainprobe.engine.storage.safe_files import load_yaml
 from trainprobe.errors import FormatError, PlanError
 from trainprobe.monitor.findings_of_run import JudgedFinding, all_findings
 from trainprobe.monitor.looked_at import LookedAt
@@ -89,9 +89,9 @@ def read_rules(text: str) -> dict[str, RuleOptions]:
     path = Path(text)
     if path.suffix in (".yaml", ".yml", ".json"):
         try:
-            loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, yaml.YAMLError) as error:
-            raise PlanError(f"--rules {path} cannot be read as YAML: {' '.join(str(error).split())}") from None
+            loaded = load_yaml(path, "--rules ")
+        except FormatError as error:
+            raise PlanError(str(error)) from None
         section = loaded.get("monitor", loaded) if isinstance(loaded, dict) else None
         if not isinstance(section, dict):
             raise PlanError(f"{path}: expected a section of rules and their settings")

@@ -18,7 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from trainprobe.engine.core.records import Kind, Phase, Place, Record, Site, Step
+from trainprobe.engine.core.records import MOST_RANKS, Kind, Phase, Place, Record, Site, Step
+from trainprobe.engine.storage.left_out import leave_out
+from trainprobe.engine.storage.safe_files import text_lines
 from trainprobe.errors import FormatError
 
 TIDY = {"step", "rank", "kind", "name", "slot", "statistic", "value"}
@@ -86,15 +88,14 @@ def _execution_order(path: Path) -> tuple[str, int, int]:
 
 
 def _read_file(path: Path, reduced: bool) -> Iterator[Record]:
-    with path.open(newline="", encoding="utf-8") as lines:
-        rows = csv.DictReader(lines)
-        columns = set(rows.fieldnames or ())
-        if columns >= TIDY:
-            yield from _read_tidy(rows, path)
-        elif columns >= SECOND:
-            yield from _read_wide(rows, path, reduced, second=True)
-        elif columns >= WIDE and "vpp_stage" in columns:
-            yield from _read_wide(rows, path, reduced, second=False)
+    rows = csv.DictReader(text_lines(path))
+    columns = set(rows.fieldnames or ())
+    if columns >= TIDY:
+        yield from _read_tidy(rows, path)
+    elif columns >= SECOND:
+        yield from _read_wide(rows, path, reduced, second=True)
+    elif columns >= WIDE and "vpp_stage" in columns:
+        yield from _read_wide(rows, path, reduced, second=False)
 
 
 def _read_tidy(rows: csv.DictReader[str], path: Path) -> Iterator[Record]:
@@ -102,25 +103,48 @@ def _read_tidy(rows: csv.DictReader[str], path: Path) -> Iterator[Record]:
     address: tuple[str, ...] | None = None
     values: dict[str, float | int] = {}
     last: dict[str, str] = {}
-    for number, row in enumerate(rows, 2):
+    for number, row in _rows(rows, path):
         here = tuple(row.get(key) or "" for key in ("step", "micro", "rank", "kind", "name", "call", "slot", "phase"))
         if address is not None and here != address:
             yield _tidy_record(last, values, path, number - 1)
             values = {}
-        address, last = here, row
-        statistic, text = row["statistic"], row["value"]
-        whole = statistic in ("checksum", "crc32") and text.isdigit()
-        values[statistic] = int(text) if whole else _number(text, path, number)
+        statistic, text = row["statistic"], row["value"] or ""
+        whole = statistic in ("checksum", "crc32") and text.isdecimal() and len(text) < 40
+        try:
+            values[statistic] = int(text) if whole else _number(text, path, number)
+            _tidy_record(row, {}, path, number)  # a row that is damaged costs itself
+        except FormatError as error:
+            leave_out(str(error))
+        else:
+            address, last = here, row
     if address is not None:
         yield _tidy_record(last, values, path, -1)
+
+
+def _rows(rows: csv.DictReader[str], path: Path) -> Iterator[tuple[int, dict[str, str]]]:
+    """Yield the rows with the numbers of their lines; one that csv cannot take is left out and told."""
+    while True:
+        try:
+            row = next(rows, None)
+        except csv.Error as error:
+            leave_out(f"{path}, line {rows.line_num}: {error}")
+            continue
+        if row is None:
+            return
+        yield rows.line_num, row
 
 
 def _tidy_record(row: dict[str, str], values: dict[str, float | int], path: Path, line: int) -> Record:
     slot = row["slot"]
     try:
-        micro = int(row["micro"]) if row.get("micro") else None
-        step, rank, call = int(row["step"]), int(row["rank"]), int(row.get("call") or 0)
-    except ValueError as error:
+        micro = _whole(row["micro"]) if row.get("micro") else None
+        step, rank, call = _whole(row["step"]), _whole(row["rank"]), _whole(row.get("call") or "0")
+        if not 0 <= rank < MOST_RANKS:
+            raise ValueError(f"{rank} is no rank")
+        if row["kind"] is None or row["name"] is None:
+            raise ValueError("the row has not all columns")
+        shape = _shape(row)
+    except (TypeError, ValueError) as error:
         raise FormatError(f"{path}, line {line}: {error}") from error
     kind: Kind = row["kind"]  # pyright: ignore[reportAssignmentType]
     where = Site(kind, row["name"], slot, call)
@@ -128,7 +152,7 @@ def _tidy_record(row: dict[str, str], values: dict[str, float | int], path: Path
     if phase_text and phase_text not in _PHASES:
         raise FormatError(f"{path}, line {line}: {phase_text!r} is not a phase (there are: {', '.join(_PHASES)})")
     phase: Phase = phase_text or _phase(kind, slot)  # pyright: ignore[reportAssignmentType]
-    return Record(Step(step, micro, phase), Place(rank), where, row.get("dtype", ""), _shape(row), values)
+    return Record(Step(step, micro, phase), Place(rank), where, row.get("dtype") or "", shape, values)
 
 
 _PHASES = get_args(Phase)
@@ -146,20 +170,27 @@ def _phase(kind: str, slot: str) -> Phase:
 def _read_wide(rows: csv.DictReader[str], path: Path, reduced: bool, *, second: bool) -> Iterator[Record]:
     rank = rank_of(path)
     sort = path.name.rpartition("_")[0]
-    for number, row in enumerate(rows, 2):
+    for number, row in _rows(rows, path):
         if None in row:  # a row with more fields than the header, as the existing monitor writes some of
             continue
         texts = {name: text for name, text in row.items() if name not in _ADDRESS and text not in (None, "")}
         absent = all(text == "nan" for text in texts.values()) and row.get("shape") in (None, "", "nan")
         if not texts or (absent and not second):
             continue
-        values = {name: _number(text, path, number) for name, text in texts.items()}
-        phase, where = _site_second(row) if second else _site_wide(row, sort, reduced)
-        vpp = row.get("vpp_stage") or "0"
-        if vpp.lstrip("-").isdigit() and int(vpp) > 0:
-            where = Site(where.kind, f"{vpp}.{where.name}", where.slot)
-        micro = int(row["micro_step"]) if row.get("micro_step") not in (None, "", "nan") else None
-        yield Record(Step(int(row["step"]), micro, phase), Place(rank), where, row.get("dtype") or "", _shape(row), values)
+        try:
+            values = {name: _number(text, path, number) for name, text in texts.items()}
+            phase, where = _site_second(row) if second else _site_wide(row, sort, reduced)
+            vpp = row.get("vpp_stage") or "0"
+            if vpp.lstrip("-").isdecimal() and int(vpp) > 0:
+                where = Site(where.kind, f"{vpp}.{where.name}", where.slot)
+            micro = _whole(row["micro_step"]) if row.get("micro_step") not in (None, "", "nan") else None
+            record = Record(
+                Step(_whole(row["step"]), micro, phase), Place(rank), where, row.get("dtype") or "", _shape(row), values
+            )
+        except (FormatError, TypeError, AttributeError, ValueError) as error:
+            leave_out(str(error) if isinstance(error, FormatError) else f"{path}, line {number}: {error}")
+        else:
+            yield record
 
 
 def _site_wide(row: dict[str, str], sort: str, reduced: bool) -> tuple[Phase, Site]:
@@ -205,5 +236,13 @@ def _number(text: str, path: Path, line: int) -> float:
         raise FormatError(f"{path}, line {line}: {text!r} is not a number") from None
 
 
+def _whole(text: str) -> int:
+    """Return a whole number that a file may hold. Raises ValueError."""
+    number = int(text)
+    if abs(number) >= 1 << 53:
+        raise ValueError(f"{text} is no step and no rank")
+    return number
+
+
 def _shape(row: dict[str, str]) -> tuple[int, ...]:
-    return tuple(int(n) for n in re.findall(r"\d+", row.get("shape") or ""))
+    return tuple(_whole(n) for n in re.findall(r"\d+", row.get("shape") or ""))

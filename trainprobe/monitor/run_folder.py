@@ -6,7 +6,7 @@ Looks for logs first (`rank{R}/metrics-*.parquet` or `rank{R}/records.jsonl`), b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,11 @@ from trainprobe.engine.core.findings import with_last_counts
 from trainprobe.engine.core.records import Finding, Place, Site
 from trainprobe.engine.storage.dumps.header import read_place
 from trainprobe.engine.storage.dumps.layout import FINDINGS_FILE, LIVE_FILE, LOG_FILE, find_segments, find_steps, has_run_log
-from trainprobe.engine.storage.dumps.log import read_log
+from trainprobe.engine.storage.dumps.log import read_lines
 from trainprobe.engine.storage.dumps.read import read_step
+from trainprobe.engine.storage.dumps.record_log import decode
+from trainprobe.engine.storage.left_out import DAMAGED, damaged_as, leave_out
+from trainprobe.engine.storage.safe_files import LARGEST_STATE, read_bounded
 from trainprobe.errors import FormatError
 from trainprobe.monitor.frames import Frame, SeriesTable, frame_of_records, frame_of_step
 from trainprobe.monitor.metric_files import read_metrics
@@ -40,9 +43,9 @@ def read_frames(folder: Path) -> Iterator[Frame]:
     steps = find_steps(folder) if folder.is_dir() else {}
     for step_folder in steps.values():
         for rank, step_data in sorted(read_step(step_folder).items()):
-            yield frame_of_records(
-                step_data.step, step_data.place, step_data.records(), tables.setdefault(rank, SeriesTable()), step_data.complete
-            )
+            with damaged_as(f"the dump in {step_folder}"):
+                table = tables.setdefault(rank, SeriesTable())
+                yield frame_of_records(step_data.step, step_data.place, step_data.records(), table, step_data.complete)
     if steps:
         return
     if folder.is_dir() and next(folder.rglob("*.csv"), None) is None:
@@ -70,20 +73,19 @@ def frames_of_log(log: Path) -> Iterator[Frame]:
     if log.is_dir():
         from trainprobe.monitor.frames_of_run_log import RunLog
 
-        yield from RunLog(log).frames()
+        with damaged_as(f"the run log in {log}"):
+            yield from RunLog(log).frames()
         return
     table = SeriesTable()
-    for step_data in read_log(log):
-        yield frame_of_step(step_data, table)
+    yield from read_lines(log, lambda line: frame_of_step(decode(line), table))
 
 
 def steps_of_log(log: Path) -> list[tuple[int, Place]]:
     """Return the step and the place of each frame of a log that `find_logs` returned, in their order."""
     if log.is_dir():
-        return _steps_of_columns(log)
-    with log.open("rb") as lines:
-        read = [orjson.loads(line) for line in lines if line.endswith(b"\n")]
-    return [(int(line["step"]), read_place(line["place"])) for line in read]
+        with damaged_as(f"the run log in {log}"):
+            return _steps_of_columns(log)
+    return [*read_lines(log, lambda line: (int((told := orjson.loads(line))["step"]), read_place(told["place"])))]
 
 
 def _steps_of_columns(log: Path) -> list[tuple[int, Place]]:
@@ -119,7 +121,7 @@ def find_logs(folder: Path) -> list[Path]:
 def read_findings(folder: Path) -> list[Finding]:
     """Return the findings that a run wrote, in the order of ranks and lines, each with the last count that was written.
 
-    folder: as for `read_frames`. A torn last line is left out. Raises FormatError for a line that is no finding.
+    folder: as for `read_frames`. A torn last line is left out; another that is no finding too, which is told (`left_out`).
     """
     where = folder if folder.is_dir() else folder.parent
     files = sorted(where.rglob(FINDINGS_FILE)) if folder.is_dir() else [*where.glob(FINDINGS_FILE)]
@@ -127,23 +129,30 @@ def read_findings(folder: Path) -> list[Finding]:
 
 
 def _read_lines(file: Path) -> Iterator[Finding]:
-    for number, line in enumerate(file.read_bytes().split(b"\n")[:-1], 1):
+    for number, line in enumerate(read_bounded(file, LARGEST_STATE, follow=True).split(b"\n")[:-1], 1):
         try:
-            yield finding_of(orjson.loads(line))
-        except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
-            raise FormatError(f"{file}, line {number}: not a finding: {error!r}") from None
+            finding = finding_of(orjson.loads(line))
+            if (
+                type(finding.count) is not int
+                or not isinstance(finding.step, int | None)
+                or finding.severity not in ("error", "warning", "info")
+            ):
+                raise ValueError("its step, count or severity is none")
+        except DAMAGED as error:
+            leave_out(f"{file}, line {number}, is left out: it is not a finding ({error!r:.200})")
+        else:
+            yield finding
 
 
 def finding_of(text: Mapping[str, Any]) -> Finding:
     """Return the finding that a JSON object describes."""
     place, site = text.get("place"), text.get("site")
-    axes: Mapping[str, Sequence[int]] = (place or {}).get("axes") or {}
     return Finding(
         rule=str(text["rule"]),
         severity=text["severity"],
         message=str(text["message"]),
         step=text.get("step"),
-        place=Place(place["rank"], place["world_size"], {k: (v[0], v[1]) for k, v in axes.items()}) if place else None,
+        place=read_place(place) if place else None,
         site=Site(site["kind"], site["name"], site["slot"], site.get("call", 0), site.get("cls", "")) if site else None,
         measured=text.get("measured"),
         expected=text.get("expected"),

@@ -17,7 +17,9 @@ from rich.text import Text
 
 from trainprobe.engine.core.findings import place_in_words
 from trainprobe.engine.core.records import Finding
+from trainprobe.engine.storage.dumps.log import read_lines
 from trainprobe.engine.storage.dumps.record_log import decode
+from trainprobe.engine.storage.left_out import damaged_as
 from trainprobe.monitor.findings_of_run import all_findings
 from trainprobe.monitor.frames import F64, Frame, Series, SeriesTable, frame_of_step
 from trainprobe.monitor.history import History
@@ -51,16 +53,16 @@ class Tail:
         found: list[Frame] = []
         for log in find_logs(self.folder):
             if log.is_dir():
-                found += self._of_columns(log).frames()
+                with damaged_as(f"the run log in {log}"):
+                    found += self._of_columns(log).frames()
                 continue
             table = self._tables.setdefault(log, SeriesTable())
-            with log.open("rb") as lines:
-                lines.seek(self._read.get(log, 0))
-                for line in lines:
-                    if not line.endswith(b"\n"):
-                        break
-                    self._read[log] = self._read.get(log, 0) + len(line)
-                    found.append(frame_of_step(decode(line), table))
+
+            def taken(line: bytes, log: Path = log, table: SeriesTable = table) -> Frame:
+                self._read[log] = self._read.get(log, 0) + len(line)
+                return frame_of_step(decode(line), table)
+
+            found += read_lines(log, taken, self._read.get(log, 0))
         return found
 
     def _of_columns(self, log: Path) -> RunLog:

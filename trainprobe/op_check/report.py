@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from trainprobe.engine.storage.sheet_cells import write_rows
 from trainprobe.errors import OutputError
 from trainprobe.op_check.conclusion import Conclusion, beyond
 from trainprobe.op_check.dump import Row
@@ -111,8 +111,6 @@ def write_csv(rows: Sequence[Row], path: Path) -> None:
     """Write one line for each result. Raises OutputError."""
     try:
         with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            writer.writeheader()
-            writer.writerows(lines(rows))
+            write_rows(file, [COLUMNS, *(record.values() for record in lines(rows))])
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error}") from error

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from trainprobe.engine.storage.safe_files import regular
 from trainprobe.errors import FormatError, UsageError
 from trainprobe.op_check.cases import Case, NotChecked, Tensor, flat, mapped
 from trainprobe.op_check.check import check
@@ -85,7 +86,7 @@ def read_saved(path: Path) -> tuple[Case, bool]:
         text = f"{path} is a pickle, which can run code as it is read: record the failure again with trainprobe.CompareWithCPU"
         raise UsageError(f"{text}(dump_error_data=True), which leaves a safetensors file")
     try:
-        with safe_open(path, "pt") as file:
+        with safe_open(regular(path), "pt") as file:
             text = (file.metadata() or {}).get(CALL)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (it is no dict)
     except (OSError, SafetensorError) as error:

@@ -19,9 +19,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
+from trainprobe.engine.storage.npy_files import map_npy
+from trainprobe.engine.storage.safe_files import read_bounded
 from trainprobe.errors import FormatError
 
 Array = npt.NDArray[Any]
@@ -81,10 +82,7 @@ class Folder:
     def load(self, address: Address) -> Array:
         """Return one array, memory-mapped. Raises FormatError for a file that is no plain array."""
         path = self.arrays[address]
-        try:
-            return np.load(path, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError, EOFError) as error:
-            raise FormatError(f"{path} cannot be read as a NumPy array: {' '.join(str(error).split())}") from None
+        return map_npy(path)
 
 
 def read_folder(root: str | os.PathLike[str]) -> Folder:
@@ -129,9 +127,7 @@ def _number(prefix: str, text: str) -> int | None:
 def _statistics(path: Path) -> dict[str, Any]:
     """Return what stands beside the arrays of a key; nothing where it cannot be read."""
     try:
-        if path.stat().st_size > _LARGEST_JSON:
-            return {}
-        facts: Any = json.loads(path.read_bytes())
+        facts: Any = json.loads(read_bounded(path, _LARGEST_JSON, follow=True))
     except (OSError, ValueError, RecursionError):
         return {}
     return facts if isinstance(facts, dict) else {}  # pyright: ignore

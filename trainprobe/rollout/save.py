@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from trainprobe.engine.core.console import Console
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.topology import place_from_environment
-from trainprobe.engine.storage.safe_files import write_whole
+from trainprobe.engine.storage.safe_files import open_private, private_folder, write_whole
 from trainprobe.errors import OutputError, UsageError, did_you_mean
 from trainprobe.rollout.folders import folder_of, held_by_rank, refusal_of_name
 from trainprobe.rollout.values import Leaf, leaves_of, statistics_of
@@ -63,7 +63,7 @@ class SingleSave:
             raise OutputError(
                 f"{folder} holds key data of rank {self.rank} from an earlier run: give another folder or remove it"
             )
-        folder.mkdir(parents=True, exist_ok=True)
+        private_folder(folder)
         self.number = 0
         self._guard = Guard()
         self._saves = Counter[str]()  # key → how often it was saved in this step
@@ -163,7 +163,7 @@ def _write_leaves(folder: Path, key: str, tree: Any, leaves: list[Leaf], order: 
     for leaf in leaves:
         array = leaf.array()
         path = folder / (f"{key}.{leaf.item}.npy" if leaf.item else f"{key}.npy")
-        with path.open("wb") as file:
+        with open_private(path, "wb") as file:
             np.save(file, array, allow_pickle=False)
         found[leaf.item] = statistics_of(array, leaf.dtype)
     write_whole(folder / f"{key}.json", json.dumps({"data": _filled(tree, found), "order": order}, indent=4).encode())

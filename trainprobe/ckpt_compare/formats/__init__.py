@@ -25,6 +25,7 @@ from trainprobe.ckpt_compare.foreign_files import refuse
 from trainprobe.ckpt_compare.pieces import Checkpoint
 from trainprobe.ckpt_compare.storage import remarks, torch_archive
 from trainprobe.engine.compare.uncollected import uncollected
+from trainprobe.engine.storage.safe_files import open_to_read
 from trainprobe.errors import FormatError, ProbeError, did_you_mean
 
 
@@ -91,7 +92,7 @@ def _what(file: Path) -> str:
     """Return in words what a file that no format knows is."""
     if not file.stat().st_size:
         return "an empty file"
-    with file.open("rb") as content:
+    with open_to_read(file) as content:
         zipped = content.read(4) == b"PK\x03\x04"
     return (
         "a file that begins as torch.save writes it and has no end: truncated, copy it again"

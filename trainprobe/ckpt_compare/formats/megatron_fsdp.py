@@ -17,6 +17,7 @@ from trainprobe.ckpt_compare.megatron import iteration_folder, model_config, nam
 from trainprobe.ckpt_compare.optimizer_names import one_or_all, scalar
 from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor, Problem, gather
 from trainprobe.ckpt_compare.plain_state import flat
+from trainprobe.ckpt_compare.storage.mapped import mapping
 from trainprobe.errors import FormatError
 
 _WRAPPERS = r"(?:module\.)*"
@@ -33,8 +34,8 @@ def sniff(path: Path) -> bool:
     folder = iteration_folder(path)
     if folder is None or not torch_dcp.sniff(folder):
         return False
-    keys = (folder / ".metadata").read_bytes()
-    return b"checkpoint_version" in keys and b"decoder.layers." in keys
+    keys = mapping(str(folder / ".metadata"))
+    return all(keys.find(word) >= 0 for word in (b"checkpoint_version", b"decoder.layers."))
 
 
 def open(path: Path) -> Checkpoint:

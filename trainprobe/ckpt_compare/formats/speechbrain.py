@@ -8,6 +8,7 @@ from typing import Any
 from trainprobe.ckpt_compare.formats import plain_torch
 from trainprobe.ckpt_compare.pieces import Checkpoint
 from trainprobe.ckpt_compare.storage import torch_archive
+from trainprobe.engine.storage.safe_files import open_to_read
 
 
 def sniff(path: Path) -> bool:
@@ -24,5 +25,5 @@ def open(path: Path) -> Checkpoint:
 
 
 def _counter(file: Path) -> str:
-    with file.open(errors="replace") as text:
-        return text.read(1000)
+    with open_to_read(file) as text:
+        return text.read(1000).decode(errors="replace")

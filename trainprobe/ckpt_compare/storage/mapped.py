@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from trainprobe.ckpt_compare.pieces import Point
 from trainprobe.engine.compare.number_formats import NumberFormat
+from trainprobe.engine.storage import safe_files
 from trainprobe.errors import FormatError, UnsafeFile
 
 LARGEST_TEXT = 1 << 28  # bytes
@@ -65,7 +66,7 @@ def each_file_once() -> Generator[None]:
 @lru_cache(maxsize=OPEN_FILES)
 def _mapping(path: str, *_version: int) -> mmap.mmap:
     """Map this version of a file: one that was written anew must not be read through the old mapping."""
-    with Path(path).open("rb") as file:
+    with safe_files.open_to_read(Path(path)) as file:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
@@ -112,10 +113,8 @@ def forget_between(data: Any, start: int, stop: int) -> None:
 def read_text(path: Path) -> str:
     """Return a small text file (a pointer, a configuration, an index); raise FormatError for what is none."""
     try:
-        if not stat.S_ISREG(path.stat().st_mode) or path.stat().st_size > LARGEST_TEXT:
-            raise FormatError(f"{path} is no text file of at most {LARGEST_TEXT >> 20} MiB")
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return safe_files.read_text(path, LARGEST_TEXT)
+    except OSError as error:
         raise FormatError(f"{path} cannot be read: {error}") from error
 
 

@@ -17,6 +17,7 @@ from typing import Any, TypeGuard
 from trainprobe.ckpt_compare.storage import remarks
 from trainprobe.ckpt_compare.storage.mapped import LARGEST, MappedArray, same_tuple
 from trainprobe.engine.compare.number_formats import number_format
+from trainprobe.engine.storage.safe_files import open_to_read
 from trainprobe.errors import FormatError
 
 _DTYPES = {
@@ -34,7 +35,7 @@ def is_safetensors(path: Path) -> bool:
     """Whether the file begins as safetensors files do."""
     if not path.is_file():
         return False
-    with path.open("rb") as file:
+    with open_to_read(path) as file:
         head = file.read(9)
     return len(head) == 9 and head[8:] == b"{" and struct.unpack("<Q", head[:8])[0] < _LARGEST_HEADER
 
@@ -77,7 +78,7 @@ def _end(path: Path, arrays: Mapping[str, MappedArray]) -> int:
 
 
 def _first_byte(path: Path) -> int:
-    with path.open("rb") as file:
+    with open_to_read(path) as file:
         return 8 + struct.unpack("<Q", file.read(8))[0]
 
 
@@ -88,7 +89,7 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
     weigh more than the arrays.
     """
     size = path.stat().st_size
-    with path.open("rb") as file:
+    with open_to_read(path) as file:
         head = file.read(8)
         length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
         if length + 8 > size or length > _LARGEST_HEADER:

@@ -25,6 +25,7 @@ from trainprobe.ckpt_compare.storage.mapped import HeldArray, MappedArray, exten
 from trainprobe.ckpt_compare.storage.similar_archives import recognised, remember
 from trainprobe.ckpt_compare.storage.torch_zip import Places, TorchZip
 from trainprobe.engine.compare.number_formats import number_format
+from trainprobe.engine.storage.safe_files import open_to_read
 from trainprobe.errors import FormatError
 
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
@@ -136,7 +137,7 @@ def is_torch_file(path: str) -> bool:
     if not Path(path).is_file():
         return False
     try:
-        with Path(path).open("rb") as file:
+        with open_to_read(Path(path)) as file:
             head = file.read(20)
         if head[:4] == b"PK\x03\x04":
             return bool(_archive(path).pickled)
@@ -247,6 +248,15 @@ def _storage_finder(path: str, places: Places) -> Callable[[Any], _Storage]:
         kind, cls, key = pid[0], str(pid[1]), str(pid[2])
         if kind != "storage":
             raise FormatError(f"{path} refers to an unknown kind of data, {kind!r}")
+        place, told = places.get(key), pid[4] if len(pid) > 4 else None
+        if (
+            place is not None
+            and isinstance(told, int)
+            and told * number_format(cls.removeprefix("storage:")).itemsize != place[1]
+        ):
+            raise FormatError(
+                f"{path} is damaged: storage {key} is said to have {told} elements of {cls}, and has {place[1]} bytes"
+            )
         return _Storage(path, key, cls.removeprefix("storage:"), places)
 
     return find

@@ -52,7 +52,9 @@ class Places:
         self._counted = 0  # keys "0" … of which the number is the place in the arrays
 
     def add(self, key: str, start: int, size: int) -> None:
-        """Note a storage; the last one of a key counts."""
+        """Note a storage. Raises FormatError for a key that is there already."""
+        if self.get(key) is not None:
+            raise FormatError(f"storage {key} is there twice")
         if self._counted == len(self._starts) and key == str(self._counted):
             self._counted += 1
         else:
@@ -90,11 +92,11 @@ class TorchZip:
     def __init__(self, path: str, start: int, length: int) -> None:
         self._held, self._path, self._start, self._stop = mapping(path), path, start, start + length
         self._first, self._behind = self._directory()
-        found = next((m for m in self.members() if m.name == "data.pkl" or m.name.endswith("/data.pkl")), None)
-        if found is None:
-            raise FormatError("it is a zip file without a data.pkl: not written by torch.save")
-        self.pickled = found
-        self._root = found.name[: -len("data.pkl")]
+        found = [m for m in self.members() if m.name == "data.pkl" or m.name.endswith("/data.pkl")]
+        if len(found) != 1:
+            raise FormatError(f"it is a zip file with {len(found) or 'no'} data.pkl: not written by torch.save")
+        self.pickled = found[0]
+        self._root = self.pickled.name[: -len("data.pkl")]
 
     def _directory(self) -> tuple[int, int]:
         """Return first byte of the central directory, and the byte behind it."""

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from trainprobe.ckpt_compare.pieces import LogicalTensor, Piece, Point, Problem, Source, window
 from trainprobe.ckpt_compare.storage.mapped import HeldArray, MappedArray, extent, read_json
 from trainprobe.engine.compare.number_formats import NumberFormat, number_format
+from trainprobe.engine.storage.safe_files import LARGEST_STATE, read_bounded
 from trainprobe.errors import FormatError, MissingExtra
 
 MOST_CHUNKS = 1_000_000
@@ -42,7 +43,7 @@ class PackedChunk:
         except ImportError:
             raise MissingExtra("numcodecs", "zarr", f"reading {self.path}, a compressed zarr chunk,") from None
         try:
-            raw = numcodecs.get_codec(json.loads(self.codec)).decode(Path(self.path).read_bytes())
+            raw = numcodecs.get_codec(json.loads(self.codec)).decode(read_bounded(Path(self.path), LARGEST_STATE, follow=True))
             return np.frombuffer(raw, np.uint8).view(self.format.storage).reshape(self.shape)
         except (OSError, ValueError, RuntimeError) as error:
             raise FormatError(f"{self.path} cannot be decoded as a zarr chunk of shape {list(self.shape)}: {error}") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
@@ -35,10 +34,10 @@ def what_it_does(name: str) -> str:
 
 
 def capture_environment(variables: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return {"variables": name → value, "others": name → hash, "withheld": names}.
+    """Return {"variables": name → value, "others": name → "", "withheld": names}.
 
-    variables: the environment, that of this process by default. Values outside the table are hashed (64 bits of SHA-256);
-    what looks like a secret is only named. The variables of trainprobe itself are left out: they tell how a run was captured.
+    variables: the environment, that of this process by default. What is outside of the table, or looks like a secret, is only
+    named: a hash of a short value can be guessed. Variables of trainprobe itself are left out: they tell of the capture.
     """
     variables = os.environ if variables is None else variables
     names = load_names()
@@ -54,5 +53,5 @@ def capture_environment(variables: Mapping[str, str] | None = None) -> dict[str,
         elif effect is not None:
             known[name] = value
         else:
-            others[name] = hashlib.sha256(value.encode("utf-8", "surrogateescape")).hexdigest()[:16]
+            others[name] = ""
     return {"variables": known, "others": others, "withheld": withheld}

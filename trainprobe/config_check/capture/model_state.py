@@ -9,7 +9,7 @@ import torch
 
 from trainprobe.config_check.capture.hyperparameters import is_scripted
 from trainprobe.config_check.capture.plain_values import plain
-from trainprobe.engine.core.naming import count_outer_wrappers, logical_name
+from trainprobe.engine.core.naming import count_outer_wrappers, in_training, logical_name
 
 HOOKS = {
     "_forward_pre_hooks": "forward pre-hook",
@@ -29,7 +29,7 @@ def model_state(models: list[Any], compiled_with: dict[int, str]) -> dict[str, d
     """
     found: dict[str, dict[str, str]] = {"evaluation": {}, "hooks": {}, "methods": {}, "compiled": {}}
     for name, module in _named(models):
-        if not module.training:
+        if not in_training(module):
             found["evaluation"][name] = type(module).__name__
         if hooks := [*_hooks(module, HOOKS)]:
             found["hooks"][f"module {name}"] = ", ".join(hooks)

@@ -41,7 +41,7 @@ from trainprobe.config_check.pack_writer import PackWriter
 from trainprobe.config_check.settings import Settings
 from trainprobe.engine.arrays.without_dispatch import without_dispatch
 from trainprobe.engine.core.guard import Guard
-from trainprobe.engine.core.naming import chunks_of
+from trainprobe.engine.core.naming import chunks_of, in_training
 from trainprobe.engine.core.words import and_more
 from trainprobe.errors import FormatError, OutputError
 
@@ -54,6 +54,7 @@ class Recorder:
     def __init__(self, settings: Settings, settings_watch: SettingsWatch | None = None) -> None:
         self.settings = settings
         self.guard = Guard(settings.on_error)
+        self.guard.farewell = "the config check stopped, everything else goes on"
         self.guard.on_trip(self._release)
         self.micro = 0
         self.finished = False
@@ -180,7 +181,7 @@ class Recorder:
     def _searching(self, original: Any) -> Any:
         @functools.wraps(original)
         def call(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if module.training and torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
+            if in_training(module) and torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
                 self.offer(module)
             return original(module, *args, **kwargs)
 
@@ -202,7 +203,7 @@ class Recorder:
         if torch.compiler.is_compiling() or self.finished:
             return
         self._forwards += 1
-        if module.training and torch.is_grad_enabled() and _current_graph_task_id() == -1:
+        if in_training(module) and torch.is_grad_enabled() and _current_graph_task_id() == -1:
             self.guard.run(self._micro_step, signature_of(module), args, kwargs)
         elif not self._model_state and torch.is_grad_enabled():  # the only forwards of a run that is left in evaluation mode
             self.guard.run(self._take_model_state)
@@ -212,7 +213,7 @@ class Recorder:
 
     def _trains(self) -> bool:
         """Whether there is a model that trains, and none of its forwards is under way."""
-        return bool(self._models) and not self.finished and self._forwards == 0 and self._models[0].training
+        return bool(self._models) and not self.finished and self._forwards == 0 and in_training(self._models[0])
 
     def _take_target(self, target: Any) -> None:
         if self._data is not None and self._writer is not None:

@@ -12,6 +12,7 @@ import yaml
 from trainprobe.config_check.capture.environment import capture_environment
 from trainprobe.config_check.capture.shell_script import exported_variables, read_shell_script
 from trainprobe.config_check.names import masked
+from trainprobe.engine.storage.safe_files import open_to_read, yaml_documents
 from trainprobe.errors import FormatError
 
 LARGEST_FILE = 8 << 20  # bytes; a settings file has kilobytes
@@ -67,7 +68,7 @@ def _text(path: Path) -> str:
     try:
         if path.is_dir():
             raise FormatError(f"{path}: is a folder; name the files in it")
-        with path.open("rb") as file:
+        with open_to_read(path) as file:
             raw = file.read(LARGEST_FILE + 1)
     except OSError as error:
         raise FormatError(f"{path}: cannot be read: {error.strerror or error}") from None
@@ -102,7 +103,7 @@ def _parsed(path: Path, text: str, parse: Callable[[str], Any]) -> Any:
 
 
 def _yaml(text: str) -> Any:
-    documents = [d for d in yaml.safe_load_all(text) if d is not None]
+    documents = [d for d in yaml_documents(text, most=MOST_VALUES) if d is not None]
     if len(documents) > 1:
         return {f"document{i}": d for i, d in enumerate(documents)}
     return documents[0] if documents else None

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from trainprobe.config_check.capture.code_hash import code_hashes
+from trainprobe.engine.storage.safe_files import LARGEST_TEXT, read_bounded
 
 MOST_BYTES = 1 << 20  # of sources that are parsed; of what is beyond, all bytes are hashed
 _INSTALLED = ("/site-packages/", "/dist-packages/")
@@ -80,7 +81,7 @@ def hash_sources(files: list[tuple[str, Path]]) -> dict[str, dict[str, str]]:
     room = MOST_BYTES
     for name, path in files:
         try:
-            raw = path.read_bytes()
+            raw = read_bounded(path, LARGEST_TEXT, follow=True)
         except OSError:
             continue
         found[name] = _hashes(raw, room)

@@ -24,7 +24,7 @@ _SET_BY = {
 
 
 def compare_environment(bench: Pack, cmp: Pack) -> Check:
-    """Compare the variables of the table; of all others only names and hashes are known: their names are one note."""
+    """Compare the variables of the table; of all others only names are known: those that one side lacks are one note."""
     if (early := absent("environment", COLUMNS, bench, cmp)) is not None:
         return early
     different: dict[tuple[str, str, str], list[int]] = {}
@@ -47,7 +47,7 @@ def compare_environment(bench: Pack, cmp: Pack) -> Check:
         rows.append((name, left, right, what_it_does(name), _rank_text(where, ranks), level))
         text = f"{name} differs: {shown(left)} and {shown(right)}{which_ranks(where, ranks)}"
         findings.append(Finding(level, text, f"{kind} {name}", _setters(name) if _UNSET in (left, right) else ()))
-    rows += [(name, "(hashed)", "(hashed)", "not in the table of variables", "", "note") for name in sorted(others)]
+    rows += [(name, "(not kept)", "(not kept)", "not in the table of variables", "", "note") for name in sorted(others)]
     findings += [_others_finding(sorted(others))] if others else []
     findings.sort(key=lambda f: ("error", "warning", "note").index(f.level))
     return Check("environment", COLUMNS, rows, tuple(findings))
@@ -67,6 +67,7 @@ def _differing_others(a: Mapping[str, Any], b: Mapping[str, Any]) -> set[str]:
     left, right = dict(a.get("others", {})), dict(b.get("others", {}))
     names = load_names()
     unequal = {name for name in left.keys() | right.keys() if left.get(name) != right.get(name)}
+    unequal -= {name for name in left.keys() & right.keys() if "" in (left[name], right[name])}  # packs of this release
     return {name for name in unequal if not name.startswith(OWN) and not names.is_variable_of_place(name)}
 
 

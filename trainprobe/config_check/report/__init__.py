@@ -7,6 +7,7 @@ import zipfile
 from pathlib import Path
 
 from trainprobe.config_check.compare.verdicts import Comparison
+from trainprobe.engine.storage.safe_files import open_to_read, regular
 from trainprobe.errors import OutputError, UsageError, did_you_mean
 
 FORMATS = {"xlsx": "spreadsheet", "html": "page", "json": "machine", "md": "markdown"}
@@ -51,9 +52,9 @@ def check_formats(formats: list[str]) -> None:
 def _is_ours(path: Path) -> bool:
     try:
         if path.suffix == ".xlsx":
-            with zipfile.ZipFile(path) as book:
+            with zipfile.ZipFile(regular(path)) as book:
                 return MARK.encode() in book.read("docProps/core.xml")
-        with path.open("rb") as file:
+        with open_to_read(path) as file:
             return MARK.encode() in file.read(4096)
     except (OSError, KeyError, zipfile.BadZipFile):
         return False

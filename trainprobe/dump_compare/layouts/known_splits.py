@@ -13,8 +13,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from trainprobe.engine.storage.safe_files import load_yaml, parse_yaml
 from trainprobe.errors import FormatError, did_you_mean
 
 WAYS = ("copy", "sum", "split")
@@ -56,29 +55,16 @@ class Splits:
 
 def splits(path: Path | None = None) -> Splits:
     """Return the built-in rules behind those of a user's file. Raises FormatError that names the faulty rule."""
-    return Splits([*(() if path is None else _read(path)), *_built_in()])
+    return Splits([*(() if path is None else _rules(load_yaml(path, "--layout "), str(path), own=True)), *_built_in()])
 
 
 @lru_cache(maxsize=1)
 def _built_in() -> tuple[Rule, ...]:
     text = resources.files("trainprobe.dump_compare.layouts").joinpath("known_splits.yaml").read_text(encoding="utf-8")
-    return tuple(_rules(text, "known_splits.yaml", own=False))
+    return tuple(_rules(parse_yaml(text, "known_splits.yaml"), "known_splits.yaml", own=False))
 
 
-def _read(path: Path) -> list[Rule]:
-    try:
-        return _rules(path.read_text(encoding="utf-8"), str(path), own=True)
-    except OSError as error:
-        raise FormatError(f"--layout {path}: {error.strerror or error}; name a YAML file (docs/dump_compare.md)") from None
-    except UnicodeDecodeError as error:
-        raise FormatError(f"--layout {path} is no text in UTF-8: {error.reason} at byte {error.start}") from None
-
-
-def _rules(text: str, where: str, *, own: bool) -> list[Rule]:
-    try:
-        data: Any = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise FormatError(f"{where} is no YAML: {' '.join(str(error).split())}") from None
+def _rules(data: Any, where: str, *, own: bool) -> list[Rule]:
     rules = data.get("rules") if isinstance(data, dict) else None
     if not isinstance(rules, list):
         raise FormatError(f"{where} says nothing of splits: it needs a list of `rules`")

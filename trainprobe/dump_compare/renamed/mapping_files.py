@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from trainprobe.engine.storage.safe_files import load_yaml
 from trainprobe.errors import FormatError
 
 _VALUE = re.compile(
@@ -54,19 +53,8 @@ def read_mappings(paths: Sequence[Path]) -> MappingFile | None:
         return None
     made = MappingFile()
     for path in paths:
-        _add(made, _loaded(path), f"mapping {path}")
+        _add(made, load_yaml(path, "mapping "), f"mapping {path}")
     return made
-
-
-def _loaded(path: Path) -> Any:
-    try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise FormatError(f"mapping {path}: {error.strerror or error}; name a YAML file (docs/dump_compare.md)") from None
-    except UnicodeDecodeError as error:
-        raise FormatError(f"mapping {path} is no text in UTF-8: {error.reason} at byte {error.start}") from None
-    except yaml.YAMLError as error:
-        raise FormatError(f"mapping {path} is no YAML: {' '.join(str(error).split())}") from None
 
 
 def _add(made: MappingFile, data: Any, where: str) -> None:

@@ -18,7 +18,7 @@ from trainprobe.engine.capture.gradients import edge_of
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.core.flat_parameters import handles_of, is_flattened
 from trainprobe.engine.core.guard import Guard
-from trainprobe.engine.core.naming import chunks_of
+from trainprobe.engine.core.naming import chunks_of, in_training
 from trainprobe.engine.tape import Tape
 
 
@@ -93,7 +93,7 @@ class UnreducedTap:
 
     def _forward(self, model: Any) -> None:
         tape = self._tape
-        if tape is None or tape.micro_given or not (model.training and torch.is_grad_enabled()):
+        if tape is None or tape.micro_given or not (in_training(model) and torch.is_grad_enabled()):
             return
         if _current_graph_task_id() == -1:  # else it is computed again in a backward
             tape.micro = self._forwards

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from trainprobe.engine.core.records import Finding
 from trainprobe.errors import ProbeError, StopTraining
+from trainprobe.unobserved import lacks_descriptors
 
 T = TypeVar("T")
 _PACKAGE = f"{Path(__file__).resolve().parents[2]}/"
@@ -102,6 +103,8 @@ class Guard:
             try:
                 call(*args)
             except ProbeError as error:
+                if lacks_descriptors(error):
+                    raise  # nothing that can be mended in the program
                 refused.append(error)
 
         self.run(unless_refused)

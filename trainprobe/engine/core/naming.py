@@ -10,16 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from trainprobe.engine.core.guard import attempt
+
 INNER = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module"})  # what a wrapper that only forwards calls its child
 WRAPPERS = INNER | {"_orig_mod"}
 LEFT_OUT = "left out, as looking at it could change"  # begins a note of a step that names calls without their values
+_CONTROL = {number: repr(chr(number))[1:-1] for number in (*range(32), *range(127, 160))}
 ROOT = "root"  # the name under which the model itself is recorded
 Rename = Callable[[str], str]
 
 
 def utf8(text: str) -> str:
-    r"""Return text that can be written as UTF-8: half of a surrogate pair becomes its escape, `\ud800`."""
-    return text if text.isascii() else text.encode(errors="backslashreplace").decode()
+    r"""Return text as one line of UTF-8: a control character becomes its escape, such as `\n`, and half of a surrogate pair."""
+    return text if text.isprintable() else text.translate(_CONTROL).encode(errors="backslashreplace").decode()
 
 
 def logical_name(name: str, rename: Rename | None = None, *, outer_wrappers: int = 0) -> str:
@@ -49,6 +52,11 @@ def count_outer_wrappers(names: Iterable[str]) -> int:
         depth += 1
         split = [s[1:] for s in split if len(s) > 1]
     return depth
+
+
+def in_training(module: Any) -> bool:
+    """Return whether a module is in training mode; False where it has no mode, such as TorchScript that was frozen."""
+    return bool(attempt(getattr, module, "training", False, otherwise=lambda _: False))
 
 
 def chunks_of(model: Any) -> list[Any]:

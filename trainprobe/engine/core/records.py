@@ -31,6 +31,9 @@ class Step:
     phase: Phase = "forward"
 
 
+MOST_RANKS = 1 << 22  # of a job; more stand in files that are damaged
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where in the job: global rank, world size, and (index, size) on each parallel axis.

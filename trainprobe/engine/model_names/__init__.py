@@ -20,9 +20,8 @@ from functools import lru_cache
 from importlib import resources
 from typing import Any
 
-import yaml
-
 from trainprobe.engine.model_names.rows import TRANSFORM_NAMES
+from trainprobe.engine.storage.safe_files import parse_yaml
 from trainprobe.errors import FormatError, did_you_mean
 
 _FIELD = re.compile(r"\\\{(\w+)\\\}")
@@ -114,10 +113,7 @@ def _strings(value: Any) -> tuple[str, ...]:
 
 def read_map(text: str, where: str) -> NameMap:
     """Parse a name map; raise FormatError that names the faulty rule."""
-    try:
-        data: Any = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise FormatError(f"{where} is no YAML: {' '.join(str(error).split())}") from None
+    data: Any = parse_yaml(text, where)
     if not isinstance(data, dict) or not isinstance(data.get("rules"), list):
         raise FormatError(f"{where} is not a name map: it needs `family`, `signature` and a list of `rules`")
     rules = tuple(rule for number, entry in enumerate(data["rules"], 1) for rule in _rules(entry, f"{where}: rule {number}"))

@@ -12,10 +12,10 @@ from collections.abc import Hashable
 from pathlib import Path
 from typing import Any, cast
 
-from trainprobe.errors import PlanError
+from trainprobe.engine.storage.safe_files import open_to_read, yaml_documents
+from trainprobe.errors import FormatError, PlanError
 
 LARGEST_FILE = 1 << 20  # bytes
-LARGEST_TREE = 100_000  # values after anchors are expanded
 _SUFFIXES = {".yaml", ".yml", ".json"}
 _SCALARS = {
     "null": r"~|null|Null|NULL|",
@@ -43,8 +43,6 @@ def read_plan_file(path: Path, text: str | None = None) -> dict[str, Any]:
         return {}
     if not isinstance(tree, dict):
         raise PlanError(f"{path}: a plan is a list of `key: value` lines, and this file holds a {type(tree).__name__}")
-    if _larger_than(tree, LARGEST_TREE):
-        raise PlanError(f"{path}: its anchors expand to more than {LARGEST_TREE} values: write the plan out")
     return cast("dict[str, Any]", tree)
 
 
@@ -56,10 +54,12 @@ def _text(path: Path) -> str:
     try:
         if path.is_dir():
             raise PlanError(f"{path}: is a folder, and a plan is a file")
-        with path.open("rb") as file:
+        with open_to_read(path) as file:
             raw = file.read(LARGEST_FILE + 1)
     except FileNotFoundError:
         raise PlanError(f"{path}: there is no such plan file (looked in {path.absolute().parent})") from None
+    except FormatError as error:
+        raise PlanError(str(error)) from None
     except OSError as error:
         raise PlanError(f"{path}: the plan file cannot be read: {error.strerror}") from None
     if len(raw) > LARGEST_FILE:
@@ -94,15 +94,20 @@ def _yaml(text: str) -> object:
     import yaml
 
     try:
-        return yaml.load(text, Loader=_loader())
+        found = yaml_documents(text, _loader())
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         raise _Fault(f"{place}is not YAML: {error.problem or error.context}") from None
     except yaml.YAMLError as error:
         raise _Fault(f"is not YAML: {error}") from None
+    except FormatError as error:
+        raise _Fault(str(error)) from None
     except ValueError as error:
         raise _Fault(f"is not YAML: {error}") from None
+    if len(found) > 1:
+        raise _Fault(f"holds {len(found)} documents, and a plan is one")
+    return found[0] if found else None
 
 
 def _loader() -> type:
@@ -142,19 +147,3 @@ def _whole_number(loader: Any, node: Any) -> int:
 def _number(loader: Any, node: Any) -> float:
     text = str(loader.construct_scalar(node)).lower()
     return float(text.replace(".inf", "inf").replace(".nan", "nan"))
-
-
-def _larger_than(tree: object, limit: int) -> bool:
-    """Count values as often as they are referred to, and stop at the limit, so that a self-reference ends too."""
-    stack: list[object] = [tree]
-    count = 0
-    while stack:
-        value = stack.pop()
-        count += 1
-        if count > limit:
-            return True
-        if isinstance(value, dict):
-            stack.extend(cast("dict[object, object]", value).values())
-        elif isinstance(value, list):
-            stack.extend(cast("list[object]", value))
-    return False

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import csv
 import math
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TextIO
 
 from trainprobe.errors import MissingExtra
 
 _LONGEST = 32_000  # characters; a cell ends at 32 767
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]")
-FORMULA = frozenset("=+-@\t\r")  # a text that begins with one of these is a formula to a spreadsheet
+FORMULA = frozenset("=+-@\t\r\n")  # a text that begins with one of these is a formula to a spreadsheet
 
 
 def new_book(purpose: str) -> Any:
@@ -25,7 +26,20 @@ def new_book(purpose: str) -> Any:
 
 def defused(text: str) -> str:
     """Return the text of a CSV cell; one that a spreadsheet would take for a formula has an apostrophe before it."""
-    return f"'{text}" if text and text[0] in FORMULA else text
+    return f"'{text}" if text and text[0] in FORMULA and not _is_number(text) else text
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def write_rows(file: TextIO, rows: Iterable[Iterable[Any]]) -> None:
+    """Write rows as CSV; no text is a formula, whatever it says."""
+    csv.writer(file).writerows([defused(cell) if isinstance(cell, str) else cell for cell in row] for row in rows)
 
 
 def append(sheet: Any, row: Sequence[Any], colours: Mapping[str, str] | None = None, coloured: int = -1) -> None:

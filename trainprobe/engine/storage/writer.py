@@ -31,6 +31,7 @@ from trainprobe.engine.core.records import Finding, Place, StepData
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.storage.dumps.findings_file import open_findings
 from trainprobe.engine.storage.dumps.tensor_files import SavedTensor
+from trainprobe.engine.storage.safe_files import private_folder
 from trainprobe.engine.storage.sinks import BatchSink, ChunkSink, CountingSink, Sink, TensorSink, WarningSink
 from trainprobe.errors import OutputError, PlanError, UsageError
 
@@ -384,7 +385,7 @@ def open_writer(
     """
     sinks: dict[str, Sink] = {}
     try:
-        plan.output.mkdir(parents=True, exist_ok=True)
+        private_folder(plan.output)
         if not os.access(plan.output, os.W_OK):
             raise PermissionError(f"no permission to write to {plan.output}")
         for name in plan.sinks:

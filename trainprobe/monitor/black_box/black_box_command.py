@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from trainprobe.engine.storage.safe_files import LARGEST_STATE, read_bounded
 from trainprobe.errors import FormatError
 from trainprobe.monitor.black_box.box import BOX_FILE, RING_FILE
 from trainprobe.monitor.black_box.kept_replicas import kept_differences
@@ -83,7 +84,7 @@ def read_box(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     The last one may be the step in which the process died; its facts tell the call that was "seen_last".
     """
     left = path.suffix == ".ring"
-    lines = read_ring(path) if left else path.read_bytes().splitlines()
+    lines = read_ring(path) if left else read_bounded(path, LARGEST_STATE, follow=True).splitlines()
     try:
         values: list[dict[str, Any]] = [orjson.loads(line) for line in lines]
         heads = [value for value in values if "black_box" in value]

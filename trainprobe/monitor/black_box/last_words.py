@@ -14,6 +14,8 @@ import signal
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from trainprobe.engine.storage.safe_files import LARGEST_TEXT, open_private, read_bounded
+
 FAULT_FILE, TERMINATED_FILE = "black_box.fault", "black_box.terminated"
 _alive: dict[int, LastWords] = {}
 
@@ -58,7 +60,7 @@ class LastWords:
 
     def _open(self, name: str) -> BinaryIO:
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._files.append((self._folder / name).open("wb", buffering=0))  # type: ignore[arg-type]
+        self._files.append(open_private(self._folder / name, "wb", buffering=0))  # type: ignore[arg-type]
         return self._files[-1]
 
 
@@ -75,8 +77,7 @@ if hasattr(os, "register_at_fork"):
 def last_words(folder: Path) -> str | None:
     """Return what a folder's files say of a fatal signal: its name and the stacks, or None."""
     fault, terminated = folder / FAULT_FILE, folder / TERMINATED_FILE
-    if fault.exists() and fault.stat().st_size:
-        return fault.read_text(errors="replace").strip()
-    if terminated.exists() and terminated.stat().st_size:
-        return "SIGTERM\n\n" + terminated.read_text(errors="replace").strip()
+    for path, head in ((fault, ""), (terminated, "SIGTERM\n\n")):
+        if path.exists() and path.stat().st_size:
+            return head + read_bounded(path, LARGEST_TEXT, follow=True).decode(errors="replace").strip()
     return None

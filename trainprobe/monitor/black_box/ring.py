@@ -20,6 +20,7 @@ import zlib
 from pathlib import Path
 
 from trainprobe.engine.core.position import BYTES, Where, read_position
+from trainprobe.engine.storage.safe_files import open_private, open_to_read
 from trainprobe.errors import FormatError, OutputError
 
 MAGIC = b"TPBOX\0\0\3"
@@ -44,7 +45,7 @@ class Ring:
         size = self._first + self.slot_bytes * slots
         path.unlink(missing_ok=True)
         draft = path.with_name(f".{path.name}.partial")  # a reader finds a ring there, or nothing
-        with draft.open("w+b") as file:
+        with open_private(draft, "w+b") as file:
             try:
                 if hasattr(os, "posix_fallocate"):
                     os.posix_fallocate(file.fileno(), 0, size)
@@ -112,7 +113,7 @@ def read_journal_bytes(path: Path) -> memoryview:
 
 
 def _whole(path: Path) -> mmap.mmap | bytes:
-    with path.open("rb") as file:
+    with open_to_read(path) as file:
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else b""
     if len(data) < _JOURNAL or data[:8] != MAGIC:
         raise FormatError(f"{path} is not a black box of this format (its first bytes are {data[:8]!r})")

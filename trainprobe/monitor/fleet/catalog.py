@@ -11,12 +11,11 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from trainprobe.engine.core.records import Place
 from trainprobe.engine.storage.dumps.header import read_place
 from trainprobe.engine.storage.dumps.layout import LIVE_FILE, find_ranks, find_segments
-from trainprobe.engine.storage.run_log.replicas import SameAs, reference_segments, same_as
+from trainprobe.engine.storage.run_log.replicas import SameAs, reference_segments, same_as, schema_of
 from trainprobe.engine.storage.run_log.segments import live_table
 from trainprobe.errors import FormatError
 from trainprobe.monitor.fleet.duck import Duck
@@ -86,7 +85,7 @@ def files_of(rank: int, folder: Path) -> RankFiles:
     segments, refers, wrong = list[Path](), list[SameAs](), None
     for segment in find_segments(folder):
         try:
-            to = same_as(pq.read_schema(segment))
+            to = same_as(schema_of(segment))
             if to is not None:
                 reference_segments(segment, to)
                 refers.append(to)

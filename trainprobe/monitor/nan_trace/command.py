@@ -16,6 +16,7 @@ from trainprobe.engine.core.naming import ROOT
 from trainprobe.engine.core.records import Call
 from trainprobe.engine.core.step_data import entry_name
 from trainprobe.engine.core.words import counted, numbered
+from trainprobe.errors import FormatError
 from trainprobe.monitor.looked_at import LookedAt
 from trainprobe.monitor.nan_trace.steps import RankStep, steps_of
 from trainprobe.monitor.nan_trace.trace import RankTrace, RunTrace, reached, trace_run
@@ -39,6 +40,8 @@ def nan_trace(
     updates: dict[int, UpdatesSeen] = {}
     seen = LookedAt(folder if folder.is_dir() else None)
     found, looked = trace_run(_followed(_with_overflows(steps_of(folder), overflows), updates, seen))
+    if not looked and found is None and not overflows:
+        raise FormatError(f"{folder} holds no step that could be read: nothing was looked at")
     not_seen = [*(f"{sentence}." for sentence in seen.lacking()), *filter(None, [steps_without_update(updates.values())])]
     not_seen = not_seen if found is None else []  # of a run that was not read to its end, this is not known
     if json:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trainprobe.engine.storage.safe_files import text_lines
 from trainprobe.errors import FormatError, UsageError, did_you_mean
 from trainprobe.op_check.classic.arguments import COMMANDS, parse
 from trainprobe.op_check.classic.configs import CheckConfig, OpConfig, read_config, read_op_config
@@ -82,9 +83,8 @@ def _interrupted(path: Path) -> tuple[set[str], str]:
     if name is None:
         raise UsageError(f"-csv_path {path}: a file accuracy_checking_result_ with 14 digits is needed, which was not renamed")
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            return {row["API name"] for row in csv.DictReader(file)}, name[1]
-    except (KeyError, UnicodeDecodeError, csv.Error) as error:
+        return {row["API name"] for row in csv.DictReader(text_lines(path))}, name[1]
+    except (KeyError, csv.Error) as error:
         raise FormatError(f"{path} is no accuracy_checking_result file: {error}") from None
 
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from trainprobe.engine.storage.safe_files import parse_yaml, read_text
 from trainprobe.errors import FormatError, UsageError
 
 _LARGEST = 1 << 20  # bytes
@@ -82,13 +81,7 @@ def read_op_config(path: Path) -> OpConfig:
 
 def _read(path: Path) -> Mapping[str, Any]:
     """Read JSON, which YAML includes, or YAML."""
-    try:
-        if path.stat().st_size > _LARGEST:
-            raise FormatError(f"{path} is larger than {_LARGEST} bytes, which no config file is")
-        told = yaml.safe_load(path.read_text(encoding="utf-8-sig").replace("\t", " "))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        text = (str(error).splitlines() or [""])[0]
-        raise FormatError(f"{path} is neither JSON nor YAML: {text}") from None
+    told = parse_yaml(read_text(path, _LARGEST).replace("\t", " "), str(path))
     if not isinstance(told, Mapping):
         raise FormatError(f"{path} is no object of settings: expected keys such as white_list")
     return told

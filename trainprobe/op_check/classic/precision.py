@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from trainprobe.engine.storage.safe_files import text_lines
 from trainprobe.errors import FormatError
 from trainprobe.op_check.classic.columns import (
     ALGORITHM,
@@ -47,13 +48,12 @@ _NEEDED = {  # standard → the fields without which it cannot judge
 def read_details(path: Path) -> list[Record]:
     """Read a details file. Raises FormatError for what is none."""
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file)
-            missing = [column for column in DETAILS_COLUMNS if column not in (reader.fieldnames or ())]
-            if missing:
-                raise FormatError(f"{path} is no accuracy_checking_details file: it has no column {', '.join(missing[:3])}")
-            records = [{column: row.get(column) or BLANK for column in DETAILS_COLUMNS} for row in reader]
-    except (UnicodeDecodeError, csv.Error) as error:
+        reader = csv.DictReader(text_lines(path))
+        missing = [column for column in DETAILS_COLUMNS if column not in (reader.fieldnames or ())]
+        if missing:
+            raise FormatError(f"{path} is no accuracy_checking_details file: it has no column {', '.join(missing[:3])}")
+        records = [{column: row.get(column) or BLANK for column in DETAILS_COLUMNS} for row in reader]
+    except csv.Error as error:
         raise FormatError(f"{path} cannot be read as CSV: {error}") from None
     names = [record[NAME] for record in records]
     twice = next((name for name in names if names.count(name) > 1), None) if len(set(names)) < len(names) else None

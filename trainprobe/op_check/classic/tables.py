@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from trainprobe.engine.storage.sheet_cells import write_rows
 from trainprobe.errors import OutputError
 from trainprobe.op_check.classic.columns import (
     BENCH,
@@ -149,10 +149,8 @@ def _write(path: Path, columns: Sequence[str], records: Iterable[Mapping[str, st
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a" if go_on else "w", newline="", encoding="utf-8" if go_on else "utf-8-sig") as file:
-            writer = csv.DictWriter(file, columns)
-            if not go_on:
-                writer.writeheader()
-            writer.writerows(records)
+            write_rows(file, [] if go_on else [columns])
+            write_rows(file, ([record[column] for column in columns] for record in records))
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error}") from error
 

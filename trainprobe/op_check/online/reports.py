@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import io
 from collections import Counter
 from pathlib import Path
@@ -10,7 +9,8 @@ from typing import Any
 
 import orjson
 
-from trainprobe.engine.storage.safe_files import write_whole
+from trainprobe.engine.storage.safe_files import open_private, private_folder, write_whole
+from trainprobe.engine.storage.sheet_cells import write_rows
 from trainprobe.errors import OutputError, UsageError
 from trainprobe.op_check.conclusion import said
 from trainprobe.op_check.dump import Row
@@ -36,7 +36,7 @@ class Report:
         self._gravest = (-1, 0.0)
         self._replays = 0
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            private_folder(self.folder)
         except OSError as error:
             raise OutputError(f"cannot write {self.folder}: {error}") from error
         if not (self.folder / TABLE).exists():
@@ -51,10 +51,9 @@ class Report:
         if outcome in ("bug", "suspicious", "mode") and gravity > self._gravest:
             self._gravest, self._worst = gravity, said(row)
         table = io.StringIO()
-        writer = csv.writer(table)
         own = lines([here]) if here is not None else []
         for i, record in enumerate(lines([row])):
-            writer.writerow([*record.values(), own[i]["verdict"] if i < len(own) else "", nearer])
+            write_rows(table, [[*record.values(), own[i]["verdict"] if i < len(own) else "", nearer]])
         self._write(LOG, f"{line(row)}{f'; {nearer}' if nearer else ''}\n")
         self._write(TABLE, table.getvalue())
         if outcome == "bug" and self._replays < _REPLAYS:
@@ -100,7 +99,7 @@ class Report:
 
     def _write(self, name: str, text: str) -> None:
         try:
-            with (self.folder / name).open("a", encoding="utf-8", newline="") as file:
+            with open_private(self.folder / name, "a", encoding="utf-8", newline="") as file:
                 file.write(text)
         except OSError as error:
             raise OutputError(f"cannot write {self.folder / name}: {error}") from error

@@ -8,7 +8,7 @@ from typing import Any
 from trainprobe.engine.capture.audit.registered import hidden_parameters, repeated_hooks
 from trainprobe.engine.core.facts import Base, Group, ModelFacts, ParameterFact
 from trainprobe.engine.core.guard import attempt
-from trainprobe.engine.core.naming import count_outer_wrappers, logical_name
+from trainprobe.engine.core.naming import count_outer_wrappers, in_training, logical_name
 
 
 def model_facts(
@@ -84,7 +84,7 @@ def modes_of(models: Sequence[Any]) -> dict[str, bool]:
     """Return module name → whether the module is in training mode."""
     modes: dict[str, bool] = {}
     for name, module in _named_modules(models):
-        modes.setdefault(name, module.training)
+        modes.setdefault(name, in_training(module))
     return modes
 
 

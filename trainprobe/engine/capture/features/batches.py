@@ -15,7 +15,7 @@ from torch._C import DisableTorchFunction, _current_graph_task_id
 from trainprobe.engine.capture.features.feature import tensors_of
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.core.guard import Guard
-from trainprobe.engine.core.naming import chunks_of
+from trainprobe.engine.core.naming import chunks_of, in_training
 from trainprobe.engine.core.position import AFTER_FORWARD, Position
 from trainprobe.engine.tape import Tape
 
@@ -74,7 +74,7 @@ class BatchTap:
                 return original(module, *args, **kwargs)
             self._running = True
             try:
-                trains = torch.is_grad_enabled() and module.training and _current_graph_task_id() == -1
+                trains = torch.is_grad_enabled() and in_training(module) and _current_graph_task_id() == -1
                 if trains:
                     self._guard.run(self._take, args, kwargs)
                     self._record(module)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from trainprobe.engine.storage.safe_files import NO_LINK
+from trainprobe.engine.storage.safe_files import NO_LINK, PRIVATE
 from trainprobe.errors import OutputError
 
 _AT_ONCE = hasattr(os, "writev")  # spares a copy
@@ -16,7 +16,7 @@ class AppendedFile:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | NO_LINK, 0o644)
+        self._file: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | NO_LINK, PRIVATE)
         self.size = _cut_torn_end(self._file)
 
     def write(self, *pieces: bytes) -> None:

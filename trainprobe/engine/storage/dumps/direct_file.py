@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from trainprobe.engine.storage.safe_files import NO_LINK
+from trainprobe.engine.storage.safe_files import NO_LINK, PRIVATE, open_private
 
 BLOCK = 4096  # bytes; the blocks of almost all disks and file systems divide it
 SLOWEST = 256e6  # bytes/s; a slower disk makes the training wait sooner than the page cache does, which takes much at once
@@ -108,12 +108,12 @@ def _open(path: Path) -> tuple[BinaryIO, int]:
     """Return the new file, and of what its writes must be multiples."""
     if hasattr(os, "O_DIRECT"):
         try:
-            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_DIRECT | NO_LINK, 0o666)
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_DIRECT | NO_LINK, PRIVATE)
             return os.fdopen(file, "wb", buffering=0), BLOCK
         except OSError as error:
             if error.errno not in _REFUSALS:
                 raise
-    return path.open("wb", buffering=0), 1
+    return open_private(path, "wb", buffering=0), 1
 
 
 def _at_a_block(size: int) -> npt.NDArray[np.uint8]:

@@ -7,7 +7,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any
 
-from trainprobe.engine.core.records import Call, Place, StepData
+from trainprobe.engine.core.records import MOST_RANKS, Call, Place, StepData
 from trainprobe.engine.storage.dumps.entry_text import read_number
 
 FORMAT = 1
@@ -57,7 +57,10 @@ def place_text(place: Place) -> dict[str, Any]:
 def read_place(text: dict[str, Any]) -> Place:
     """Return the place that `place_text` wrote. Raises KeyError, TypeError or ValueError for anything else."""
     axes = {str(k): (int(v[0]), int(v[1])) for k, v in text.get("axes", {}).items()}
-    return Place(int(text["rank"]), int(text["world_size"]), axes)
+    rank, world_size = int(text["rank"]), int(text["world_size"])
+    if not 0 <= rank < MOST_RANKS or not 0 < world_size <= MOST_RANKS:
+        raise ValueError(f"rank {rank} of {world_size} is no place in a job")
+    return Place(rank, world_size, axes)
 
 
 def run_lengths(values: Iterable[Any]) -> list[list[Any]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from trainprobe.engine.storage.kernel_dumps.file_names import holds_kernels
 from trainprobe.engine.storage.kernel_dumps.layout import find_kernels
-from trainprobe.engine.storage.safe_files import NO_LINK
+from trainprobe.engine.storage.safe_files import NO_LINK, PRIVATE
 from trainprobe.errors import OutputError
 
 DUMP_FILE, DEBUG_FILE, STACK_FILE, CONSTRUCT_FILE = "dump.json", "debug.json", "stack.json", "construct.json"
@@ -68,7 +68,7 @@ class RankFolder:
     def _write(self, name: str, text: bytes) -> None:
         path = f"{self._hidden}{os.sep}{name}"
         partial = f"{path}{PARTIAL}"
-        file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | NO_LINK | getattr(os, "O_BINARY", 0), 0o666)
+        file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | NO_LINK | getattr(os, "O_BINARY", 0), PRIVATE)
         try:
             left = memoryview(text)
             while left:

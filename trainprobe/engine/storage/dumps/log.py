@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from trainprobe.engine.core.records import StepData
 from trainprobe.engine.storage.dumps.layout import LOG_FILE, find_ranks, has_run_log
 from trainprobe.engine.storage.dumps.record_log import decode
+from trainprobe.engine.storage.left_out import DAMAGED, leave_out, tell
+from trainprobe.engine.storage.safe_files import lines_of, open_to_read
 from trainprobe.errors import FormatError
+
+T = TypeVar("T")
 
 
 def read_log(path: Path | str) -> Iterator[StepData]:
@@ -16,7 +21,7 @@ def read_log(path: Path | str) -> Iterator[StepData]:
 
     path: a `records.jsonl`, a rank's folder with one or with a run log in columns, or a run's folder with one rank. Steps read
     from columns have finished numbers and no partials. A last line without its newline is what a killed run was writing, and
-    is left out. Raises FormatError, with the number of the line, for any other line that is not a collected step.
+    is left out. Any other line that is no collected step is left out and told (`left_out`), or FormatError names it.
     """
     file = _find(Path(path))
     if file.is_dir():
@@ -24,14 +29,28 @@ def read_log(path: Path | str) -> Iterator[StepData]:
 
         yield from read_steps(file)
         return
-    with file.open("rb", buffering=1 << 20) as lines:
-        for number, line in enumerate(lines, 1):
+    yield from read_lines(file, decode)
+
+
+def read_lines(file: Path, read: Callable[[bytes], T], start: int | None = None) -> Iterator[T]:
+    """Yield what `read` makes of each whole line; a line that it cannot read, and a torn end, are left out and told.
+
+    start: the first byte, of a file that is followed while it grows.
+    """
+    with open_to_read(file) as lines:
+        lines.seek(start or 0)
+        for number, line in enumerate(lines_of(lines, file), 1):
             if not line.endswith(b"\n"):
+                if start is None:
+                    tell(f"{file} ends within line {number}: the run was killed or goes on, or the file was cut")
                 return
             try:
-                yield decode(line)
-            except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-                raise FormatError(f"{file}, line {number}: not a line of a record log: {error!r}") from None
+                found = read(line)
+            except DAMAGED as error:
+                behind = f" behind byte {start}" if start else ""
+                leave_out(f"{file}, line {number}{behind}, is left out: it is not a line of a record log ({error!r:.200})")
+            else:
+                yield found
 
 
 def _find(path: Path) -> Path:

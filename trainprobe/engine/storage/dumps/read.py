@@ -24,6 +24,8 @@ from trainprobe.engine.storage.dumps.layout import CONSTRUCT_FILE, DEBUG_FILE, D
 from trainprobe.engine.storage.dumps.leaves import Leaves, NoNumber, ReadTensors, are_packed, describe
 from trainprobe.engine.storage.kernel_dumps.file_names import holds_kernels, parse_name
 from trainprobe.engine.storage.kernel_dumps.read import read_kernels
+from trainprobe.engine.storage.left_out import damaged_as
+from trainprobe.engine.storage.safe_files import open_to_read, read_bounded
 from trainprobe.errors import FormatError
 
 LARGEST = 8 << 30
@@ -39,11 +41,10 @@ def read(path: Path | str) -> StoredStepData:
     path = Path(path)
     if parse_name(path) is not None and path.is_file():
         return read_kernels(path)
-    if path.is_file():
-        return _read_rank(path)
-    for name in (DUMP_FILE, DEBUG_FILE):
-        if (path / name).is_file():
-            return _read_rank(path / name)
+    for file in (path, path / DUMP_FILE, path / DEBUG_FILE):
+        if file.is_file():
+            with damaged_as(str(file)):
+                return _read_rank(file)
     if holds_kernels(path):
         return read_kernels(path)
     ranks = find_ranks(path)
@@ -80,10 +81,7 @@ def load_json(path: Path) -> Any:
 
 def _content(path: Path) -> bytes:
     try:
-        size = path.stat().st_size
-        if size > LARGEST:
-            raise FormatError(f"{path} has {size} bytes, more than the {LARGEST} that are read at once")
-        return path.read_bytes()
+        return read_bounded(path, LARGEST, follow=True)
     except OSError as error:
         raise FormatError(f"{path} cannot be read: {error}") from error
 
@@ -103,9 +101,9 @@ def _read_compiled(path: Path) -> tuple[Any, bytes, bytes, bytes] | None:
     try:
         if native is None or path.stat().st_size > LARGEST:
             return None
-        with path.open("rb", buffering=0) as file:
+        with open_to_read(path) as file:
             return native.read_dump(file.read, describe, orjson.loads, _call_of_tensors)
-    except OSError:
+    except (OSError, FormatError):
         return None  # what is wrong with it is said where it is read next
 
 
@@ -129,7 +127,7 @@ def _read_rank(path: Path) -> StoredStepData:
         try:
             if entry is not call:
                 _fill(call, entry, leaves)
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
+        except (ArithmeticError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise FormatError(f"{path}: entry {name!r} cannot be read: {error}") from None
         calls.append(call)
         by_name[name] = call

@@ -23,6 +23,7 @@ import orjson
 
 from trainprobe.engine.storage.dumps.direct_file import BLOCK, DirectFile
 from trainprobe.engine.storage.dumps.layout import partial_name
+from trainprobe.engine.storage.safe_files import open_private
 from trainprobe.errors import MissingExtra
 
 SAFETENSORS_FILE = "tensors.safetensors"
@@ -193,7 +194,7 @@ class SafetensorsFile:
         header = b"{" + b",".join([b'"__metadata__":' + orjson.dumps(self._metadata), *self._entries]) + b"}"
         partial = partial_name(self._path)
         if self._file is None:
-            with partial.open("wb", buffering=1 << 16) as file:
+            with open_private(partial, "wb", buffering=1 << 16) as file:
                 file.write(_framed(header, 8 + -(-len(header) // _ALIGN) * _ALIGN))
                 file.writelines(self._waiting)
             self._waiting.clear()
@@ -310,7 +311,7 @@ def save_npy(path: Path, saved: SavedTensor) -> None:
         array = raw.view(name).reshape(saved.shape)
     else:
         array = raw
-    with path.open("wb") as file:
+    with open_private(path, "wb") as file:
         np.save(file, array, allow_pickle=False)
 
 

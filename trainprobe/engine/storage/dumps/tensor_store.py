@@ -31,6 +31,7 @@ from trainprobe.engine.storage.dumps.tensor_files import (
 )
 from trainprobe.engine.storage.kernel_dumps.file_names import holds_kernels
 from trainprobe.engine.storage.npy_files import map_npy
+from trainprobe.engine.storage.safe_files import open_to_read, regular
 from trainprobe.engine.storage.widening import widen
 from trainprobe.errors import FormatError, UnsafeFile
 
@@ -109,7 +110,7 @@ class SafetensorsReader:
     def __init__(self, path: Path) -> None:
         self._path = path
         size = path.stat().st_size
-        with path.open("rb") as file:
+        with open_to_read(path) as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, _LARGEST_HEADER):
                 raise FormatError(f"{path} is no safetensors file: its header would have {length} bytes, the file has {size}")
@@ -130,13 +131,14 @@ class SafetensorsReader:
             not (0 <= begin <= end <= size)
             or math.prod(entry["shape"]) * bits != 8 * (end - begin)
             or min([0, *entry["shape"]]) < 0
+            or len(entry["shape"]) > 64  # NumPy has no more dimensions
         ):
             raise ValueError(f"{key!r} is said to lie at {begin} to {end} of {size} bytes with shape {entry['shape']}")
 
     @cached_property
     def _bytes(self) -> mmap.mmap:
         """The whole file, mapped once: a mapping for each value would take longer than reading most of them."""
-        with self._path.open("rb") as file:
+        with open_to_read(self._path) as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def dtype(self, key: str) -> str:
@@ -181,7 +183,7 @@ def _numpy_dtype(short: str) -> Any:
 def _load_pt(path: Path) -> npt.NDArray[Any]:
     torch = load_torch("reading tensors stored as .pt")
     try:
-        tensor = torch.load(path, map_location="cpu", weights_only=True, mmap=_is_worth_mapping(path))
+        tensor = torch.load(regular(path), map_location="cpu", weights_only=True, mmap=_is_worth_mapping(path))
     except pickle.UnpicklingError:
         raise UnsafeFile(f"{path} holds more than a tensor, and loading it could run code: it is not loaded") from None
     if not isinstance(tensor, torch.Tensor):
@@ -197,7 +199,7 @@ def _is_worth_mapping(path: Path) -> bool:
     if path.stat().st_size < _LARGE_PT:
         return False
     try:
-        with zipfile.ZipFile(path) as file:
+        with zipfile.ZipFile(regular(path)) as file:
             return all(member.compress_type == zipfile.ZIP_STORED for member in file.infolist())
     except (zipfile.BadZipFile, NotImplementedError):
         return False  # an older format, or none

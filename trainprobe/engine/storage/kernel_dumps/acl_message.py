@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trainprobe.engine.storage.safe_files import open_to_read, read_bounded, regular
 from trainprobe.errors import FormatError, MissingExtra
 
 LARGEST_HEADER = 64 << 20
@@ -98,7 +99,7 @@ class RawDump:
 def read_raw(path: Path) -> RawDump:
     """Read the header of a raw dump file. Raises MissingExtra without protobuf, FormatError where the file is no such dump."""
     size = path.stat().st_size
-    with path.open("rb") as file:
+    with open_to_read(path) as file:
         length = int.from_bytes(file.read(8), "little")
         headed = 0 < length <= min(size - 8, LARGEST_HEADER)
         header = file.read(length) if headed else b""
@@ -109,7 +110,7 @@ def read_raw(path: Path) -> RawDump:
             return _dump(path, message, 8 + length)
     if size > _LARGEST_INLINE:
         raise FormatError(f"{path} is no dump of a kernel: its header of {length} bytes is none, and it is too large to be one")
-    message = _parsed(path.read_bytes())
+    message = _parsed(read_bounded(path, _LARGEST_INLINE, follow=True))
     if message is None or not any(tensor.data for tensor in (*message.input, *message.output)):
         raise FormatError(
             f"{path} is no dump of a kernel: a header of {length} bytes does not fit its {size} bytes, and it is no message"
@@ -160,14 +161,14 @@ def array_of(path: Path, tensor: RawTensor) -> npt.NDArray[Any]:
         return np.zeros(shape, dtype)
     if tensor.inline is not None:
         return np.frombuffer(tensor.inline, dtype, count).reshape(shape)
-    return np.memmap(path, dtype, "r", tensor.start, shape)
+    return np.memmap(regular(path), dtype, "r", tensor.start, shape)
 
 
 def payload(path: Path, tensor: RawTensor, most: int) -> bytes:
     """Return the first bytes of a tensor as they are, `most` at most."""
     if tensor.inline is not None:
         return tensor.inline[:most]
-    with path.open("rb") as file:
+    with open_to_read(path) as file:
         file.seek(tensor.start)
         return file.read(min(tensor.size, most))
 

@@ -14,6 +14,8 @@ from pathlib import Path
 
 from trainprobe.engine.core.records import Call, Phase
 from trainprobe.engine.storage.kernel_dumps.file_names import read_rows
+from trainprobe.engine.storage.safe_files import read_bounded
+from trainprobe.errors import FormatError
 
 _WRAPPERS = frozenset({"network", "_backbone", "backbone"})  # cells of MindSpore around the model
 _ROOTS = frozenset({"Default", "Gradients"})
@@ -66,20 +68,21 @@ def read_graph_names(rank: Path | None) -> GraphNames:
 
 
 def _read_ir(path: Path, names: GraphNames) -> None:
-    if path.stat().st_size > _LARGEST_IR:
+    try:
+        text = read_bounded(path, _LARGEST_IR, follow=True).decode("utf-8", "replace")
+    except (OSError, FormatError):
         return
     lines: list[str] | None = None
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            if m := _FULL_NAME.fullmatch(line) or _OLD_FULL_NAME.fullmatch(line):
-                names.add(m[1])
-                lines = names.lines.setdefault(m[1], [])
-            elif lines is not None and (m := _LINE.fullmatch(line)) and len(lines) < _MOST_LINES:
-                lines.append(f"File {m[1]}, line {m[2]}, \n {m[3].strip()}")
-            elif m := _PARAMETER.fullmatch(line.rstrip()):
-                names.parameters.setdefault(flatten(m[1]), m[1])
-            elif lines is not None and not line.lstrip().startswith("#"):
-                lines = None
+    for line in text.splitlines(keepends=True):
+        if m := _FULL_NAME.fullmatch(line) or _OLD_FULL_NAME.fullmatch(line):
+            names.add(m[1])
+            lines = names.lines.setdefault(m[1], [])
+        elif lines is not None and (m := _LINE.fullmatch(line)) and len(lines) < _MOST_LINES:
+            lines.append(f"File {m[1]}, line {m[2]}, \n {m[3].strip()}")
+        elif m := _PARAMETER.fullmatch(line.rstrip()):
+            names.parameters.setdefault(flatten(m[1]), m[1])
+        elif lines is not None and not line.lstrip().startswith("#"):
+            lines = None
 
 
 def frames_of(lines: list[str]) -> list[str]:

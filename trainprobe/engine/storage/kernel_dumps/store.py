@@ -15,6 +15,7 @@ from trainprobe.engine.storage.kernel_dumps.acl_message import DTYPES, RawDump, 
 from trainprobe.engine.storage.kernel_dumps.file_names import KernelFile, kernel_files, parse_name
 from trainprobe.engine.storage.kernel_dumps.layout import graphs_of
 from trainprobe.engine.storage.npy_files import map_npy
+from trainprobe.engine.storage.safe_files import regular
 from trainprobe.engine.storage.widening import widen
 from trainprobe.errors import FormatError, MissingExtra
 
@@ -150,4 +151,4 @@ def _load_bin(path: Path, dtype: str) -> npt.NDArray[Any]:
     size = path.stat().st_size
     if size % stored.itemsize:
         raise FormatError(f"{path} has {size} bytes, no whole number of {dtype} elements")
-    return np.memmap(path, stored, "r") if size else np.zeros(0, stored)
+    return np.memmap(regular(path), stored, "r") if size else np.zeros(0, stored)

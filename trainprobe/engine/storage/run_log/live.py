@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.ipc as ipc
 
 from trainprobe.engine.storage.run_log.schema import SCHEMA
-from trainprobe.engine.storage.safe_files import NO_LINK
+from trainprobe.engine.storage.safe_files import NO_LINK, PRIVATE, regular
 
 STREAM = b"trainprobe.stream"  # names a stream in its schema, and in that of the segment which is made of it
 _OPTIONS = ipc.IpcWriteOptions(compression="lz4", use_threads=False, emit_dictionary_deltas=True)
@@ -49,7 +49,7 @@ class LiveStream:
         self.path = path
         self.batches: list[pa.RecordBatch] = []
         self.size = self.rows = 0
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINK | getattr(os, "O_BINARY", 0), 0o644)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINK | getattr(os, "O_BINARY", 0), PRIVATE)
         self._pieces = _Pieces()
         self.schema = SCHEMA.with_metadata({**SCHEMA.metadata, STREAM: secrets.token_hex(8)})
         self._writer = ipc.new_stream(pa.PythonFile(self._pieces, mode="w"), self.schema, options=_OPTIONS)
@@ -83,9 +83,9 @@ def read_stream(path: Path) -> tuple[pa.Schema | None, list[pa.RecordBatch]]:
     batches: list[pa.RecordBatch] = []
     schema = None
     try:
-        with path.open("rb") as file, ipc.open_stream(file) as stream:
+        with pa.memory_map(str(regular(path))) as file, ipc.open_stream(file) as stream:  # a length that lies reserves nothing
             schema = stream.schema
             while True:
                 batches.append(stream.read_next_batch())
-    except (StopIteration, pa.ArrowInvalid, OSError):  # the end, or where a kill tore it
+    except (StopIteration, pa.ArrowException, MemoryError, OSError):  # the end, or where a kill tore it
         return schema, batches

@@ -21,7 +21,7 @@ from trainprobe.engine.stats.partials import PARTIALS
 from trainprobe.engine.storage.dumps.header import read_place
 from trainprobe.engine.storage.dumps.layout import find_segments
 from trainprobe.engine.storage.dumps.record_log import read_structure
-from trainprobe.engine.storage.run_log.replicas import SameAs, expanded, read_segment, same_as
+from trainprobe.engine.storage.run_log.replicas import SameAs, expanded, read_segment, same_as, schema_of
 from trainprobe.engine.storage.run_log.schema import OF_STATISTIC
 from trainprobe.engine.storage.run_log.segments import live_table
 from trainprobe.errors import FormatError
@@ -73,7 +73,7 @@ def _rows_of_segment(segment: Path, selected: Sequence[str] | None, bounds: Sequ
 
 def _refers_to(segment: Path) -> SameAs | None:
     try:
-        return same_as(pq.read_schema(segment))
+        return same_as(schema_of(segment))
     except (pa.ArrowInvalid, OSError) as error:
         raise FormatError(f"{segment} is no segment of a run log: {error}") from None
 

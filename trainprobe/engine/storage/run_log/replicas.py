@@ -26,6 +26,7 @@ from trainprobe.engine.storage.dumps.layout import find_segments, log_folder
 from trainprobe.engine.storage.run_log.live import STREAM
 from trainprobe.engine.storage.run_log.schema import COLUMNS, FLOATS, WORDS
 from trainprobe.engine.storage.run_log.segments import write_segment
+from trainprobe.engine.storage.safe_files import regular
 from trainprobe.errors import FormatError
 
 SAME_AS = b"trainprobe.same_as"
@@ -65,11 +66,19 @@ def same_as(schema: pa.Schema) -> SameAs | None:
         raise FormatError(f"what a compacted segment refers to cannot be read: {error!r}") from None
 
 
+def schema_of(segment: Path) -> pa.Schema:
+    """Return the schema of a closed segment. Raises FormatError for a file that is none."""
+    try:
+        return pq.read_schema(regular(segment))
+    except (pa.ArrowException, OSError) as error:
+        raise FormatError(f"{segment} is no segment of a run log: {error}") from None
+
+
 def read_segment(path: Path, columns: Sequence[str] | None = None, **options: Any) -> pa.Table:
     """Return the rows of a closed segment as they are stored. Raises FormatError for a file that is no segment."""
     try:
-        return pq.read_table(path, columns=columns, read_dictionary=list(WORDS), **options)
-    except (pa.ArrowInvalid, OSError) as error:
+        return pq.read_table(regular(path), columns=columns, read_dictionary=list(WORDS), **options)
+    except (pa.ArrowException, OSError) as error:
         raise FormatError(f"{path} is no segment of a run log: {error}") from None
 
 
@@ -87,7 +96,7 @@ def compact_segment(path: Path, reference: Path) -> bool:
         return False
     steps = own["step"].to_numpy()
     others = _segments_with(reference, int(steps.min()), int(steps.max()))
-    if not others or any(same_as(pq.read_schema(other)) is not None for other in others):
+    if not others or any(same_as(schema_of(other)) is not None for other in others):
         return False
     shared, referring = shared_rows(own, pa.concat_tables([read_segment(other) for other in others]))
     if not referring.size or shared.mean() < LEAST_SHARED:
@@ -245,7 +254,7 @@ def _overlaps(steps: Iterable[int], first: int, last: int) -> bool:
 
 def _steps_of(segment: Path) -> tuple[int, int]:
     """Return the first and the last step of a segment, from its footer."""
-    footer = pq.read_metadata(segment)
+    footer = pq.read_metadata(regular(segment))
     at = footer.schema.to_arrow_schema().get_field_index("step")
     found = [footer.row_group(i).column(at).statistics for i in range(footer.num_row_groups)]
     return min((s.min for s in found), default=0), max((s.max for s in found), default=-1)
@@ -257,7 +266,7 @@ def _stream_of(segment: Path) -> str:
 
 @lru_cache(maxsize=256)
 def _stream_in(segment: Path, _changed: int) -> str:
-    return (pq.read_schema(segment).metadata or {}).get(STREAM, b"").decode()
+    return (schema_of(segment).metadata or {}).get(STREAM, b"").decode()
 
 
 def _rank_of(folder: Path) -> int:

@@ -20,7 +20,8 @@ import pyarrow.parquet as pq
 from trainprobe.engine.storage.dumps.layout import LIVE_FILE, find_segments, next_segment
 from trainprobe.engine.storage.run_log.live import STREAM, LiveStream, read_stream
 from trainprobe.engine.storage.run_log.schema import COLUMNS, FLOATS, SCHEMA, WORDS
-from trainprobe.engine.storage.safe_files import NO_LINK
+from trainprobe.engine.storage.safe_files import NO_LINK, PRIVATE, regular
+from trainprobe.errors import FormatError
 
 ROW_GROUP = 1 << 17
 Column: TypeAlias = "pa.Array | pa.ChunkedArray"
@@ -72,8 +73,8 @@ def close_segment(folder: Path, live: LiveStream | None = None) -> None:
 def last_time(folder: Path) -> int:
     """Return the time of the last step in the segments of a rank, in microseconds since 1970; 0 where there is none."""
     try:
-        footers = [pq.read_metadata(segment) for segment in find_segments(folder)[-1:]]
-    except (pa.ArrowInvalid, OSError):
+        footers = [pq.read_metadata(regular(segment)) for segment in find_segments(folder)[-1:]]
+    except (pa.ArrowException, FormatError, OSError):
         return 0  # a damaged one is named where it is read
     groups = [
         footer.row_group(i).column(SCHEMA.get_field_index("time")) for footer in footers for i in range(footer.num_row_groups)
@@ -85,8 +86,8 @@ def last_time(folder: Path) -> int:
 def _made_of(segment: Path, stream: pa.Schema) -> bool:
     """Tell whether a segment was made of the stream with this schema; one that cannot be read was not."""
     try:
-        return (pq.read_schema(segment).metadata or {}).get(STREAM) == (stream.metadata or {}).get(STREAM)
-    except (pa.ArrowInvalid, OSError):
+        return (pq.read_schema(regular(segment)).metadata or {}).get(STREAM) == (stream.metadata or {}).get(STREAM)
+    except (pa.ArrowException, FormatError, OSError):
         return False
 
 
@@ -98,7 +99,7 @@ def write_segment(path: Path, table: pa.Table) -> None:
 def _write(path: Path, schema: pa.Schema, column: Callable[[str], Column]) -> None:
     draft = path.with_name(f".{path.name}.partial")
     draft.unlink(missing_ok=True)
-    handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINK | getattr(os, "O_BINARY", 0), 0o644)
+    handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINK | getattr(os, "O_BINARY", 0), PRIVATE)
     with os.fdopen(handle, "wb") as file:
         pq.write_table(
             _sorted(schema, column),

@@ -21,6 +21,7 @@ from trainprobe.engine.core.records import Feature, Finding, Phase, Place, Recor
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.storage.dumps.append import AppendedFile, make_room
 from trainprobe.engine.storage.dumps.layout import METRICS_FILE, log_folder
+from trainprobe.engine.storage.safe_files import LARGEST_TEXT, open_to_read
 from trainprobe.engine.storage.sheet_cells import defused
 
 TIDY = ("step", "micro", "rank", "kind", "name", "call", "slot", "statistic", "value", "dtype", "shape", "phase")
@@ -65,8 +66,8 @@ class TidyCsv:
 
 
 def _header_of(path: Path) -> list[str]:
-    with path.open(newline="", encoding="utf-8") as lines:
-        return next(csv.reader(lines), [])
+    with open_to_read(path) as lines:
+        return next(csv.reader([lines.readline(LARGEST_TEXT).decode("utf-8", "replace")]), [])
 
 
 class WideCsv:

@@ -20,6 +20,7 @@ from typing import Any
 from trainprobe.engine.core.records import Finding, Place, Record, Site, Step, StepData
 from trainprobe.engine.core.step_data import slots
 from trainprobe.engine.plan.model import Plan
+from trainprobe.engine.storage.safe_files import open_private
 from trainprobe.errors import MissingExtra
 
 _GROUPS = {
@@ -35,7 +36,7 @@ class TensorboardSink:
         self._messages, self._event, record_writer = _load()
         folder.mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
-        self._file = (folder / name).open("xb")
+        self._file = open_private(folder / name, "xb")
         self._records = record_writer.RecordWriter(self._file)
         self._write(self._event.Event(wall_time=time.time(), file_version="brain.Event:2"))
 

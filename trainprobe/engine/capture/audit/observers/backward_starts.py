@@ -65,7 +65,7 @@ class BackwardStarts(Observer):
                 self.count += 1
                 if self.count == 1:
                     self._guard.run(self._audited.notify, "first_backward")
-                self._guard.run(self._audited.notify, "backward_begins", _root(args, kwargs))
+                self._guard.run(lambda: self._audited.notify("backward_begins", _root(args, kwargs)))
                 self.unused += 1
             return original(*args, **kwargs)
 

@@ -16,6 +16,7 @@ from trainprobe.engine.capture.audit.observers import Audited, Observer
 from trainprobe.engine.capture.audit.observers.model_calls import ModelCalls
 from trainprobe.engine.capture.audit.registered import unwrapped
 from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.naming import in_training
 from trainprobe.engine.core.records import StepData
 
 _STATISTICS = ("running_mean", "running_var")
@@ -51,7 +52,7 @@ class Copies(Observer):
     def other_called(self, module: Any) -> None:
         """See a module that is called and is no watched model itself."""
         model = self._models.get(type(module))
-        if model is None or module is model or module.training or any(p.is_inference() for p in module.parameters()):
+        if model is None or module is model or in_training(module) or any(p.is_inference() for p in module.parameters()):
             return
         known = self._seen.get(id(module))
         if known is None and not _is_copy(module, model):

@@ -25,7 +25,7 @@ from trainprobe.engine.capture.random_state import random_fingerprint
 from trainprobe.engine.core.containers import children
 from trainprobe.engine.core.facts import Evaluation
 from trainprobe.engine.core.guard import Guard, attempt
-from trainprobe.engine.core.naming import count_outer_wrappers, logical_name
+from trainprobe.engine.core.naming import count_outer_wrappers, in_training, logical_name
 from trainprobe.engine.core.records import StepData, Value
 from trainprobe.engine.stats.partials import CHECKSUM, STATS
 from trainprobe.engine.tape import Tape
@@ -76,7 +76,7 @@ class ModelCalls(Observer):
             self.names |= {id(m): logical_name(raw, outer_wrappers=outer) or "root" for raw, m in model.named_modules()}
         if self._train is None:
             self._watch_modes()
-        if not all(model.training for model in models):
+        if not all(map(in_training, models)):
             self._left = _INSPECTED
             self._install()
 
@@ -172,11 +172,11 @@ class ModelCalls(Observer):
     def _call(self, original: Any, module: Any, args: Any, kwargs: Any) -> Any:
         if self._inside is not None:
             return self._look_inside(original, module, args, kwargs)
-        if module.training and not self._audited.asleep:
+        if not self._audited.asleep and in_training(module):
             self.called[id(module)] = self.called.get(id(module), False) or torch.is_grad_enabled()
         if self._tape is None or self._audited.asleep or id(module) not in self.names:
             return self._call_root(original, module, args, kwargs)
-        if self._reports["module_called"] and module.training:
+        if self._reports["module_called"] and in_training(module):
             self._guard.run(self._audited.notify, "module_called", self.names[id(module)], module, args, kwargs)
         self.within += 1
         try:
@@ -190,10 +190,10 @@ class ModelCalls(Observer):
     def _call_root(self, original: Any, module: Any, args: Any, kwargs: Any) -> Any:
         wrappers = self._roots.get(id(module))
         if wrappers is None or self._depth or self._audited.asleep or self._guard.tripped is not None:
-            if wrappers is None and not module.training:
+            if wrappers is None and not in_training(module):
                 self._guard.run(self._audited.notify, "other_called", module)
             return original(module, *args, **kwargs)
-        if not module.training:
+        if not in_training(module):
             return self._evaluate(original, module, args, kwargs) if self._left else original(module, *args, **kwargs)
         if self._tape is None or not torch.is_grad_enabled():
             return original(module, *args, **kwargs)
@@ -219,7 +219,7 @@ class ModelCalls(Observer):
 
     def _evaluate(self, original: Any, module: Any, args: Any, kwargs: Any) -> Any:
         self._left -= 1
-        live = tuple(self.names.get(id(m), "") for m in module.modules() if m.training)
+        live = tuple(self.names.get(id(m), "") for m in module.modules() if in_training(m))
         self._inside, self._random, self._dropped, self._path = [], [], [], []
         self._dropouts.start()
         try:

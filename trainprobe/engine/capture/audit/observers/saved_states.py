@@ -27,7 +27,7 @@ from trainprobe.engine.core.facts import SavedShard, SavedTensors
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.records import Place, StepData
 from trainprobe.engine.stats.partials import CHECKSUM, STATS
-from trainprobe.engine.storage.safe_files import write_whole
+from trainprobe.engine.storage.safe_files import LARGEST_STATE, read_bounded, write_whole
 
 KEPT = 3
 _FIRST, _LAST = 4, 28  # steps whose data is remembered
@@ -232,6 +232,6 @@ def _read(path: Path) -> list[SavedTensors]:
             saved.get("scale", 0.0),
             {name: (first, stood) for name, (first, stood) in saved.get("randoms", {}).items()},
         )
-        for saved in json.loads(path.read_text())
+        for saved in json.loads(read_bounded(path, LARGEST_STATE))
         if isinstance(saved, dict)
     ]
