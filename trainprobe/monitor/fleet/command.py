@@ -37,9 +37,10 @@ def report_all_ranks(folder: Path, ray: bool, output: Path, title: str) -> int:
     """Write the page of a fleet."""
     from trainprobe.monitor.fleet.page import write_fleet_page
 
-    page = write_fleet_page(verdict_of(folder, ray), title, output)
+    verdict = verdict_of(folder, ray)
+    page = write_fleet_page(verdict, title, output)
     Console(highlight=False, soft_wrap=True).print(f"{page} ({page.stat().st_size / 1e6:.1f} MB)", markup=False)
-    return 0
+    return 3 if verdict.code == 3 else 0
 
 
 def verdict_of(folder: Path, ray: bool) -> Verdict:
@@ -51,6 +52,8 @@ def verdict_of(folder: Path, ray: bool) -> Verdict:
 
 def _show(verdict: Verdict) -> None:
     console = Console(highlight=False, soft_wrap=True)
+    if verdict.short:
+        console.print(f"{verdict.short}: the others are not judged", markup=False)
     for number, finding in enumerate(verdict.findings[:SHOWN]):
         console.print(_line(finding, first=number == 0))
         if finding.next and number:
