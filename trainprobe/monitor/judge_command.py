@@ -24,7 +24,7 @@ from trainprobe.monitor.remote_run import as_given, origin, run_folder
 from trainprobe.monitor.rules import RuleOptions, rule_names
 from trainprobe.monitor.rules_of_run import left_out, rules_of_run
 from trainprobe.monitor.run_folder import read_findings, read_frames
-from trainprobe.monitor.watcher import judge_run
+from trainprobe.monitor.watcher import Watcher, judge_run, judged_nothing
 
 _COLOURS = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 _ORIGINS = {"recorded": "recorded", "judged": "found now", "both": "recorded and found now"}
@@ -57,12 +57,15 @@ def judge(
         return judge_all_ranks(folder, ray, json)
     chosen, absent = (read_rules(rules), ()) if rules is not None else rules_of_run(folder)
     recorded = [f for f in read_findings(folder) if rules is None or f.rule in chosen]
-    seen = LookedAt(folder)
-    found, unjudged = _judge_again(folder, chosen, seen, bool(recorded))
+    seen, watchers = LookedAt(folder), dict[int, Watcher]()
+    found, unjudged = _judge_again(folder, chosen, seen, bool(recorded), watchers)
     findings = all_findings(recorded, found)
     short = seen.shortfall(folder)
     if short:
         typer.echo(f"{short}: the others are not judged", err=json)
+    elif not seen.values or judged_nothing(watchers.values()):
+        short = "nothing of this run was judged"
+        typer.echo(short + ("" if seen.values else ": no value was recorded that the rules could look at"), err=json)
     if json:
         for one in findings:
             typer.echo(orjson.dumps(one.to_json(), default=str).decode())
@@ -71,13 +74,15 @@ def judge(
     return exit_code((one.finding for one in findings), bool(short))
 
 
-def _judge_again(folder: Path, rules: dict[str, RuleOptions], seen: LookedAt, recorded: bool) -> tuple[list[Finding], str]:
+def _judge_again(
+    folder: Path, rules: dict[str, RuleOptions], seen: LookedAt, recorded: bool, watchers: dict[int, Watcher]
+) -> tuple[list[Finding], str]:
     """Apply the rules to the record and note the steps of each rank; see `judge_run`.
 
     Raises FormatError when there is no record, unless the run recorded findings, which can be shown by themselves.
     """
     try:
-        found, unjudged = judge_run(seen.passing(read_frames(folder)), rules)
+        found, unjudged = judge_run(seen.passing(read_frames(folder)), rules, watchers)
     except FormatError:
         if not recorded or seen:
             raise

@@ -22,6 +22,7 @@ class LookedAt:
         self._folder = folder
         self._steps: dict[int, set[int]] = {}
         self._frames: Counter[int] = Counter()
+        self.values = 0  # that came by
         self._again: dict[int, set[int]] = {}  # rank → steps that came once more
         self._world_size = 1
         self._cut: set[int] = set()
@@ -32,6 +33,7 @@ class LookedAt:
     def add(self, frame: Frame) -> None:
         """Count a frame."""
         self._frames[frame.place.rank] += 1
+        self.values += frame.health.size + len(frame.scalars)
         seen = self._steps.setdefault(frame.place.rank, set())
         if frame.step in seen:
             self._again.setdefault(frame.place.rank, set()).add(frame.step)

@@ -63,12 +63,12 @@ def runs(
 
         compact_runs(folder)
     found = [_describe(run, logs) for run, logs in _find(folder)]
+    if not found:
+        raise FormatError(f"{folder} holds no run: no metrics-*.parquet, no records.jsonl and no dump (step{{N}}/rank{{R}}/)")
     if json:
         for run in found:
             typer.echo(orjson.dumps(asdict(run)).decode())
         return 0
-    if not found:
-        raise FormatError(f"{folder} holds no run: no metrics-*.parquet, no records.jsonl and no dump (step{{N}}/rank{{R}}/)")
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for column in ("run", "format", "ranks", "steps", "dumped", "size", "findings"):
         table.add_column(

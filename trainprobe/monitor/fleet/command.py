@@ -40,7 +40,8 @@ def report_all_ranks(folder: Path, ray: bool, output: Path, title: str) -> int:
     verdict = verdict_of(folder, ray)
     page = write_fleet_page(verdict, title, output)
     Console(highlight=False, soft_wrap=True).print(f"{page} ({page.stat().st_size / 1e6:.1f} MB)", markup=False)
-    return 3 if verdict.code == 3 else 0
+    rules = {finding.rule for finding in verdict.findings if finding.severity != "info"}
+    return 3 if verdict.code == 3 or rules == {"fleet_files"} else 0
 
 
 def verdict_of(folder: Path, ray: bool) -> Verdict:
