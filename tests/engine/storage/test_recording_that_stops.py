@@ -34,7 +34,7 @@ model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Lin
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 def before(i, probe): pass
 {what}
-with trainprobe.watch(model, optimizer, level="L0", monitor=True, output=out, {fields}) as probe:
+with trainprobe.watch(model, optimizer, level="L0", monitor=True, output=out, on_error="continue", {fields}) as probe:
     for i in range({steps}):
         before(i, probe)
         with probe.step():
@@ -49,7 +49,7 @@ def train(folder: Path, what: str, steps: int = 60, fields: str = 'sinks=["parqu
     code = TRAIN.format(what=what, steps=steps, fields=fields)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, timeout=300, env=environment
+        [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, timeout=560, env=environment
     )
     return f"{done.returncode or ''}{done.stderr}"
 
@@ -182,7 +182,9 @@ def test_a_folder_that_is_removed_is_made_again(tmp_path, capsys):
 
 ENDED = """
 def before(i, probe):
-    if i == 20: ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(probe.writer._thread.ident), ctypes.py_object(SystemExit))
+    if i == 20:
+        thread = ctypes.c_ulong(probe.writer._thread.ident)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(SystemExit))
 """
 
 
@@ -212,8 +214,8 @@ def test_a_sink_with_a_fault_of_its_own_is_tried_again():
     assert writer.counts.sinks["failing"] == Count(6, 1, 2, 2)
     assert writer.counts.sentence() == "5 of 6 steps recorded (the others are lost to failing)"
     assert [finding.message for finding in said] == [
-        "the writer 'failing' failed at step 2: KeyError: 'findings'; that step is lost to it, and it is tried again; the training "
-        "goes on",
+        "the writer 'failing' failed at step 2: KeyError: 'findings'; that step is lost to it, and it is tried again; "
+        "the training goes on",
         "the writer 'failing' lost 1 of 6 steps, step 2: KeyError: 'findings'",
     ]
 
