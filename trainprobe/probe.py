@@ -174,6 +174,7 @@ class Probe(EngineProbe):
             written=any(sink in self.plan.sinks for sink in ("parquet", "jsonl", "dump", "csv")),
             stopped=self.guard.tripped is not None,
             left_out=tuple(name for name in self.guard.parts if self.guard.leaves_out(name)),
+            recorded=self.recorded,
         )
         line = end_line(run, self.findings)
         self.console.line(" ".join((f"{line}.", *self.sentences)) if self.sentences else line)

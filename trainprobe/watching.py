@@ -30,9 +30,7 @@ def probe_class(model: Any) -> type[Probe]:
 
 
 @contextmanager
-def watch(
-    model: Any, optimizer: Any = None, plan: PlanSource = None, **overrides: Unpack[PlanFields]
-) -> Generator[Probe]:
+def watch(model: Any, optimizer: Any = None, plan: PlanSource = None, **overrides: Unpack[PlanFields]) -> Generator[Probe]:
     """Watch a plain training loop of PyTorch, or of MindSpore where `model` is a cell.
 
         with trainprobe.watch(model, optimizer, plan="plan.yaml") as probe:

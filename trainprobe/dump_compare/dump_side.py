@@ -15,11 +15,13 @@ import numpy.typing as npt
 
 from trainprobe.engine.core.records import Value
 from trainprobe.engine.core.step_data import numbers_of_rows
+from trainprobe.engine.stats.checksum import fingerprint
 from trainprobe.engine.storage.dumps import open_tensors, read
 from trainprobe.errors import FormatError, UnsafeFile
 
 STATISTICS: tuple[str, ...] = ("norm", "max", "min", "mean")
 _BITS = ("checksum", "crc32")
+_PART = frozenset(["shard", "placements"])  # what a value has beside it of which the dump stores a part
 Bools = npt.NDArray[np.bool_]
 
 
@@ -113,9 +115,29 @@ class Side:
         except UnsafeFile:
             raise
         except FormatError as error:
-            self.unread.append(str(error))
+            self._add_unread(str(error))
             return None
-        return array if np.shape(array) == shape else None
+        if np.shape(array) == shape:
+            return array
+        if shape == tuple(value.shape) and _PART.isdisjoint(value.extra or ()):
+            self._add_unread(f"{value.tensor} has the shape {[*np.shape(array)]} in its file and {[*shape]} in dump.json")
+        return None
+
+    def contradicts(self, value: Value) -> bool:
+        """Note that a value's file does not hold what the dump has the fingerprint of; return whether it is so."""
+        array, told = self.array(value), self.bits(value).get("checksum")
+        if array is not None and value.dtype.endswith("bfloat16") and array.dtype == np.float32:
+            array = (np.ascontiguousarray(array).view(np.uint32) >> 16).astype(np.uint16)
+        elif array is not None and not value.dtype.endswith(array.dtype.name):
+            return False  # widened to another format: its bits are not those that were stored
+        if array is None or told is None or fingerprint(np.asarray(array)) == told:
+            return False
+        self._add_unread(f"{value.tensor} is not what was recorded: its elements contradict their fingerprint in dump.json")
+        return True
+
+    def _add_unread(self, why: str) -> None:
+        if why not in self.unread:
+            self.unread.append(why)
 
     def place_of(self, value: Value, at: Sequence[int]) -> str:
         """Return where an element of a value is that is made of several: "", as this is one value."""

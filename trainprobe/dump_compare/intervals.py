@@ -43,6 +43,7 @@ _ABOUT = 10.0  # times: copies that are apart by less explain no distance of the
 _SUMS_IN_SINGLE = 2.0**-20  # relative: by how much sums that were taken in float32 may be off
 _SUMS = 2.0**-44  # relative: statistics of a whole that was added up of those of its parts in float64 are no nearer
 SAME = Interval(0.0, 0.0, "bits")
+_EQUAL = Interval(0.0, 0.0, "values")
 _NONFINITE = Interval(math.inf, math.inf, "statistics", "NaN or infinities on one side alone")
 _OTHER_BITS = Interval(0.0, math.inf, "bits", "the bits differ, and there are no statistics that say how far")
 _NOTHING = Interval(0.0, math.inf, "nothing", "neither dump holds anything to compare")
@@ -96,9 +97,15 @@ def intervals(a: Side, left: Sequence[Value], b: Side, right: Sequence[Value]) -
         x, y = left[i], right[i]
         if tuple(x.shape) != tuple(y.shape):
             found[i] = Interval(math.inf, math.inf, "shape", f"shapes {list(x.shape)} and {list(y.shape)}")
-    for i in _stored(left, right, alike & (outcome != _IS_SAME)):
+    for i in _stored(left, right, alike):  # what is stored decides, whatever is said of it beside
         exact, at = _by_elements(a.array(left[i]), b.array(right[i]))
         if exact is not None:
+            if outcome[i] == _IS_SAME and exact is SAME:
+                continue
+            if outcome[i] == _IS_SAME:
+                for side, value in ((a, left[i]), (b, right[i])):
+                    side.contradicts(value)
+            exact = _EQUAL if exact is SAME else exact
             found[i] = exact if at is None else exact._replace(note=a.place_of(left[i], at) or b.place_of(right[i], at))
     if a.has_copies or b.has_copies:
         found = [_with_copies(far, a, x, b, y) for far, x, y in zip(found, left, right, strict=True)]
@@ -149,6 +156,8 @@ def _by_elements(x: npt.NDArray[Any] | None, y: npt.NDArray[Any] | None) -> tupl
     if x is None or y is None or x.shape != y.shape:
         return None, None
     found = measure(x, y)
+    if not found.changed:
+        return SAME, None
     if not found.relative_l2 <= _OTHER_LOWEST or found.misplaced:  # NaN too
         found = _beside_lowest(x, y) or found
     if found.misplaced:

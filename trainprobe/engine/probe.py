@@ -67,6 +67,7 @@ class Probe:
         self.collected = 0  # how many steps were collected and ended well
         self.cut_short = 0  # how many steps were collected and did not end well
         self.sentences: list[str] = []  # at the end of the line that ends the run
+        self.recorded = ""  # how many steps were recorded, where some were lost; known at the end
         self.watchers: list[Watcher] = []  # called behind the programs
         self.tape: Tape | None = None
         self.step_number = -1
@@ -182,6 +183,7 @@ class Probe:
         writer, self.reporter.writer = self.writer, None
         if writer is not None:
             self.guard.keep_on(writer.close)
+            self.recorded = writer.counts.sentence()
         self._call_in_any_case("closed")
 
     # ---- for people --------------------------------------------------------------------------------------------

@@ -108,6 +108,8 @@ def compare(
     (x, dtype_a, name_a), (y, dtype_b, name_b) = named_tensor(a), named_tensor(b)
     if x.shape != y.shape:
         raise CompareError(f"{name_a} has the shape {list(x.shape)} and {name_b} {list(y.shape)}: they cannot be compared")
+    if not x.size:
+        raise CompareError(f"{name_a} and {name_b} hold no element: there is nothing to compare")
     found = measure(x, y)
     console = _console()
     console.print(f"a: {name_a}: {dtype_a}, {shown(statistics_of(x))}\nb: {name_b}: {dtype_b}, {shown(statistics_of(y))}")
@@ -133,13 +135,17 @@ def convert(
         bool, typer.Option("--original-shape", help="turn FRACTAL_NZ and NC1HWC0 into the shape of the program")
     ] = False,
 ) -> int:
-    """Write each tensor as .npy, or as .txt with one number a line. Exit code: 0 all were written, 1 some could not be read."""
+    """Write each tensor as .npy, or as .txt with one number a line.
+
+    Exit code: 0 all were written, 1 some could not be read, 3 none was written.
+    """
     if kind not in ("npy", "txt"):
         raise UsageError(f"--type {kind} is neither npy nor txt")
     store, console = KernelStore(dump), _console()
     output.mkdir(parents=True, exist_ok=True)
-    written, failed = 0, list(store.tensors() and store.unread)
-    for key, told in store.tensors().items():
+    written, tensors = 0, store.tensors()
+    failed = list(store.unread)
+    for key, told in tensors.items():
         try:
             array = store.array(key)
             if original and told.original_shape and told.original_shape != array.shape:
@@ -153,7 +159,7 @@ def convert(
     console.print(f"{written} tensors written to {output}")
     for sentence in failed:
         console.print(f"not written: {sentence}")
-    return int(bool(failed))
+    return int(bool(failed)) if written else 3
 
 
 def _write(target: Path, array: np.ndarray, kind: str) -> None:

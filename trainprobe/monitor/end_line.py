@@ -12,10 +12,10 @@ from trainprobe.engine.core.findings import place_in_words
 from trainprobe.engine.core.records import Finding, Place
 from trainprobe.engine.core.words import counted
 from trainprobe.errors import FormatError
+from trainprobe.monitor.findings_of_run import OWN
 from trainprobe.monitor.run_folder import read_findings
 from trainprobe.monitor.watcher import causes
 
-OWN = frozenset({"plan", "probe", "guard", "writer", "kernels", "alerts"})  # about the tool: printed when they were made
 LONG = 400  # characters of a message
 
 
@@ -25,7 +25,8 @@ class Run:
 
     steps, collected: how many there were, and how many were looked at. cut_short: how many of the others an error or the end of
     the run cut short while they were looked at. judged: whether the plan has a monitor or an audit. written: whether `output`
-    can be read back. stopped: whether the tool has disabled itself. left_out: parts that failed.
+    can be read back. stopped: whether the tool has disabled itself. left_out: parts that failed. recorded: how many steps were
+    recorded, where some were lost.
     """
 
     steps: int
@@ -38,13 +39,15 @@ class Run:
     written: bool = True
     stopped: bool = False
     left_out: tuple[str, ...] = ()
+    recorded: str = ""
 
 
 def end_line(run: Run, findings: Sequence[Finding]) -> str:
     """Return the line, without the tool's name. findings: of this rank; what other ranks wrote in this run is added."""
     found = [f for f in causes([*findings, *_of_other_ranks(run)]) if _matters(f)]
     outcome = f"{counted(len(found), 'finding')} ({_by_rule(found)}); {_first(found)}" if found else _nothing_found(run)
-    return f"{_steps(run)}, {outcome}; {_where(run, bool(found))}"
+    share = f"{run.recorded}: " if run.recorded else ""
+    return f"{share}{_steps(run)}, {outcome}; {_where(run, bool(found))}"
 
 
 def _nothing_found(run: Run) -> str:

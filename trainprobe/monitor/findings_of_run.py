@@ -11,6 +11,7 @@ from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.watcher import causes
 
 Origin = Literal["recorded", "judged", "both"]
+OWN = frozenset({"plan", "probe", "guard", "writer", "kernels", "alerts"})  # rules about the tool, not about the training
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -23,6 +24,15 @@ class JudgedFinding:
     def to_json(self) -> dict[str, Any]:
         """Return the finding as in `findings.jsonl`, with its origin."""
         return {**dataclasses.asdict(self.finding), "origin": self.origin}
+
+
+def exit_code(findings: Iterable[Finding], incomplete: bool) -> int:
+    """Return what a reader of a run exits with: 1 for a warning or an error, 0 for none.
+
+    3 where the record is incomplete and nothing is known to be wrong with the training itself.
+    """
+    rules = {finding.rule for finding in findings if finding.severity != "info"}
+    return 3 if incomplete and rules <= OWN else int(bool(rules))
 
 
 def all_findings(recorded: Sequence[Finding], judged: Sequence[Finding]) -> list[JudgedFinding]:

@@ -17,14 +17,14 @@ from trainprobe.engine.core.records import Finding
 from trainprobe.engine.core.words import counted
 from trainprobe.engine.storage.safe_files import load_yaml
 from trainprobe.errors import FormatError, PlanError
-from trainprobe.monitor.findings_of_run import JudgedFinding, all_findings
+from trainprobe.monitor.findings_of_run import JudgedFinding, all_findings, exit_code
 from trainprobe.monitor.looked_at import LookedAt
 from trainprobe.monitor.plan import make_rules
 from trainprobe.monitor.remote_run import as_given, origin, run_folder
 from trainprobe.monitor.rules import RuleOptions, rule_names
 from trainprobe.monitor.rules_of_run import left_out, rules_of_run
 from trainprobe.monitor.run_folder import read_findings, read_frames
-from trainprobe.monitor.watcher import judge_run
+from trainprobe.monitor.watcher import Watcher, judge_run, judged_nothing
 
 _COLOURS = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 _ORIGINS = {"recorded": "recorded", "judged": "found now", "both": "recorded and found now"}
@@ -47,8 +47,8 @@ def judge(
 ) -> int:
     """Show the findings of the run in DIR, those of the audit included, and what the rules find in its log now.
 
-    Exit code: 0 nothing to worry about, 1 there is a warning or an error, 3 there is nothing to judge, or with --fleet nothing
-    was found and no rank has a replica to compare with.
+    Exit code: 0 nothing to worry about, 1 there is a warning or an error, 3 there is nothing to judge, or nothing was found and
+    the record is incomplete, or with --fleet no rank has a replica to compare with.
     """
     folder = run_folder(folder)
     if fleet:
@@ -57,24 +57,32 @@ def judge(
         return judge_all_ranks(folder, ray, json)
     chosen, absent = (read_rules(rules), ()) if rules is not None else rules_of_run(folder)
     recorded = [f for f in read_findings(folder) if rules is None or f.rule in chosen]
-    seen = LookedAt(folder)
-    found, unjudged = _judge_again(folder, chosen, seen, bool(recorded))
+    seen, watchers = LookedAt(folder), dict[int, Watcher]()
+    found, unjudged = _judge_again(folder, chosen, seen, bool(recorded), watchers)
     findings = all_findings(recorded, found)
+    short = seen.shortfall(folder)
+    if short:
+        typer.echo(f"{short}: the others are not judged", err=json)
+    elif not seen.values or judged_nothing(watchers.values()):
+        short = "nothing of this run was judged"
+        typer.echo(short + ("" if seen.values else ": no value was recorded that the rules could look at"), err=json)
     if json:
         for one in findings:
             typer.echo(orjson.dumps(one.to_json(), default=str).decode())
     else:
-        _show(findings, seen, chosen, left_out(absent), unjudged)
-    return int(any(one.finding.severity != "info" for one in findings))
+        _show(findings, seen, chosen, short, left_out(absent), unjudged)
+    return exit_code((one.finding for one in findings), bool(short))
 
 
-def _judge_again(folder: Path, rules: dict[str, RuleOptions], seen: LookedAt, recorded: bool) -> tuple[list[Finding], str]:
+def _judge_again(
+    folder: Path, rules: dict[str, RuleOptions], seen: LookedAt, recorded: bool, watchers: dict[int, Watcher]
+) -> tuple[list[Finding], str]:
     """Apply the rules to the record and note the steps of each rank; see `judge_run`.
 
     Raises FormatError when there is no record, unless the run recorded findings, which can be shown by themselves.
     """
     try:
-        found, unjudged = judge_run(seen.passing(read_frames(folder)), rules)
+        found, unjudged = judge_run(seen.passing(read_frames(folder)), rules, watchers)
     except FormatError:
         if not recorded or seen:
             raise
@@ -102,7 +110,7 @@ def read_rules(text: str) -> dict[str, RuleOptions]:
     return make_rules(names)
 
 
-def _show(findings: list[JudgedFinding], seen: LookedAt, rules: dict[str, RuleOptions], *more: str) -> None:
+def _show(findings: list[JudgedFinding], seen: LookedAt, rules: dict[str, RuleOptions], short: str, *more: str) -> None:
     console = Console(highlight=False, soft_wrap=True)
     for one in findings:
         finding, where = one.finding, place_in_words(one.finding)
@@ -114,4 +122,11 @@ def _show(findings: list[JudgedFinding], seen: LookedAt, rules: dict[str, RuleOp
     count = Counter(one.finding.severity for one in findings)
     found = ", ".join(f"{n} info" if severity == "info" else counted(n, severity) for severity, n in count.items())
     what = f"{seen.amount()}, {counted(len(rules), 'rule')}" if seen else f"{seen.amount()} to judge again"
-    console.print(". ".join(filter(None, [f"{what}: {found or 'nothing found'}", *seen.lacking(), *more])))
+    console.print(
+        ". ".join(
+            filter(
+                None,
+                [f"{what}: {found or 'nothing found'}{' in these' if short and not found else ''}", *seen.lacking(), *more],
+            )
+        )
+    )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from trainprobe.engine.core.words import briefly, counted
 from trainprobe.engine.storage.dumps.layout import LIVE_FILE
+from trainprobe.engine.storage.step_counts import read_counts, shortfall
 from trainprobe.monitor.fleet.words import ranks_in_words
 from trainprobe.monitor.frames import Frame
 
@@ -19,6 +21,8 @@ class LookedAt:
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
         self._steps: dict[int, set[int]] = {}
+        self._frames: Counter[int] = Counter()
+        self.values = 0  # that came by
         self._again: dict[int, set[int]] = {}  # rank → steps that came once more
         self._world_size = 1
         self._cut: set[int] = set()
@@ -28,6 +32,8 @@ class LookedAt:
 
     def add(self, frame: Frame) -> None:
         """Count a frame."""
+        self._frames[frame.place.rank] += 1
+        self.values += frame.health.size + len(frame.scalars)
         seen = self._steps.setdefault(frame.place.rank, set())
         if frame.step in seen:
             self._again.setdefault(frame.place.rank, set()).add(frame.step)
@@ -41,6 +47,10 @@ class LookedAt:
         for frame in frames:
             self.add(frame)
             yield frame
+
+    def shortfall(self, folder: Path) -> str:
+        """Return "4 of 300 steps recorded" where the run in a folder had more steps than came by, else an empty text."""
+        return shortfall(folder, self._frames)
 
     def amount(self) -> str:
         """Return "40 steps of 2 ranks"."""
@@ -60,10 +70,16 @@ class LookedAt:
         return [
             *([f"Of {ranks_in_words(absent, {})} nothing is there"] if absent else []),
             *([f"{ranks_in_words(fewer, {}).capitalize()} had fewer steps: {least}"] if fewer else []),
-            *([_OPEN] if self._folder is not None and any(self._folder.rglob(LIVE_FILE)) else []),
+            *([_OPEN] if self._folder is not None and any(map(_is_open, self._folder.rglob(LIVE_FILE))) else []),
             *([f"{briefly('step', self._cut).capitalize()} {_was(self._cut)} cut short by an error"] if self._cut else []),
             *([f"The run went back: {briefly('step', again)} {_was(again)} recorded more than once"] if again else []),
         ]
+
+
+def _is_open(stream: Path) -> bool:
+    """Tell whether a stream is of a run that did not come to its end; one that did may have had no room for a segment."""
+    counts = read_counts(stream.parent)
+    return counts is None or not counts.ended
 
 
 def _was(steps: set[int]) -> str:

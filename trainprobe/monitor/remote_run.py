@@ -21,14 +21,16 @@ from trainprobe.engine.storage.dumps.layout import (
     DEBUG_FILE,
     DUMP_FILE,
     FINDINGS_FILE,
+    FULL_FILE,
     LIVE_FILE,
     LOG_FILE,
     STACK_FILE,
+    STEPS_FILE,
 )
 from trainprobe.errors import FormatError, MissingExtra, ProbeError, UnsafeFile
 
 _URL = re.compile(r"([A-Za-z][\w+.-]+)(::[A-Za-z][\w+.-]+)*://")
-_READ = (LOG_FILE, LIVE_FILE, FINDINGS_FILE, "metrics-*.parquet", "*.csv")
+_READ = (LOG_FILE, FULL_FILE, LIVE_FILE, FINDINGS_FILE, STEPS_FILE, "metrics-*.parquet", "*.csv")
 _READ_OF_DUMPS = (DUMP_FILE, DEBUG_FILE, STACK_FILE, CONSTRUCT_FILE)
 _BACKENDS = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs", "oss": "ossfs"}
 TRIES = 3  # a file that is gone when it is read was closed meanwhile: the folder is listed again

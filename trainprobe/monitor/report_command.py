@@ -11,7 +11,7 @@ from rich.console import Console
 
 from trainprobe.engine.core.findings import in_folder
 from trainprobe.errors import UsageError
-from trainprobe.monitor.findings_of_run import all_findings
+from trainprobe.monitor.findings_of_run import all_findings, exit_code
 from trainprobe.monitor.history import History
 from trainprobe.monitor.looked_at import LookedAt
 from trainprobe.monitor.remote_run import as_given, is_copy, origin, run_folder
@@ -46,7 +46,10 @@ def report(
     ] = False,
     ray: Annotated[bool, typer.Option("--ray", help="--fleet on a Ray cluster whose machines see the same paths")] = False,
 ) -> int:
-    """Write one self-contained HTML page of the run in DIR."""
+    """Write one self-contained HTML page of the run in DIR.
+
+    Exit code: 0, or 3 there is nothing to show, or nothing was found and the record is incomplete.
+    """
     folder = run_folder(folder)
     if floor is not None and beside is None:
         raise UsageError("--floor needs --beside OTHER, the run that DIR is compared with")
@@ -67,14 +70,19 @@ def report(
     by = ["the run itself"] if recorded and not judge else []
     meta = {"findings by": ", ".join([*by, "rules applied when this page was written"])}
     view = view_of(title or folder.resolve().name, histories, findings, meta)
-    sentences = [*seen.lacking(), *filter(None, [left_out(absent)])]
-    view = replace(view, notes=[*view.notes, *(f"{sentence}." for sentence in sentences), *filter(None, [unjudged])])
+    short = seen.shortfall(folder)
+    sentences = [*filter(None, [short]), *seen.lacking(), *filter(None, [left_out(absent)])]
+    view = replace(
+        view, recorded=short, notes=[*(f"{sentence}." for sentence in sentences), *view.notes, *filter(None, [unjudged])]
+    )
     console = Console(highlight=False, soft_wrap=True)
+    if short:
+        console.print(f"{short}: the page shows no others", markup=False)
     if beside is not None:
         view = _with_another_run(view, histories, run_folder(beside), floor and run_folder(floor), console)
     page = write_page(view, target)
     console.print(f"{page} ({page.stat().st_size / 1e6:.1f} MB)", markup=False)
-    return 0
+    return 3 if exit_code(findings, bool(short)) == 3 else 0
 
 
 def _with_another_run(

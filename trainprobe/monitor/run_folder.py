@@ -15,7 +15,15 @@ import orjson
 from trainprobe.engine.core.findings import with_last_counts
 from trainprobe.engine.core.records import Finding, Place, Site
 from trainprobe.engine.storage.dumps.header import read_place
-from trainprobe.engine.storage.dumps.layout import FINDINGS_FILE, LIVE_FILE, LOG_FILE, find_segments, find_steps, has_run_log
+from trainprobe.engine.storage.dumps.layout import (
+    FINDINGS_FILE,
+    FULL_FILE,
+    LIVE_FILE,
+    LOG_FILE,
+    find_segments,
+    find_steps,
+    has_run_log,
+)
 from trainprobe.engine.storage.dumps.log import read_lines
 from trainprobe.engine.storage.dumps.read import read_step
 from trainprobe.engine.storage.dumps.record_log import decode
@@ -110,7 +118,7 @@ def find_logs(folder: Path) -> list[Path]:
     """
     if folder.is_file():
         return [folder] if folder.suffix == ".jsonl" else []
-    names = (LOG_FILE, LIVE_FILE, "metrics-*.parquet")
+    names = (LOG_FILE, FULL_FILE, LIVE_FILE, "metrics-*.parquet")
     paths = [path for name in names for path in folder.rglob(name)]
     shown = [path for path in paths if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
     ranks = sorted({path.parent for path in shown}, key=lambda rank: (len(rank.name), rank.name, str(rank)))

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from trainprobe.engine.storage.dumps.layout import FINDINGS_FILE, find_steps, holds_dump
+from trainprobe.engine.storage.step_counts import shortfall
 from trainprobe.errors import FormatError, UsageError
 from trainprobe.monitor.remote_run import as_given, is_copy, origin, run_folder
 from trainprobe.monitor.run_folder import find_logs, read_findings, steps_of_log
@@ -25,7 +26,7 @@ class Run:
     """One run's folder. ranks: those of which anything is there, of `world_size`; bytes: of all its files.
 
     steps, fewest_steps: how many different ones the rank that has most of them logged, and the one that has fewest. findings:
-    one a cause, as `trainprobe judge` shows them.
+    one a cause, as `trainprobe judge` shows them. recorded: "4 of 300 steps recorded", empty where no step is missing.
     """
 
     folder: str
@@ -39,6 +40,7 @@ class Run:
     dumped_steps: int
     bytes: int
     findings: dict[str, int]
+    recorded: str = ""
 
 
 def runs(
@@ -61,12 +63,12 @@ def runs(
 
         compact_runs(folder)
     found = [_describe(run, logs) for run, logs in _find(folder)]
+    if not found:
+        raise FormatError(f"{folder} holds no run: no metrics-*.parquet, no records.jsonl and no dump (step{{N}}/rank{{R}}/)")
     if json:
         for run in found:
             typer.echo(orjson.dumps(asdict(run)).decode())
         return 0
-    if not found:
-        raise FormatError(f"{folder} holds no run: no metrics-*.parquet, no records.jsonl and no dump (step{{N}}/rank{{R}}/)")
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for column in ("run", "format", "ranks", "steps", "dumped", "size", "findings"):
         table.add_column(
@@ -76,7 +78,8 @@ def runs(
         count = str(run.steps) if run.fewest_steps == run.steps else f"{run.fewest_steps} to {run.steps}"
         span = f"{count} ({run.first_step} to {run.last_step})" if run.steps else "–"
         ranks = str(run.ranks) if run.ranks == run.world_size else f"{run.ranks} of {run.world_size}"
-        findings = ", ".join(f"{n} {severity}" for severity, n in run.findings.items()) or "none"
+        findings = ", ".join(f"{n} {severity}" for severity, n in run.findings.items()) or ("" if run.recorded else "none")
+        findings = ": ".join(filter(None, [run.recorded, findings]))
         name = str(Path(run.folder).relative_to(folder))
         table.add_row(name, run.format, ranks, span, str(run.dumped_steps or "–"), _size(run.bytes), findings)
     Console(highlight=False, soft_wrap=True).print(table)
@@ -117,6 +120,7 @@ def _describe(run: Path, logs: list[Path]) -> Run:
         len(dumped),
         sum(file.stat().st_size for file in run.rglob("*") if file.is_file()),
         dict(Counter(finding.severity for finding in causes(found))),
+        shortfall(run, Counter(place.rank for each in logged for _, place in each)),
     )
 
 

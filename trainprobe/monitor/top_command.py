@@ -20,7 +20,7 @@ from trainprobe.engine.core.records import Finding
 from trainprobe.engine.storage.dumps.log import read_lines
 from trainprobe.engine.storage.dumps.record_log import decode
 from trainprobe.engine.storage.left_out import damaged_as
-from trainprobe.monitor.findings_of_run import all_findings
+from trainprobe.monitor.findings_of_run import all_findings, exit_code
 from trainprobe.monitor.frames import F64, Frame, Series, SeriesTable, frame_of_step
 from trainprobe.monitor.history import History
 from trainprobe.monitor.looked_at import LookedAt
@@ -81,6 +81,7 @@ class View:
         self._rules, self._left_out = rules_of_run(folder)
         self._watchers: dict[int, Watcher] = {}
         self._seen = LookedAt()
+        self.code = 0  # 3 where the record was found to be incomplete, and nothing else
 
     def add(self, frame: Frame) -> None:
         """Take one step in."""
@@ -93,9 +94,13 @@ class View:
         """Return the view as it is now."""
         recorded = read_findings(self.folder)
         found = all_findings(recorded, self.judged)
+        short = self._seen.shortfall(self.folder)
+        self.code = 3 if exit_code((entry.finding for entry in found), bool(short)) == 3 else 0
         steps = [s.last_step for s in self.histories.values() if s.last_step is not None]
         head = Text.assemble(
-            (origin(self.folder), "bold"), f"   last step {max(steps) if steps else '—'}   ranks {len(self.histories)}"
+            (f"{short}   " if short else "", "bold yellow"),
+            (origin(self.folder), "bold"),
+            f"   last step {max(steps) if steps else '—'}   ranks {len(self.histories)}",
         )
         panel = _finding_panel([entry.finding for entry in found], self._not_seen())
         return Group(head, self._scalars(), self._offenders(), panel)
@@ -169,7 +174,10 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="print one frame and exit")] = False,
     seconds: Annotated[float, typer.Option("--every", help="seconds between two updates", min=0.1)] = 2.0,
 ) -> int:
-    """Show the run in DIR live: last step, loss, gradient norm, outliers, findings. Ctrl-C ends it."""
+    """Show the run in DIR live: last step, loss, gradient norm, outliers, findings. Ctrl-C ends it.
+
+    Exit code: 0, or 3 there is nothing to show, or nothing was found and the record is incomplete.
+    """
     folder = run_folder(folder)
     console = Console(highlight=False)
     view, tail = View(folder), Tail(folder)
@@ -177,7 +185,7 @@ def top(
         for frame in tail.frames() or read_frames(folder):
             view.add(frame)
         console.print(view.render())
-        return 0
+        return view.code
     try:
         with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
             while True:
@@ -188,4 +196,4 @@ def top(
                 time.sleep(seconds)
     except KeyboardInterrupt:
         console.print(view.render())
-    return 0
+    return view.code

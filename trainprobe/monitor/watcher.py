@@ -158,12 +158,15 @@ def judge_frames(frames: Iterable[Frame], rules: Mapping[str, RuleOptions]) -> l
     return judge_run(frames, rules)[0]
 
 
-def judge_run(frames: Iterable[Frame], rules: Mapping[str, RuleOptions]) -> tuple[list[Finding], str]:
+def judge_run(
+    frames: Iterable[Frame], rules: Mapping[str, RuleOptions], watchers: dict[int, Watcher] | None = None
+) -> tuple[list[Finding], str]:
     """Judge a recorded run of one or several ranks: frames in any order of ranks, each rank's own in order of steps.
 
-    The frames of one rank share one `SeriesTable`. Return the findings, and what `unjudged` says.
+    The frames of one rank share one `SeriesTable`. Return the findings, and what `unjudged` says. watchers: gets those of the
+    ranks.
     """
-    watchers: dict[int, Watcher] = {}
+    watchers = {} if watchers is None else watchers
     found: list[Finding] = []
 
     def count(seen: Sequence[Finding], step: int) -> list[Finding]:
@@ -176,6 +179,11 @@ def judge_run(frames: Iterable[Frame], rules: Mapping[str, RuleOptions]) -> tupl
             watcher.count = count
         found += watcher.judge(frame)
     return in_order(found), unjudged(watchers.values())
+
+
+def judged_nothing(watchers: Collection[Watcher]) -> bool:
+    """Tell whether no rule has judged any step of any rank."""
+    return all(watcher.rules.keys() <= watcher.not_judged().keys() for watcher in watchers)
 
 
 def unjudged(watchers: Collection[Watcher]) -> str:

@@ -55,6 +55,8 @@ def conclude(found: DumpChecked) -> Conclusion:
         )
     if counts["mode"]:
         return Conclusion(f"{said(worst)}; {whole}", 1, worst, details)
+    if counts["unspecified"] == len(rows):
+        return Conclusion(f"nothing was judged: no call has a result that is specified; {whole}", 3, worst, details)
     return Conclusion(f"every operator is right within its own rounding: {whole}", 0, worst, details)
 
 

@@ -25,8 +25,8 @@ from trainprobe.rollout.sheets import write_sheets
 
 Verdict = Literal["same", "floor", "rounding", "differ", "shape", "missing", "unreadable"]
 ROUNDING = 16.0  # units in the last place
-CODES = {"same": 0, "floor": 1, "rounding": 1}  # all others: 2
-_FINE = frozenset(CODES)
+CODES = {"same": 0, "floor": 1, "rounding": 1, "unreadable": 3}  # all others: 2
+_FINE = frozenset(CODES) - {"unreadable"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,9 @@ class Comparison:
 
     @property
     def code(self) -> int:
-        """Exit code: 0 the same, 1 within noise, 2 they differ."""
-        return max((CODES.get(row.verdict, 2) for row in self.rows), default=2)
+        """Exit code: 0 the same, 1 within noise, 2 they differ, 3 what could be read is the same, and some could not be."""
+        codes = {CODES.get(row.verdict, 2) for row in self.rows}
+        return 2 if 2 in codes else max(codes, default=3)
 
     @property
     def sentence(self) -> str:
@@ -73,6 +74,9 @@ class Comparison:
         same_arrays = f" In that step {_listed(equal)} {'is' if len(equal) == 1 else 'are'} the same." if equal else ""
         order = "" if self.ordered else " The order of saving is not known: keys of a step were taken in alphabetical order."
         others = sum(count[name] for name in count if name not in _FINE)
+        if self.code == 3:
+            unread = f"{count['unreadable']} of {whole} cannot be read"
+            return f"{unread}, the others are the same; the first is {first.address}: {first.note}"
         return f"{first.address} differs first: {_described(first)}.{same_arrays} {others} of {whole} differ.{order}"
 
 

@@ -163,7 +163,7 @@ def test_a_flush_that_takes_too_long_says_so():
     writer.close()
 
 
-def test_a_sink_that_fails_is_given_up_and_the_finding_says_what_was_lost():
+def test_a_sink_that_fails_is_tried_at_each_step_and_the_findings_say_what_was_lost():
     full, memory = Full(), MemorySink(kept=100)
     said: list[Finding] = []
     writer = Writer({"full": full, "memory": memory}, report=said.append, place=Place(3))
@@ -175,9 +175,11 @@ def test_a_sink_that_fails_is_given_up_and_the_finding_says_what_was_lost():
         [step_data.step for step_data in memory.collected_steps],
     ) == ([0, 1], list(range(6)))
     assert [finding.step for finding in said] == [2, 2]
-    assert "step 2 and what comes after it are lost" in said[0].message
-    assert "No space left on device" in said[0].message
-    assert "lost 4 steps, 2 to 5" in said[1].message
+    assert (
+        "failed at step 2: [Errno 28] No space left on device; that step is lost to it, and it is tried again"
+        in said[0].message
+    )
+    assert said[1].message == "the writer 'full' lost 4 of 6 steps, 2 to 5: [Errno 28] No space left on device"
     assert [finding.rule for finding in memory.found] == ["writer", "writer"]
 
 
@@ -299,14 +301,14 @@ def test_many_steps_at_once_are_each_written(many, tmp_path):
     assert not list(tmp_path.rglob("*.partial"))
 
 
-def test_of_many_steps_at_once_those_before_the_one_that_fails_are_written(many, tmp_path):
+def test_of_many_steps_at_once_all_but_the_one_that_fails_are_written(many, tmp_path):
     (tmp_path / "step3" / ".rank0.partial").mkdir(parents=True)  # left behind: made anew
     (tmp_path / "step5").write_text("a file where a folder has to be")
     findings = many(range(8))
-    assert whole(tmp_path) == [0, 1, 2, 3, 4]
+    assert whole(tmp_path) == [0, 1, 2, 3, 4, 6, 7]
     assert [(finding.severity, finding.step) for finding in findings] == [("error", 5), ("error", 5)]
-    assert "step 5 and what comes after it are lost" in findings[0].message
-    assert "lost 3 steps, 5 to 7" in findings[1].message
+    assert "the writer 'dump' failed at step 5" in findings[0].message
+    assert "the writer 'dump' lost 1 of 8 steps, step 5: " in findings[1].message
     assert [step_data.step for step_data in read_log(tmp_path / "rank0")] == list(range(8))
 
 
@@ -333,8 +335,8 @@ print([(finding.step, finding.message) for finding in writer.findings()])
     kept = [step_data.step for step_data in read_log(tmp_path / "rank0")]
     assert 0 < len(kept) < 30
     assert kept == list(range(len(kept)))
-    assert f"step {len(kept)} and what comes after it are lost" in done.stdout
-    assert f"lost {30 - len(kept)} steps, {len(kept)} to 29" in done.stdout
+    assert f"the writer '{sink}' failed" in done.stdout
+    assert f"lost {30 - len(kept)} of 30 steps, {len(kept)} to 29: [Errno 27] File too large" in done.stdout
 
 
 class Gathering(MemorySink):

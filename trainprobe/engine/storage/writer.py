@@ -2,10 +2,11 @@
 
 A full queue makes the training wait (back-pressure) rather than lose data. A step is written at once, but the thread wakes at
 most once in WAKE_INTERVAL_S, because waking it takes time from the training. A sink that gathers steps is asked to write them
-BATCH_WINDOW after the first of them came. A sink that fails, because the disk is full or cannot be written, is given up, a
-finding says what was lost, and the others and the training go on. A forked child inherits a writer that ignores all it is
-told: its parent writes. At the end of the interpreter, or of a process of `multiprocessing`, what is queued is written, for a
-bounded time.
+BATCH_WINDOW after the first of them was handed over. A sink that fails, because the disk is full or cannot be written, loses
+the step at which it failed and is tried again at the next. A finding says so at the first failure, another at the end how many
+steps were lost. The others and the training go on. A thread that dies is replaced. A forked child inherits a writer that
+ignores all it is told: its parent writes. At the end of the interpreter, or of a process of `multiprocessing`, what is queued
+is written, for a bounded time.
 """
 
 from __future__ import annotations
@@ -22,22 +23,26 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.guard import attempt, fault_text
 from trainprobe.engine.core.records import Finding, Place, StepData
+from trainprobe.engine.core.words import counted
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.storage.dumps.findings_file import open_findings
+from trainprobe.engine.storage.dumps.layout import LOG_FILE, STEPS_FILE, existing_of_rank, has_run_log, log_folder
 from trainprobe.engine.storage.dumps.tensor_files import SavedTensor
 from trainprobe.engine.storage.safe_files import private_folder
-from trainprobe.engine.storage.sinks import BatchSink, ChunkSink, CountingSink, Sink, TensorSink, WarningSink
+from trainprobe.engine.storage.sinks import BatchSink, ChoosingSink, ChunkSink, CountingSink, Sink, TensorSink, WarningSink
+from trainprobe.engine.storage.step_counts import StepCounts
 from trainprobe.errors import OutputError, PlanError, UsageError
 
 EXIT_SECONDS = 60.0
 WAKE_INTERVAL_S = 0.1  # seconds
-BATCH_WINDOW = 1.0  # seconds
+BATCH_WINDOW = 0.4  # seconds
 BATCH_ROWS = 1 << 14  # where more rows than that are gathered, they are written at once
 MANY_ROWS = 1 << 15  # where more rows than that wait, or tensors, there is room for few steps
 FEW_STEPS = 8
@@ -49,21 +54,23 @@ class _Job(NamedTuple):
     bytes: int  # that it holds
     rows: int
     step: int
+    names: Sequence[str] = ()  # of the sinks that take the step
+    at: float = 0.0  # when it was handed over
 
 
 _FLUSH = _Job("flush", (), 0, 0, -1)
 
 
-class _SinkGuard(Guard):
-    """Keeps the first fault of a sink; afterwards the sink is no longer called."""
+@dataclass(slots=True)
+class _Record:
+    """What became of the steps of one sink. fault: the last one. told: whether its first failure was. lost: the step that it
+    lost last. gathered: steps that it was given and did not write yet.
+    """
 
-    fault: BaseException | None = None
-
-    def trip(self, fault: BaseException) -> None:
-        """Give the sink up."""
-        if self.fault is None:
-            self.fault = fault
-            self.tripped = Finding("writer", "error", str(fault))
+    fault: Exception | None = None
+    told: bool = False
+    lost: int = -1
+    gathered: list[int] = field(default_factory=list[int])
 
 
 _open: weakref.WeakSet[Writer] = weakref.WeakSet()  # those of this process that were not closed
@@ -80,7 +87,8 @@ class Writer:
 
     sinks: name → sink. on_error: "raise" makes the next call here raise the fault of a sink. report: receives each finding of
     the writer, on the writer's thread. max_steps, max_bytes: how much may wait (tensors count by their bytes, one larger
-    than the bound may wait alone; of large collected steps, and with tensors, no more than FEW_STEPS).
+    than the bound may wait alone; of large collected steps, and with tensors, no more than FEW_STEPS). counts: of the steps
+    that each sink was given and lost.
     """
 
     def __init__(
@@ -92,24 +100,25 @@ class Writer:
         report: Callable[[Finding], None] | None = None,
         max_steps: int = 32,
         max_bytes: int = 256 << 20,
+        counts: StepCounts | None = None,
     ) -> None:
         self.sinks = dict(sinks)
+        self.counts = counts or StepCounts(sinks)
         # asked once, because a protocol takes long to answer
         self._gathering = {name: sink for name, sink in sinks.items() if isinstance(sink, BatchSink)}
         self._tensors = {name: sink for name, sink in sinks.items() if isinstance(sink, TensorSink)}
         self._chunks = {name: sink for name, sink in sinks.items() if isinstance(sink, ChunkSink)}
         self._warning_sinks = {name: sink for name, sink in sinks.items() if isinstance(sink, WarningSink)}
         self._counting = {name: sink for name, sink in sinks.items() if isinstance(sink, CountingSink)}
+        self._choosing = {name: sink for name, sink in sinks.items() if isinstance(sink, ChoosingSink)}
         self.takes_tensors = bool(self._tensors)
         self._place = place
         self._raise = on_error == "raise"
         self._on_finding = report
         self._max_steps = max_steps
         self._max_bytes = max_bytes
-        self._guards = {name: _SinkGuard() for name in sinks}
-        self._lost: dict[str, list[int]] = {}
+        self._records = {name: _Record() for name in sinks}
         self._findings: list[Finding] = []
-        self._gathered: list[int] = []  # steps that sinks were given and did not write yet
         self._gathered_rows = 0
         self._due: float | None = None  # when they are to be written
         self._jobs: deque[_Job] = deque()
@@ -120,21 +129,35 @@ class Writer:
         self._asleep = False  # the thread waits for the next job
         self._hurry = False  # it is to write now, although more may follow
         self._closed = False
+        self._ended = False  # the thread has done all that it had to
+        self._stopped = False  # it ends, or has ended
         self._changed = threading.Condition()
         self._pid = os.getpid()
-        self._thread = threading.Thread(target=self._run, name="trainprobe-writer", daemon=True)
-        self._thread.start()
+        self._thread = self._start()
         _open.add(self)
         atexit.register(self.close, EXIT_SECONDS)
         self._finalizer: Any = None
         if multiprocessing.parent_process() is not None:  # a process of `multiprocessing` that was forked skips atexit
             self._finalizer = multiprocessing.util.Finalize(None, self.close, (EXIT_SECONDS,), exitpriority=100)
 
+    def _start(self) -> threading.Thread:
+        self._stopped = False
+        thread = threading.Thread(target=self._run, name="trainprobe-writer", daemon=True)
+        thread.start()
+        return thread
+
+    def _look_after_thread(self) -> None:
+        """Replace a thread that something has ended."""
+        if not (self._ended or self._alive()):
+            self._thread = self._start()
+            self._report("error", "the writer's thread had ended before its work was done: another one goes on", None)
+
     # ---- from the training's side --------------------------------------------------------------------------------
 
     def submit(self, step_data: StepData) -> None:
         """Hand over a finished collected step; it must not be changed afterwards. Waits while the queue is full."""
-        self._put(_Job("write", (step_data,), 0, len(step_data.partials), step_data.step))
+        names = [name for name in self.sinks if name not in self._choosing or self._choosing[name].takes(step_data)]
+        self._put(_Job("write", (step_data,), 0, len(step_data.partials), step_data.step, names, time.monotonic()))
 
     def submit_tensor(self, step: int, key: str, data: Any) -> None:
         """Hand over one value of a step, before the step data that refer to it by `key`. Waits while too many bytes are queued.
@@ -161,7 +184,7 @@ class Writer:
             self._put(_Job("counts", (tuple(findings),), 0, 0, -1))
 
     def findings(self) -> list[Finding]:
-        """Return and forget what the writer itself has to say: sinks given up, budgets reached."""
+        """Return and forget what the writer itself has to say: sinks that failed, budgets reached."""
         with self._changed:
             findings, self._findings = self._findings, []
         return findings
@@ -170,6 +193,7 @@ class Writer:
         """Wait until all that was handed over is on disk; return whether it is."""
         if os.getpid() != self._pid:
             return True
+        self._look_after_thread()
         with self._changed:
             if self._gathering and not self._closed:
                 self._jobs.append(_FLUSH)
@@ -182,6 +206,7 @@ class Writer:
         """Write what is queued, close the sinks and end the thread, within `timeout` seconds; safe to call twice."""
         if self._closed or os.getpid() != self._pid:
             return
+        attempt(self._look_after_thread, otherwise=fault_text)  # at the end of the interpreter none can be started
         with self._changed:
             self._closed = True
             self._wake()
@@ -203,6 +228,7 @@ class Writer:
         if os.getpid() != self._pid:
             return
         self._raise_fault()
+        self._look_after_thread()
         with self._changed:
             if self._closed:
                 raise UsageError(f"step {job.step} was handed to a writer that is closed; make a new probe to record more")
@@ -212,6 +238,8 @@ class Writer:
             self._bytes += job.bytes
             self._rows += job.rows
             self._collected_steps += job.verb == "write"
+            if job.verb == "write":
+                self.counts.hand(name for name in job.names if name in self.counts.sinks)
             if self._asleep or job.verb != "write" or 4 * self._collected_steps >= 3 * self._most_steps():
                 self._wake()
 
@@ -226,35 +254,55 @@ class Writer:
         return self._max_steps if self._rows < MANY_ROWS and not self._bytes else min(FEW_STEPS, self._max_steps)
 
     def _alive(self) -> bool:
-        return self._thread.is_alive()
+        return not self._stopped and self._thread.is_alive()
 
     def _raise_fault(self) -> None:
         if not self._raise or threading.current_thread() is self._thread:
             return
-        for name, guard in self._guards.items():
-            if guard.fault is not None:
+        for name, record in self._records.items():
+            if record.fault is not None:
                 self._raise = False
-                raise OutputError(f"the writer {name!r} failed: {guard.fault}") from guard.fault
+                raise OutputError(f"the writer {name!r} failed: {record.fault}") from record.fault
 
     # ---- on the writer's thread ------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while (job := self._next()) is not None:
-            self._carry_out(job)
+        try:
+            attempt(self._flush_sinks, otherwise=fault_text)  # what takes long to load is loaded now
+            while (job := self._next()) is not None:
+                self._do(job)
+                del job
+            self._flush_sinks()
+            self._count_what_waits()
+            self._summarise()
+            for name, sink in self.sinks.items():
+                self._guarded(name, sink.close, -1)
+                self._collect(name)
+            self.counts.end()
+            self._ended = True
+        finally:  # also where something ends the thread: nobody waits for it
+            with self._changed:
+                self._busy, self._stopped = False, True
+                self._changed.notify_all()
+
+    def _do(self, job: _Job) -> None:
+        done = False
+        try:
+            fault = attempt(self._carry_out, job, otherwise=lambda fault: fault)
             if self._due is not None and (time.monotonic() >= self._due or self._gathered_rows >= BATCH_ROWS):
                 self._flush_sinks()
+            done = fault is None
+            if isinstance(fault, Exception):
+                self._report("error", f"what was handed to the writer at step {job.step} is lost: {fault_text(fault)}", None)
+        finally:
             with self._changed:
+                if job.verb == "write" and not done:
+                    self._lose(job.names, job.step)
                 self._busy = False
                 self._bytes -= job.bytes
                 self._rows -= job.rows
                 self._collected_steps -= job.verb == "write"
                 self._changed.notify_all()
-            del job
-        self._flush_sinks()
-        self._summarise()
-        for name, sink in self.sinks.items():
-            self._guarded(name, sink.close, -1)
-            self._collect(name)
 
     def _next(self) -> _Job | None:
         """Return what is to be done next; None when all is done and the writer closed."""
@@ -277,7 +325,7 @@ class Writer:
         elif job.verb == "chunk":
             self._store_chunk(*job.arguments)
         elif job.verb == "write":
-            self._write(*job.arguments)
+            self._write(job)
         elif job.verb == "flush":
             self._flush_sinks()
         else:
@@ -286,20 +334,31 @@ class Writer:
         for name in self._warning_sinks:
             self._collect(name)
 
-    def _write(self, step_data: StepData) -> None:
-        if self._gathering:
-            self._due = self._due or time.monotonic() + BATCH_WINDOW
-            self._gathered.append(step_data.step)
-            self._gathered_rows += len(step_data.partials)
-        for name, sink in self.sinks.items():
-            self._guarded(name, sink.write, step_data.step, step_data)
+    def _write(self, job: _Job) -> None:
+        for name in job.names:
+            self._guarded(name, self.sinks[name].write, job.step, *job.arguments)
+            record = self._records[name]
+            if record.lost == job.step:
+                record.lost = -1  # a run that goes back has a step of this number again
+                self._lose([name], job.step)
+            elif name in self._gathering:
+                record.gathered.append(job.step)
+                self._due = self._due or job.at + BATCH_WINDOW
+        self._gathered_rows += job.rows
 
     def _flush_sinks(self) -> None:
-        """Have the steps written that some sinks gathered."""
-        if self._gathered:
-            for name, sink in self._gathering.items():
-                self._guarded(name, sink.flush, self._gathered[0])
-        self._gathered, self._gathered_rows, self._due = [], 0, None
+        """Have the steps written that some sinks gathered. One that fails keeps them and is asked again."""
+        self._gathered_rows, self._due = 0, None
+        for name, sink in self._gathering.items():
+            record = self._records[name]
+            fault, record.fault = record.fault, None
+            self._guarded(name, sink.flush, -1)
+            if record.fault is None:
+                record.gathered.clear()
+                record.fault = fault
+            else:
+                self._due = time.monotonic() + BATCH_WINDOW
+        attempt(self.counts.look_after, otherwise=fault_text)
 
     def _store(self, step: int, key: str, data: Any) -> None:
         more = False
@@ -307,54 +366,67 @@ class Writer:
         for name, sink in self._tensors.items():
             if saved is None:
                 saved = self._guarded(name, _on_host, step, key, data)
-            if saved is not None:
-                more |= self._guarded(name, sink.tensor, step, step, saved) is True
+            more |= saved is None or self._guarded(name, sink.tensor, step, step, saved) is not False
         self.takes_tensors = more
 
     def _store_chunk(self, step: int, chunk: Any) -> None:
         more = False
         for name, sink in self._chunks.items():
-            more |= self._guarded(name, sink.chunk, step, step, chunk) is True
+            more |= self._guarded(name, sink.chunk, step, step, chunk) is not False
         for name, sink in self._tensors.items():
             for saved in SavedTensor.all_of(chunk) if name not in self._chunks else ():
-                more |= self._guarded(name, sink.tensor, step, step, saved) is True
+                more |= self._guarded(name, sink.tensor, step, step, saved) is not False
         self.takes_tensors = more
 
     def _guarded(self, name: str, call: Callable[..., Any], step: int, *arguments: Any) -> Any:
-        guard = self._guards[name]
-        if guard.tripped is not None:
-            if step >= 0 and (not self._lost[name] or self._lost[name][-1] < step):
-                self._lost[name].append(step)
+        """Call a sink for a step, -1 for none. Return None where it fails, or has failed at that step before."""
+        record = self._records[name]
+        if 0 <= step == record.lost:
             return None
-        answer = guard.run(call, *arguments)
-        if guard.fault is not None:
-            self._give_up(name, step)
-        return answer
 
-    def _give_up(self, name: str, step: int) -> None:
-        """Say what is lost to a sink that failed at this step, -1 where it was at none."""
-        fault = self._guards[name].fault
-        self._lost[name] = [*self._gathered] if name in self._gathering else [step] if step >= 0 else []
-        step = self._lost[name][0] if self._lost[name] else step
-        kind = "" if isinstance(fault, OSError) else f"{type(fault).__name__}: "
-        what = f"step {step} and what comes after it are lost to it" if step >= 0 else "what it wrote last may be lost"
-        message = f"the writer {name!r} failed and is given up: {what}; the training goes on: {kind}{fault}"
+        def failed(fault: Exception) -> None:
+            record.fault = fault
+            record.lost = step if step >= 0 else record.lost
+            if not record.told:
+                record.told = True
+                self._tell_failure(name, step)
+
+        return attempt(call, *arguments, otherwise=failed)
+
+    def _tell_failure(self, name: str, step: int) -> None:
+        when, then = (f" at step {step}", "that step is lost to it, and ") if step >= 0 else ("", "")
+        message = f"the writer {name!r} failed{when}: {self._why(name)}; {then}it is tried again; the training goes on"
         self._report("error", message, step if step >= 0 else None)
+
+    def _lose(self, names: Iterable[str], step: int) -> None:
+        """Count a step that is lost to sinks."""
+        for name in names:
+            if name in self.counts.sinks:
+                self.counts.sinks[name].lose(step, step)
+        self.counts.keep()
+
+    def _count_what_waits(self) -> None:
+        """Count as lost what a sink gathered and could not write to the end."""
+        for name, record in self._records.items():
+            for step in record.gathered:
+                self._lose([name], step)
 
     def _collect(self, name: str) -> None:
         sink = self._warning_sinks.get(name)
-        if sink is not None and self._guards[name].tripped is None:
-            for finding in sink.warnings_made():
-                self._keep(finding)
+        for finding in self._guarded(name, sink.warnings_made, -1) or () if sink is not None else ():
+            self._keep(finding)
 
     def _summarise(self) -> None:
-        for name, steps in self._lost.items():
-            if len(steps) > 1:
-                self._report(
-                    "error",
-                    f"the writer {name!r} failed and lost {len(steps)} steps, {steps[0]} to {steps[-1]}",
-                    steps[0],
-                )
+        for name in self.sinks:
+            lost = self.counts.of_this_run(name) if name in self.counts.before else None
+            if lost is not None and lost.lost and lost.first is not None and lost.last is not None:
+                steps = counted(lost.lost, "step") if lost.handed is None else f"{lost.lost} of {counted(lost.handed, 'step')}"
+                span = f"{lost.first} to {lost.last}" if lost.lost > 1 else f"step {lost.first}"
+                self._report("error", f"the writer {name!r} lost {steps}, {span}: {self._why(name)}", lost.first)
+
+    def _why(self, name: str) -> str:
+        fault = self._records[name].fault
+        return "its thread was ended" if fault is None else str(fault) if isinstance(fault, OSError) else fault_text(fault)
 
     def _report(self, severity: Any, message: str, step: int | None) -> None:
         self._keep(Finding("writer", severity, message, step=step, place=self._place))
@@ -364,9 +436,8 @@ class Writer:
             self._findings.append(finding)
         if finding.severity != "info":
             sys.stderr.write(f"trainprobe: {finding.message}\n")
-        for name, sink in self.sinks.items():
-            if threading.current_thread() is self._thread and self._guards[name].tripped is None:
-                self._guards[name].run(sink.findings, (finding,))
+        for name, sink in self.sinks.items() if threading.current_thread() is self._thread else ():
+            self._guarded(name, sink.findings, -1, (finding,))
         if self._on_finding is not None:
             self._on_finding(finding)
 
@@ -384,12 +455,17 @@ def open_writer(
     A sink is a file of `engine.storage.sinks`, or what another package brings under the entry point group `trainprobe.sinks`.
     """
     sinks: dict[str, Sink] = {}
+    folder = log_folder(plan.output, place.rank)
     try:
         private_folder(plan.output)
         if not os.access(plan.output, os.W_OK):
             raise PermissionError(f"no permission to write to {plan.output}")
+        dumps = [path for path in existing_of_rank(plan.output, place.rank) if not path.name.startswith(".")]
+        known = not (dumps or has_run_log(folder) or (folder / LOG_FILE).exists())
         for name in plan.sinks:
             sinks[name] = _opener(name)(plan.output, plan, place)
+        afresh = plan.on_existing == "replace"
+        counts = StepCounts(plan.sinks, folder / STEPS_FILE if sinks else None, afresh=afresh, known=known or afresh)
         if sinks:
             sinks["findings"] = open_findings(plan, place)
     except OSError as error:
@@ -398,7 +474,7 @@ def open_writer(
         if isinstance(error, OutputError):
             raise
         raise OutputError(f"{plan.output} cannot be written: {error}; choose another `output`") from error
-    return Writer({**sinks, **(more or {})}, place=place, on_error=plan.on_error, report=report)
+    return Writer({**sinks, **(more or {})}, place=place, on_error=plan.on_error, report=report, counts=counts)
 
 
 def _opener(name: str) -> Callable[[Path, Plan, Place], Sink]:

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from trainprobe.engine.core.records import Place
 from trainprobe.engine.storage.dumps.header import read_place
-from trainprobe.engine.storage.dumps.layout import LIVE_FILE, find_ranks, find_segments
+from trainprobe.engine.storage.dumps.layout import find_ranks, find_segments, find_streams, has_run_log
 from trainprobe.engine.storage.run_log.replicas import SameAs, reference_segments, same_as, schema_of
 from trainprobe.engine.storage.run_log.segments import live_table
 from trainprobe.errors import FormatError
@@ -51,13 +51,16 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class Catalog:
-    """What a fleet's folder holds. places: rank → where it stands. steps: which steps each has."""
+    """What a fleet's folder holds. places: rank → where it stands. steps: which steps each has. written: how many each wrote,
+    those that were repeated too.
+    """
 
     folder: Path
     files: Mapping[int, RankFiles]
     places: Mapping[int, Place]
     steps: Steps
     repeated: Mapping[int, frozenset[int]] = field(default_factory=dict[int, frozenset[int]])
+    written: Mapping[int, int] = field(default_factory=dict[int, int])
 
     @property
     def live(self) -> bool:
@@ -70,7 +73,7 @@ def find_files(folder: Path) -> dict[int, Path]:
     if not folder.is_dir():
         raise FormatError(f"{folder} is no folder: name the folder that the run wrote to (`output` of its plan)")
     ranks = find_ranks(folder)
-    found = {rank: path for rank, path in ranks.items() if (path / LIVE_FILE).is_file() or find_segments(path)}
+    found = {rank: path for rank, path in ranks.items() if has_run_log(path)}
     if not found:
         seen = f"the folders of {len(ranks)} ranks there hold none" if ranks else "there are no folders rank{R} in it"
         raise FormatError(
@@ -94,7 +97,7 @@ def files_of(rank: int, folder: Path) -> RankFiles:
             wrong = str(error)
         except (pa.ArrowInvalid, OSError) as error:
             wrong = f"{segment} cannot be read: {' '.join(str(error).split())}"
-    return RankFiles(rank, folder, tuple(segments), (folder / LIVE_FILE).is_file(), tuple(refers), wrong)
+    return RankFiles(rank, folder, tuple(segments), bool(find_streams(folder)), tuple(refers), wrong)
 
 
 def take_stock(ranks: Sequence[tuple[int, Path]]) -> tuple[list[RankFiles], pa.Table]:
@@ -138,7 +141,8 @@ def catalog_of(folder: Path, stock: Sequence[tuple[list[RankFiles], pa.Table]]) 
     places = {r: _place(text, r) for r, text in zip(first["rank"].to_pylist(), first["detail"].to_pylist(), strict=True)}
     files = {one.rank: one for found, _ in stock for one in found}
     whole = {r: frozenset(steps) for r, steps in repeated.items()}
-    return Catalog(folder, files, places, Steps(rank[~again], step[~again], time[~again]), whole)
+    written = dict(zip(*(each.tolist() for each in np.unique(rank, return_counts=True)), strict=True))
+    return Catalog(folder, files, places, Steps(rank[~again], step[~again], time[~again]), whole, written)
 
 
 def _place(detail: str, rank: int) -> Place:

@@ -37,9 +37,11 @@ def report_all_ranks(folder: Path, ray: bool, output: Path, title: str) -> int:
     """Write the page of a fleet."""
     from trainprobe.monitor.fleet.page import write_fleet_page
 
-    page = write_fleet_page(verdict_of(folder, ray), title, output)
+    verdict = verdict_of(folder, ray)
+    page = write_fleet_page(verdict, title, output)
     Console(highlight=False, soft_wrap=True).print(f"{page} ({page.stat().st_size / 1e6:.1f} MB)", markup=False)
-    return 0
+    rules = {finding.rule for finding in verdict.findings if finding.severity != "info"}
+    return 3 if verdict.code == 3 or rules == {"fleet_files"} else 0
 
 
 def verdict_of(folder: Path, ray: bool) -> Verdict:
@@ -51,6 +53,8 @@ def verdict_of(folder: Path, ray: bool) -> Verdict:
 
 def _show(verdict: Verdict) -> None:
     console = Console(highlight=False, soft_wrap=True)
+    if verdict.short:
+        console.print(f"{verdict.short}: the others are not judged", markup=False)
     for number, finding in enumerate(verdict.findings[:SHOWN]):
         console.print(_line(finding, first=number == 0))
         if finding.next and number:

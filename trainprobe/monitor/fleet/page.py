@@ -53,7 +53,9 @@ def describe(verdict: Verdict, title: str = "") -> dict[str, Any]:
             ["compared", f"{verdict.compared:,} values a step among {counted(verdict.compared_ranks, 'rank')}"],
             ["findings", str(len(verdict.findings))],
         ],
-        "calm": "No rank stands out."
+        "calm": f"{verdict.short}: nothing was found in these."
+        if verdict.short
+        else "No rank stands out."
         if verdict.compared
         else "Nothing was found, and no rank has a replica to compare it with.",
         "states": STATES,

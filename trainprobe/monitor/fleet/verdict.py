@@ -13,6 +13,7 @@ from trainprobe.engine.core.findings import in_folder
 from trainprobe.engine.core.records import Finding, Site
 from trainprobe.engine.core.words import counted
 from trainprobe.engine.storage.run_log.schema import kind_of_address
+from trainprobe.engine.storage.step_counts import shortfall
 from trainprobe.monitor.fleet.clocks import Timetable, late_ranks, missing_steps
 from trainprobe.monitor.fleet.groups import Group
 from trainprobe.monitor.fleet.origin import first_not_finite
@@ -40,10 +41,15 @@ class Verdict:
 
     @property
     def code(self) -> int:
-        """Return the exit code: 0 nothing found, 1 a warning or an error, 3 no rank has a replica to be compared with."""
+        """Return the exit code: 0 nothing found, 1 a warning or an error, 3 steps were lost, or no rank has a replica."""
         if any(finding.severity != "info" for finding in self.findings):
             return 1
-        return 0 if self.compared else 3
+        return 0 if self.compared and not self.short else 3
+
+    @property
+    def short(self) -> str:
+        """Return "4 of 300 steps recorded of rank 2", empty where no step is missing."""
+        return shortfall(self.survey.catalog.folder, self.survey.catalog.written)
 
 
 def judge_fleet(survey: Survey) -> Verdict:
@@ -185,7 +191,7 @@ def _without_log(survey: Survey) -> list[int]:
 
 def _notes(survey: Survey, values: Mapping[int, int]) -> list[str]:
     """Say what the grouping rests on, and what was not seen."""
-    groups, notes = survey.groups, list[str]()
+    groups, notes = survey.groups, [*filter(None, [shortfall(survey.catalog.folder, survey.catalog.written)])]
     learned = [group for group in groups if not group.by_topology and len(group.ranks) > 1]
     if learned:
         notes.append(

@@ -34,25 +34,35 @@ def nan_trace(
     """Find the call, rank and step that made the first NaN or infinity, and how it reached the others.
 
     Reads dumps (any tool's, and those of an NPU's kernels) and run logs. Exit code: 0 everything is finite, 1 something is
-    not or the device reported an overflow, 3 there is nothing to read.
+    not or the device reported an overflow, 3 there is nothing to read, or a part could not be read and all else is finite.
     """
     overflows: list[str] = []
+    unread: dict[str, None] = {}
     updates: dict[int, UpdatesSeen] = {}
     seen = LookedAt(folder if folder.is_dir() else None)
-    found, looked = trace_run(_followed(_with_overflows(steps_of(folder), overflows), updates, seen))
+    found, looked = trace_run(_followed(_with_overflows(steps_of(folder), overflows), updates, seen, unread))
     if not looked and found is None and not overflows:
         raise FormatError(f"{folder} holds no step that could be read: nothing was looked at")
     not_seen = [*(f"{sentence}." for sentence in seen.lacking()), *filter(None, [steps_without_update(updates.values())])]
     not_seen = not_seen if found is None else []  # of a run that was not read to its end, this is not known
+    lacking = [] if found is not None else [*filter(None, [seen.shortfall(folder)]), *_not_looked_at(seen, list(unread))]
+    not_seen = [*lacking[1:], *not_seen]
     if json:
+        not_seen = [*lacking[:1], *not_seen]
         more = {name: lines for name, lines in (("overflows", overflows), ("not_seen", not_seen)) if lines}
         typer.echo(orjson.dumps(_as_json(found, looked) | more, default=str).decode())
     else:
         console = Console(highlight=False, soft_wrap=True, markup=False)
         reported = (f"the device reported an overflow: {overflow}" for overflow in overflows)
-        for line in (*_lines(found, looked), *not_seen, *reported):
+        for line in (*_lines(found, looked, lacking), *not_seen, *reported):
             console.print(line)
-    return int(found is not None or bool(overflows))
+    return 1 if found is not None or overflows else 3 if lacking else 0
+
+
+def _not_looked_at(seen: LookedAt, unread: list[str]) -> list[str]:
+    """Return sentences on what the answer that all is finite would not rest on."""
+    parts = [f"{counted(len(unread), 'part')} of the dump could not be read, such as: {unread[0]}"] if unread else []
+    return parts if seen.values else [*parts, "no value was recorded that could be looked at"]
 
 
 def _with_overflows(steps: Iterator[list[RankStep]], overflows: list[str]) -> Iterator[list[RankStep]]:
@@ -62,18 +72,24 @@ def _with_overflows(steps: Iterator[list[RankStep]], overflows: list[str]) -> It
         yield ranks
 
 
-def _followed(steps: Iterator[list[RankStep]], updates: dict[int, UpdatesSeen], seen: LookedAt) -> Iterator[list[RankStep]]:
-    """Yield the steps as they are, and learn which there are of each rank, and at which of them it had an update."""
+def _followed(
+    steps: Iterator[list[RankStep]], updates: dict[int, UpdatesSeen], seen: LookedAt, unread: dict[str, None]
+) -> Iterator[list[RankStep]]:
+    """Yield the steps as they are, and learn which there are of each rank, at which it had an update, and what is unread."""
     for ranks in steps:
         for here in ranks:
             seen.add(here.frame)
+            unread.update(dict.fromkeys(here.unread))
             updates.setdefault(here.rank, UpdatesSeen()).add(here.frame)
         yield ranks
 
 
-def _lines(found: RunTrace | None, looked: int) -> Iterator[str]:
+def _lines(found: RunTrace | None, looked: int, lacking: list[str]) -> Iterator[str]:
     if found is None:
-        yield f"no NaN and no infinity in {counted(looked, 'recorded step')}, beside constants and masks"
+        where = "what could be looked at" if lacking else counted(looked, "recorded step")
+        yield "".join(
+            [*(f"{text}: " for text in lacking[:1]), f"no NaN and no infinity in {where}, beside constants and masks"]
+        )
         return
     first = found.first
     yield f"the first {first.what} is of step {found.step}, on rank {first.at.rank}: {_name(first)}: {_how(first, found)}"

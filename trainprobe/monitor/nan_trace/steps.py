@@ -14,6 +14,7 @@ from trainprobe.engine.core.addresses import Address, stage_and_address
 from trainprobe.engine.core.records import Call
 from trainprobe.engine.core.step_data import StoredStepData, numbers_of_rows, slots
 from trainprobe.engine.storage.dumps import read
+from trainprobe.engine.storage.dumps.entries import NOT_READ
 from trainprobe.engine.storage.dumps.layout import DEBUG_FILE, DUMP_FILE, find_dumps, holds_dump
 from trainprobe.engine.storage.kernel_dumps.file_names import parse_name
 from trainprobe.engine.storage.kernel_dumps.read import KERNEL_LEVEL, overflows_of
@@ -39,6 +40,12 @@ class RankStep:
     def kernels(self) -> bool:
         """Tell whether the step was read from a dump of kernels."""
         return self.step_data is not None and self.step_data.level == KERNEL_LEVEL
+
+    @property
+    def unread(self) -> Sequence[str]:
+        """Return what of the step's dump could not be read."""
+        notes = () if self.step_data is None else self.step_data.notes
+        return [note for note in notes if self.kernels or note.endswith(NOT_READ)]
 
     def call_at(self, address: Address) -> Call | None:
         """Return the call that holds the value at an address; None where the step was not read from a dump."""

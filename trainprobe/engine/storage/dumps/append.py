@@ -15,15 +15,27 @@ class AppendedFile:
     """Appends pieces that end in a newline. What a killed run left behind its last newline is cut off when it is opened."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | NO_LINK, PRIVATE)
-        self.size = _cut_torn_end(self._file)
+        self._path = path
+        self._file: int | None = self._open()
+
+    def _open(self) -> int:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | NO_LINK, PRIVATE)
+        self.size = _cut_torn_end(file)
+        return file
 
     def write(self, *pieces: bytes) -> None:
-        """Append pieces as one; where only a part of it fits on the disk, that part is taken back and OSError raised."""
+        """Append pieces as one; where only a part of it fits on the disk, that part is taken back and OSError raised.
+
+        A file that somebody has removed is begun anew, for the next pieces.
+        """
         file = self._file
         if file is None:
             raise OutputError("a file that is closed cannot be written")
+        if os.fstat(file).st_nlink == 0:
+            self._file = self._open()
+            os.close(file)
+            raise OutputError(f"{self._path} was removed, and what it held is lost")
         size = sum(map(len, pieces))
         try:
             done = os.writev(file, pieces) if _AT_ONCE else 0

@@ -7,6 +7,7 @@ import sys
 
 from trainprobe.engine.core.records import Call
 
+NOT_READ = "has no form that is known and was left out"  # ends a note of a step of which an entry was not read
 _MODULE = re.compile(r"(?:Module|Cell)\.(.+)\.([^.]+)\.(forward|backward)\.(\d{1,9})")
 _GRADIENTS = re.compile(r"(?:Module|Cell)\.(.+)\.([^.]+)\.parameters_grad(?:\.(\d{1,9}))?")
 _SAVED = re.compile(r"(.+?)(_grad)?\.(\d{1,9})\.debug")

@@ -22,26 +22,40 @@ _OPTION = orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS
 class FindingsFile:
     """A sink that appends findings to a file, which is there from the first one on.
 
-    A line of the same finding with a new count takes the place of the earlier one for readers.
+    A line of the same finding with a new count takes the place of the earlier one for readers. What could not be written waits
+    for the next time.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: AppendedFile | None = None
+        self._waiting: list[bytes] = []
+
+    def takes(self, step_data: StepData) -> bool:
+        """Take no step: they go to other sinks."""
+        return False
 
     def write(self, step_data: StepData) -> None:
         """Steps go to other sinks."""
 
     def findings(self, findings: Sequence[Finding]) -> None:
         """Append one line a finding."""
-        if self._file is None:
-            self._file = AppendedFile(self._path)
-        self._file.write(b"".join(orjson.dumps(dataclasses.asdict(f), default=str, option=_OPTION) for f in findings))
+        self._waiting += [orjson.dumps(dataclasses.asdict(f), default=str, option=_OPTION) for f in findings]
+        self.flush()
 
     counts = findings
 
+    def flush(self) -> None:
+        """Append the lines that wait."""
+        if self._waiting:
+            if self._file is None:
+                self._file = AppendedFile(self._path)
+            self._file.write(b"".join(self._waiting))
+            self._waiting.clear()
+
     def close(self) -> None:
         """Close the file; safe to call twice."""
+        self.flush()
         if self._file is not None:
             self._file.close()
 

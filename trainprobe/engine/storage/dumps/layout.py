@@ -16,6 +16,8 @@ from trainprobe.errors import OutputError
 DUMP_FILE, DEBUG_FILE, STACK_FILE, CONSTRUCT_FILE = "dump.json", "debug.json", "stack.json", "construct.json"
 LOG_FILE, FINDINGS_FILE, METRICS_FILE = "records.jsonl", "findings.jsonl", "metrics.csv"
 LIVE_FILE = "metrics.arrow"  # the run log's steps since its last segment
+FULL_FILE = "metrics-full.arrow"  # those of which a segment is being made
+STEPS_FILE = "steps.json"  # how many steps the writers of a rank were given, and how many they lost
 PARTIAL = ".partial"  # ending of a file that is not whole yet
 HEADER = "trainprobe"  # key of what this package adds to the top of a dump
 _STEP = re.compile(r"step(\d+)")
@@ -172,7 +174,12 @@ def next_segment(folder: Path) -> Path:
 
 def has_run_log(folder: Path) -> bool:
     """Tell whether a rank's folder holds a run log."""
-    return (folder / LIVE_FILE).is_file() or bool(find_segments(folder))
+    return bool(find_streams(folder) or find_segments(folder))
+
+
+def find_streams(folder: Path) -> list[Path]:
+    """Return the streams in a rank's folder that were not made into a segment, older steps first."""
+    return [path for path in (folder / FULL_FILE, folder / LIVE_FILE) if path.is_file()]
 
 
 def _numbered(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:

@@ -17,7 +17,7 @@ import orjson
 from trainprobe.compiled import native
 from trainprobe.engine.core.records import Call, Place
 from trainprobe.engine.core.step_data import BESIDE, StoredStepData, ValuesOfCalls, slots, unwrap
-from trainprobe.engine.storage.dumps.entries import parse_entry
+from trainprobe.engine.storage.dumps.entries import NOT_READ, parse_entry
 from trainprobe.engine.storage.dumps.entry_text import KEYS
 from trainprobe.engine.storage.dumps.header import read_place, read_scalars, spread
 from trainprobe.engine.storage.dumps.layout import CONSTRUCT_FILE, DEBUG_FILE, DUMP_FILE, HEADER, STACK_FILE, find_ranks
@@ -122,7 +122,7 @@ def _read_rank(path: Path) -> StoredStepData:
         entry = data.pop(name)  # what was read is let go, so that the file's content and the step are not both in memory
         call = entry if isinstance(entry, Call) else parse_entry(name)
         if call is None:
-            notes.append(f"entry {name!r} has no form that is known and was left out")
+            notes.append(f"entry {name!r} {NOT_READ}")
             continue
         try:
             if entry is not call:

@@ -20,7 +20,7 @@ _OPTIONS = ipc.IpcWriteOptions(compression="lz4", use_threads=False, emit_dictio
 
 
 class _Pieces:
-    """What a writer of Arrow's writes, until it is taken."""
+    """What a writer of Arrow's writes, until it is on the disk."""
 
     closed = False
 
@@ -35,11 +35,13 @@ class _Pieces:
     def flush(self) -> None:
         """Do nothing: nothing lies in between."""
 
-    def take(self) -> bytes:
-        """Return what was kept, and forget it."""
-        data = b"".join(self._pieces)
+    def all(self) -> bytes:
+        """Return what was kept."""
+        return b"".join(self._pieces)
+
+    def clear(self) -> None:
+        """Forget it."""
         self._pieces.clear()
-        return data
 
 
 class LiveStream:
@@ -54,20 +56,25 @@ class LiveStream:
         self.schema = SCHEMA.with_metadata({**SCHEMA.metadata, STREAM: secrets.token_hex(8)})
         self._writer = ipc.new_stream(pa.PythonFile(self._pieces, mode="w"), self.schema, options=_OPTIONS)
 
+    @property
+    def removed(self) -> bool:
+        """Tell whether somebody has removed the file."""
+        return os.fstat(self._file).st_nlink == 0
+
     def write(self, batch: pa.RecordBatch) -> None:
-        """Append a batch. Raises OSError where the disk refuses; a part that was written is taken back."""
+        """Append a batch. Raises OSError where the disk refuses: the batch waits then for the next `append`."""
         self._writer.write_batch(batch)
-        self._append(self._pieces.take())
         self.batches.append(batch)
         self.rows += batch.num_rows
+        self.append()
 
-    def close(self) -> None:
-        """End the stream and close the file."""
-        self._writer.close()
-        self._append(self._pieces.take())
-        os.close(self._file)
+    def move(self, path: Path) -> None:
+        """Give the file another name. Raises OSError."""
+        self.path = self.path.replace(path)
 
-    def _append(self, data: bytes) -> None:
+    def append(self) -> None:
+        """Append what waits. Raises OSError where the disk refuses; a part that was written is taken back."""
+        data = self._pieces.all()
         rest = memoryview(data)
         try:
             while rest:
@@ -75,7 +82,12 @@ class LiveStream:
         except OSError:
             os.ftruncate(self._file, self.size)
             raise
+        self._pieces.clear()
         self.size += len(data)
+
+    def close(self) -> None:
+        """Close the file, behind its last whole batch."""
+        os.close(self._file)
 
 
 def read_stream(path: Path) -> tuple[pa.Schema | None, list[pa.RecordBatch]]:

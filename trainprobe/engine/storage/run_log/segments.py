@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from trainprobe.engine.storage.dumps.layout import LIVE_FILE, find_segments, next_segment
+from trainprobe.engine.storage.dumps.layout import find_segments, find_streams, next_segment
 from trainprobe.engine.storage.run_log.live import STREAM, LiveStream, read_stream
 from trainprobe.engine.storage.run_log.schema import COLUMNS, FLOATS, SCHEMA, WORDS
 from trainprobe.engine.storage.safe_files import NO_LINK, PRIVATE, regular
@@ -29,10 +29,14 @@ _SORTED = ("kind", "name", "slot", "phase", "call", "micro", "step", "position")
 
 
 def live_table(folder: Path) -> pa.Table | None:
-    """Return what stands in the live stream of a rank's folder and in no segment, None where that is nothing."""
-    schema, batches = read_stream(folder / LIVE_FILE)
-    segments = find_segments(folder)
-    if not batches or schema is None or (segments and _made_of(segments[-1], schema)):
+    """Return what stands in the streams of a rank's folder and in no segment, None where that is nothing."""
+    found = [table for path in find_streams(folder) if (table := _table_of(path)) is not None]
+    return pa.concat_tables(found).unify_dictionaries() if len(found) > 1 else next(iter(found), None)
+
+
+def _table_of(stream: Path) -> pa.Table | None:
+    schema, batches = read_stream(stream)
+    if not batches or schema is None or any(_made_of(segment, schema) for segment in find_segments(stream.parent)[-2:]):
         return None
     return _joined(batches, schema)
 
@@ -54,20 +58,22 @@ def _whole_column(batches: Sequence[pa.RecordBatch], name: str) -> pa.Array:
 
 
 def close_segment(folder: Path, live: LiveStream | None = None) -> None:
-    """Turn the live stream of a rank's folder into a segment. live: the stream itself, where this process has written it.
+    """Turn a stream into a segment, or all streams in a rank's folder. live: one that this process has written.
 
-    The stream goes once the segment is whole and on disk. After a kill between the two, the segment bears the name of the
+    A stream goes once its segment is whole and on disk. After a kill between the two, the segment bears the name of the
     stream, which is passed over.
     """
-    if live is None:
-        table = live_table(folder)
-        if table is not None:
-            write_segment(next_segment(folder), table)
-    else:
-        live.close()
+    if live is not None:
         if live.batches:
             _write(next_segment(folder), live.schema, partial(_whole_column, live.batches))
-    (folder / LIVE_FILE).unlink(missing_ok=True)
+        live.close()
+        live.path.unlink(missing_ok=True)
+        return
+    for stream in find_streams(folder):
+        table = _table_of(stream)
+        if table is not None:
+            write_segment(next_segment(folder), table)
+        stream.unlink(missing_ok=True)
 
 
 def last_time(folder: Path) -> int:

@@ -52,7 +52,19 @@ class BatchSink(Protocol):
     """A sink that gathers steps and writes them together."""
 
     def flush(self) -> None:
-        """Write what was gathered. The writer asks for it BATCH_WINDOW after the first of these steps, and at its end."""
+        """Write what was gathered. The writer asks for it BATCH_WINDOW after the first of these steps, and at its end.
+
+        One that raises keeps what it gathered, for the next time. It is also called before the first step.
+        """
+        ...
+
+
+@runtime_checkable
+class ChoosingSink(Protocol):
+    """A sink that leaves some steps out."""
+
+    def takes(self, step_data: StepData) -> bool:
+        """Tell whether a step is to be written; asked for when it is handed over, on the training's thread."""
         ...
 
 

@@ -115,13 +115,15 @@ class DumpSink:
         self._folder = RankFolder(self._root, step, self._place.rank)
         self._step = step
 
+    def takes(self, step_data: StepData) -> bool:
+        """Tell whether a step is dumped."""
+        return step_data.dumped
+
     def write(self, step_data: StepData) -> None:
         """Write one step and make its folder visible.
 
         A step that is there already stays as it is in a run that continues, and is reported once; else raises OutputError.
         """
-        if not step_data.dumped:
-            return
         self._begin(step_data.step)
         folder = self._folder
         assert folder is not None
@@ -136,6 +138,9 @@ class DumpSink:
             if self._plan.on_existing != "continue":
                 raise
             self._leave(step_data.step)
+        except OSError:
+            folder.discard()  # its room is needed
+            raise
 
     def _texts(self, step_data: StepData, folder: RankFolder) -> Files:
         suffix = "" if self._plan.tensor_format == "safetensors" else self._plan.tensor_format

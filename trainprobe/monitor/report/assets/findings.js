@@ -11,7 +11,7 @@ function listFindings() {
   const list = $("finding-list"), note = (f) => f.severity === "info";
   const order = [...run.findings].sort((a, b) => note(a) - note(b));
   const section = $("findings");
-  if (!order.length) list.replaceWith(el("p", { class: "calm" }, "No findings."));
+  if (!order.length) list.replaceWith(el("p", { class: "calm" }, run.recorded ? `${run.recorded}: no findings in these.` : "No findings."));
   list.append(...order.slice(0, 8).map(findingItem));
   if (order.length > 8) {
     const more = el("button", { type: "button", id: "more-findings" }, `show ${show(order.length - 8)} more`);
