@@ -150,9 +150,10 @@ def awq(weight: torch.Tensor) -> Stored:
     from awq.modules.linear.gemm import WQLinear_GEMM
     from awq.utils.packing_utils import dequantize_gemm
 
-    _, scale, zero = grouped(weight, 4)
+    codes, scale, zero = grouped(weight, 4)
+    group = torch.arange(weight.shape[1]) // GROUP
     linear: Any = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
-    linear.weight.data = weight
+    linear.weight.data = ((codes - zero[group]) * scale[group]).t().contiguous()  # as AutoAWQ's own quantiser leaves it
     made: Any = WQLinear_GEMM.from_linear(linear, 4, GROUP, False, scale, zero)
     value = dequantize_gemm(made.qweight, made.qzeros, made.scales.float(), 4, GROUP).t()
     parts = {"qweight": made.qweight, "qzeros": made.qzeros, "scales": made.scales}

@@ -15,7 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from trainprobe.ckpt_compare.coverage import Overlap, Part
-from trainprobe.ckpt_compare.pieces import Rectangle, Reshaped, Source, Turned, Window
+from trainprobe.ckpt_compare.pieces import Rectangle, Source, bottom
+from trainprobe.ckpt_compare.quantised import Quantised, within_codes
 from trainprobe.ckpt_compare.storage.mapped import Mapped, each_file_once, forget_pages
 from trainprobe.engine.compare.difference import Difference
 from trainprobe.engine.compare.measure import measure
@@ -54,8 +55,9 @@ class Outcome:
 
 def tasks_of(row: int, overlap: Overlap) -> Iterator[Task]:
     """Cut one overlap into tasks of bounded size."""
-    item = overlap.a.piece.source.format.itemsize
-    for box in _chunks(overlap.box, max(1, CHUNK // item)):
+    sources = overlap.a.piece.source, overlap.b.piece.source
+    made = any(isinstance(bottom(source), Quantised) for source in sources)  # decoding takes several arrays
+    for box in _chunks(overlap.box, max(1, CHUNK // sources[0].format.itemsize // (8 if made else 1))):
         yield Task(row, box, overlap.a, overlap.b)
 
 
@@ -106,17 +108,13 @@ def perform(task: Task) -> Outcome:
     """Measure one task; a file that cannot be read becomes a failure with its name."""
     formats = task.a.piece.source.format, task.b.piece.source.format
     try:
-        difference = measure(task.a.load(task.box), task.b.load(task.box), *formats)
+        x, y = task.a.load(task.box), task.b.load(task.box)
+        difference = measure(x, y, *formats)
+        if difference.max_ulp > 1:
+            difference = within_codes(task.a, task.b, task.box, difference, x, y)
     except FormatError as error:
         return Outcome(task.row, Difference(), str(error))
     return Outcome(task.row, difference.moved(task.box.offset))
-
-
-def bottom(source: Source) -> Source:
-    """Return the array in a file that windows and other views look at."""
-    while isinstance(source, (Window, Reshaped, Turned)):
-        source = source.source
-    return source
 
 
 def release(source: Source) -> None:

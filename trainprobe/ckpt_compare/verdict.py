@@ -7,7 +7,7 @@ A proven difference outweighs what could not be looked at.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,8 +86,7 @@ def _differ_sentence(c: Comparison, differ: Sequence[Row], copies: int, state: S
         share = _share(worst)
         cause = headline(c.causes, {r.key: r for r in differ})
         first = f"{cause}; {len(differ)}" if cause else len(differ)
-        missing = Counter(r.verdict for r in c.rows if r.verdict in INCOMPLETE)
-        besides = "".join(f"; also, {_lost(verdict, n)}" for verdict, n in missing.items())
+        besides = "".join(f"; also, {said}" for said in _lost([r for r in c.rows if r.verdict in INCOMPLETE]))
         return (
             f"differ: {first} of {len(c.rows)} tensors; worst is {worst.key}: {what}, {share}, largest{place}{where}{besides}"
         )
@@ -113,9 +112,8 @@ def _incomplete_sentence(c: Comparison, lost: Sequence[Row], severe: Sequence[Fa
         return "not comparable: the two checkpoints have no kind of content in common"
     if not lost and not severe and c.one_sided:
         return f"incomplete: all compared tensors agree, but {', '.join(c.one_sided)}"
-    counts = Counter(r.verdict for r in lost)
     cause = headline(c.causes, {r.key: r for r in lost})
-    missing = ", ".join([*([cause] if cause else []), *(_lost(v, n) for v, n in counts.items())])
+    missing = ", ".join([*([cause] if cause else []), *_lost(lost)])
     example = f", such as {lost[0].key}" if lost and not cause else ""
     agree = sum(r.verdict in ("identical", "rounding") for r in c.rows)
     word = "incomplete" if agree else "not comparable"
@@ -147,10 +145,12 @@ def _fault(severe: Sequence[Fault]) -> str:
     return f"in {first.side} {first_said}{others}"
 
 
-def _lost(verdict: str, count: int) -> str:
-    words = {"shape": ("has another shape", "have different shapes"), "incomplete": ("could not be read whole",) * 2}
-    one, many = words.get(verdict, (f"is {verdict}", f"are {verdict}"))
-    return f"1 tensor {one}" if count == 1 else f"{count} tensors {many}"
+def _lost(rows: Sequence[Row]) -> Iterator[str]:
+    """Say how many tensors are missing or not whole, and in which way."""
+    for (verdict, reason), n in Counter((r.verdict, r.reason) for r in rows).items():
+        words = {"shape": ("has another shape", "have different shapes"), "incomplete": ("could not be read whole",) * 2}
+        one, many = (reason, reason) if reason else words.get(verdict, (f"is {verdict}", f"are {verdict}"))
+        yield f"1 tensor {one}" if n == 1 else f"{n} tensors {many}"
 
 
 def _renamed_sentence(c: Comparison, renamed: Sequence[Move]) -> str:
@@ -172,6 +172,12 @@ def _rounding_sentence(c: Comparison, rounding: Sequence[Row]) -> str:
         )
     pairs = Counter(f"{r.dtype_a}/{r.dtype_b}" if r.dtype_a != r.dtype_b else r.dtype_a for r in rounding)
     most = max(r.difference.max_ulp for r in rounding)
+    if len(pairs) == 1 and all(r.dtype_a == r.dtype_b for r in rounding):
+        changed, total = (sum(getattr(r.difference, name) for r in rounding) for name in ("changed", "count"))
+        return (
+            f"equal within rounding: {len(rounding)} of {len(c.rows)} tensors differ in the last bit of {next(iter(pairs))} "
+            f"({changed:,} of their {total:,} elements, by one unit), the others are identical"
+        )
     return (
         f"equal within rounding: {len(rounding)} of {len(c.rows)} tensors differ by at most {most:.3g} units in the last place "
         f"({', '.join(pairs)}), the others are identical"
