@@ -6,7 +6,8 @@ Models of transformers, made from tiny configurations, are saved by `save_pretra
 a model, which is then written in another layout. The first line must match the cause's pattern. The same models without a
 cause, in all layouts, must be identical (equal within rounding in another number format). The first half writes each layout
 from the state dict; the second half has other families and lets the frameworks write: transformers (shards, number formats,
-names of its modules), DeepSpeed, PEFT. The third part has quantised weights, rearranged tensors, vocabularies, ranks. Prints a table and exits with 1 below the goal of 90 % named and 0 false.
+names of its modules), DeepSpeed, PEFT. The third part has quantised weights, tensors that were rearranged, vocabularies and
+ranks. Prints a table and exits with 1 below the goal of 90 % named and 0 false.
 """
 
 from __future__ import annotations

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from safetensors.torch import save_file
 
 from benchmarks.ckpt_bench.judged import Answer, judged
 from benchmarks.ckpt_bench.models import State
-from benchmarks.ckpt_bench.quantisers import Stored, available, described
+from benchmarks.ckpt_bench.quantisers import Stored, available, described, fp8_blocks, gptq
 
 SHAPES = {"self_attn.q_proj": (128, 128), "mlp.down_proj": (128, 192), "mlp.up_proj": (192, 128)}
 SCALES = re.compile(r"(scale_inv|(?<!input_)scale|scales|absmax|SCB)$")
@@ -165,6 +167,10 @@ def coded_pairs(folder: Path) -> Iterator[Answer]:
         yield Answer(
             writer, "dequantised", "weights × 1.03", found.code == 2 and "1.03 times" in found.sentence, found.sentence
         )
+        whole = weights()
+        near = {k: v + 0.2 * (whole[k.removesuffix(".weight")] - v) for k, v in plain.items()}
+        found = judged(a, save(here / "near", near, {}))
+        yield Answer(writer, "float32", "a fifth of the way to the original", found.code == 2, found.sentence)
         for place, (cause, (plant, pattern)) in enumerate(PLANTED.items()):
             state = dict(coded)
             if re.search("GPTQ [38]", writer) and cause in ("zeros off by one", "nibbles exchanged"):
@@ -183,6 +189,7 @@ def coded_pairs(folder: Path) -> Iterator[Answer]:
                     found.sentence,
                 )
     yield from _not_decoded(folder / "not decoded")
+    yield from _other_places(folder / "places")
 
 
 def _not_decoded(folder: Path) -> Iterator[Answer]:
@@ -209,3 +216,80 @@ def _not_decoded(folder: Path) -> Iterator[Answer]:
         yield Answer(kind, "plain", "not decoded", good, found.sentence)
         found = judged(a, save(folder / f"{kind} again", state, {"quant_method": kind}))
         yield Answer(kind, "again", "", found.code == 0, found.sentence)
+
+
+def _other_places(folder: Path) -> Iterator[Answer]:
+    """Yield the answers for experts on one axis, fused matrices, torch files, and parts that lie in several files."""
+    for cause, (a, b) in _experts().items():
+        found = judged(save(folder / f"{cause}a", a, {}), save(folder / f"{cause}b", b, {}))
+        yield Answer(
+            "experts",
+            cause,
+            "a scale" if "scale" in cause else "",
+            found.code == 2 if "scale" in cause else found.code < 2,
+            found.sentence,
+        )
+    torch.manual_seed(2)
+    key = "model.layers.0.self_attn."
+    parts, value, config = gptq(_normal(384, 128), 4)
+    fused = {f"{key}qkv_proj.{k}": v for k, v in parts.items()} | {f"{key}o_proj.weight": _normal(128, 128)}
+    plain = {f"{key}qkv_proj.weight": value.half(), f"{key}o_proj.weight": fused[f"{key}o_proj.weight"]}
+    source = save(folder / "fused", fused, config)
+    found = judged(source, save(folder / "fused plain", plain, {}))
+    yield Answer("phi", "fused", "", found.code < 2, found.sentence)
+    binary = folder / "binary"
+    binary.mkdir()
+    torch.save(fused, binary / "pytorch_model.bin")
+    (binary / "config.json").write_text(described(config))
+    found = judged(binary, folder / "fused plain")
+    yield Answer("phi", "torch.save", "", found.code < 2, found.sentence)
+    shards = folder / "shards"
+    shards.mkdir()
+    index: dict[str, str] = {}
+    for i, name in enumerate(sorted(fused)):
+        index[name] = f"model-{i % 3}.safetensors"
+    for file in set(index.values()):
+        save_file({k: v.contiguous() for k, v in fused.items() if index[k] == file}, shards / file, {"format": "pt"})
+    (shards / "config.json").write_text(described(config))
+    (shards / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    found = judged(shards, folder / "fused plain")
+    yield Answer("phi", "shards", "", found.code < 2, found.sentence)
+    for file in sorted(set(index.values())):
+        kept = (shards / file).rename(folder / "away")
+        found = judged(shards, folder / "fused plain")
+        yield Answer(
+            "phi",
+            "shards",
+            "a shard lost",
+            found.code > 1 and (file in found.sentence or "missing" in found.sentence),
+            found.sentence,
+        )
+        kept.rename(shards / file)
+
+
+def _normal(*shape: int) -> torch.Tensor:
+    return 0.02 * torch.randn(shape)
+
+
+def _experts() -> dict[str, tuple[State, State]]:
+    """Return FP8 experts with blocks' scales, and MXFP4 ones that transformers decodes."""
+    torch.manual_seed(2)
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    held = [fp8_blocks(_normal(256, 128)) for _ in range(3)]
+    code, scale = (torch.stack([parts[p] for parts, _, _ in held]) for p in ("weight", "weight_scale_inv"))
+    other = scale.clone()
+    other[1, 1, 0] *= 1.07
+    also = {"model.layers.0.self_attn.o_proj.weight": _normal(32, 32)}
+    plain = also | {name: torch.stack([value for _, value, _ in held]).bfloat16()}
+    found = {f"fp8{mark}": (also | {name: code, f"{name}_scale_inv": s}, plain) for mark, s in (("", scale), (" scale", other))}
+    if find_spec("transformers"):
+        from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+        blocks = torch.randint(0, 256, (2, 64, 4, 16), dtype=torch.uint8)
+        scales = torch.randint(110, 125, (2, 64, 4), dtype=torch.uint8)
+        value: torch.Tensor = convert_moe_packed_tensors(blocks.clone(), scales.clone(), dtype=torch.float32)
+        higher = scales.clone()
+        higher[1, 3, 2] += 1
+        for mark, s in (("", scales), (" scale", higher)):
+            found[f"mxfp4{mark}"] = also | {f"{name}_blocks": blocks, f"{name}_scales": s}, also | {name: value.bfloat16()}
+    return found

@@ -1,7 +1,7 @@
 """Quantised weights by the libraries that write them: what they store for one weight, and what they themselves make of it.
 
-A writer that is not installed is left out (`pip install compressed-tensors bitsandbytes autoawq`, the latter two on a CPU). GPTQ
-packs as AutoGPTQ's `QuantLinear.pack` does, 3 bits included; FP8 blocks are those of transformers' finegrained_fp8.
+A writer that is not installed is left out (`pip install compressed-tensors bitsandbytes autoawq`). GPTQ packs as AutoGPTQ's
+`QuantLinear.pack` does, 3 bits included; FP8 blocks are those of transformers' finegrained_fp8.
 """
 
 from __future__ import annotations

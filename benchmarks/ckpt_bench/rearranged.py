@@ -116,7 +116,7 @@ def by_group(fused: torch.Tensor) -> torch.Tensor:
 
 
 def dealt(axis: int, sizes: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Deal `sizes` halves out in turn: first of the first half, first of the second …"""
+    """Deal portions of an axis out in turn: the first of each, then the second of each."""
 
     def change(t: torch.Tensor) -> torch.Tensor:
         return torch.stack(t.chunk(sizes, axis), axis if axis < 0 else axis + 1).flatten(
@@ -179,7 +179,7 @@ CAUSES: dict[str, tuple[Callable[[], State], Callable[[State], None], str]] = {
     "a norm from its neighbour": (
         gemma,
         copied("pre_feedforward", "post_attention"),
-        r"pre_feedforward\w* of B holds? (that of )?post_attention|mlp\.norm\S* of B holds? .*post_attention|B holds? post_attention",
+        r"pre_feedforward\w* of B holds? post_attention",
     ),
     "gate from up": (gemma, copied("gate_proj", "up_proj"), r"gate\S* of B holds? .*up"),
     "q_norm from k_norm": (gemma, copied("q_norm", "k_norm"), r"q_norm\S* of B holds? .*k_norm"),

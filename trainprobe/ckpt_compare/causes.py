@@ -11,10 +11,9 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from trainprobe.ckpt_compare.cause import Cause, Mismatch, count, listed
+from trainprobe.ckpt_compare.cause import Cause, Mismatch, Sides, count, listed
 from trainprobe.ckpt_compare.files_alone import files_alone
 from trainprobe.ckpt_compare.pairing import Move
-from trainprobe.ckpt_compare.pieces import LogicalTensor
 from trainprobe.ckpt_compare.quantised_causes import quantised
 from trainprobe.ckpt_compare.rearranged import rearranged
 from trainprobe.ckpt_compare.value_causes import (
@@ -42,23 +41,25 @@ def find_causes(
     mismatches: Sequence[Mismatch],
     moves: Sequence[Move],
     copies: Sequence[tuple[Move, str]],
-    pairs: Mapping[str, tuple[LogicalTensor, LogicalTensor]],
+    sides: Sides,
     every: Collection[str],
 ) -> tuple[Cause, ...]:
     """Return the causes that were found, those that explain the most tensors first.
 
-    copies: tensors that hold what another one holds on the other side. pairs: those that both sides have; every: all keys.
+    copies: tensors that hold what another one holds on the other side. sides: all tensors of both; every: all keys.
     """
-    found = [*_layers(moves, every), *_experts(moves), *_parts(moves), *_transposed(moves), *exchanged_moments(mismatches)]
-    found += [*_copies(copies, pairs), *quantised(mismatches)]
-    rest = _unexplained(mismatches, found)
+    wide = [o for o in mismatches if not o.sparse]
+    found = [*_layers(moves, every), *_experts(moves), *_parts(moves), *_transposed(moves), *exchanged_moments(wide)]
+    found += [*_copies(copies, sides), *quantised(wide)]
+    rest = _unexplained(wide, found)
     found += [*zeros(rest), *factors(rest), *centred_norms(rest)]
-    rest = _unexplained(mismatches, found)
-    found += [*masters(rest), *rearranged(rest, pairs)]
-    rest = _unexplained(mismatches, found)
+    rest = _unexplained(wide, found)
+    found += [*masters(rest), *rearranged(rest, sides)]
+    rest = _unexplained(wide, found)
     found += [*roundings(rest), *updates(rest)]
-    found += [] if found else [*layers_alone(mismatches, every)]
-    found += [] if found else files_alone(mismatches, pairs, lambda parts: [*factors(parts), *roundings(parts)])
+    if not found:
+        found += layers_alone(mismatches, every)
+        found += files_alone(mismatches, sides, lambda parts: [*factors(parts), *roundings(parts)])
     return tuple(sorted(found, key=lambda cause: -len(cause.keys)))
 
 
@@ -153,14 +154,15 @@ def _stem(key: str) -> str:
     return key.partition("#")[0].rpartition(".")[0].rpartition(".")[0]
 
 
-def _copies(copies: Sequence[tuple[Move, str]], pairs: Mapping[str, tuple[LogicalTensor, LogicalTensor]]) -> Iterator[Cause]:
+def _copies(copies: Sequence[tuple[Move, str]], sides: Sides) -> Iterator[Cause]:
     """Find tensors that hold another one, which is in its own place as well: a loader took the wrong name."""
     said: dict[str, set[str]] = {}
     for move, side in copies:
-        own, other = pairs[move.b_key]["AB".index(side)], pairs.get(move.a_key, pairs[move.b_key])["BA".index(side)]
+        at = "AB".index(side)
+        own, other = sides[at][move.b_key], sides[1 - at][move.a_key]
         names = (own.native, other.native) if own.native and other.native and own.native != other.native else None
         mine, its = _where_apart(*(names or (move.b_key, move.a_key)))
-        said.setdefault(f"{mine} of {side} holds {its} of {'BA'['AB'.index(side)]}", set()).add(move.b_key)
+        said.setdefault(f"{mine} of {side} holds {its} of {'BA'[at]}", set()).add(move.b_key)
     for sentence, keys in said.items():
         yield Cause(f"{sentence} ({len(keys)} tensor{'s' if len(keys) > 1 else ''})", frozenset(keys))
 

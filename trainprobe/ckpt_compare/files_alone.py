@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from trainprobe.ckpt_compare.cause import Cause, Mismatch
+from trainprobe.ckpt_compare.cause import Cause, Mismatch, Sides
 from trainprobe.ckpt_compare.coverage import Overlap, Part, coverage_of, overlaps
 from trainprobe.ckpt_compare.pieces import LogicalTensor, Piece, bottom, origin, window
 from trainprobe.ckpt_compare.tasks import run, tasks_of
@@ -18,9 +18,7 @@ LATE = 60.0  # seconds between the writing of files that say something
 Values = Callable[[Sequence[Mismatch]], Iterable[Cause]]
 
 
-def files_alone(
-    mismatches: Sequence[Mismatch], pairs: Mapping[str, tuple[LogicalTensor, LogicalTensor]], values: Values
-) -> Iterator[Cause]:
+def files_alone(mismatches: Sequence[Mismatch], sides: Sides, values: Values) -> Iterator[Cause]:
     """Find the one file of a side in which all tensors differ, while others of that side hold equal parts or tensors.
 
     values: finds what was done to the values of parts (a rounding, a factor).
@@ -33,16 +31,18 @@ def files_alone(
     found: dict[str, str] = {}
     for side in ("A", "B"):
         files = {_file(_part(part, side).piece) for _, part in changed}
-        whole = {_file(p) for pair in pairs.values() for p in pair["AB".index(side)].pieces}
+        if len(files) != 1:
+            continue
+        whole = {_file(p) for tensor in sides["AB".index(side)].values() for p in tensor.pieces}
         held = sum(_file(_part(part, side).piece) in files for _, part, _ in parts)
-        if len(files) == 1 < len(whole) and 2 * len(changed) > held:
+        if len(whole) > 1 and 2 * len(changed) > held:
             found[side] = files.pop()
     if not found:
         return
     same = len(set(found.values())) == 1 and len(found) == 2
     side, file = next(reversed(found.items()))
     text = f"only what {file} {'' if same else f'of {side} '}holds differs ({len(mismatches)} tensors)"
-    text += "".join(_written(pairs, one, name) for one, name in found.items())
+    text += "".join(_written(sides["AB".index(one)].values(), one, name) for one, name in found.items())
     inner = [_alone(o, part, d) for o, part, d in parts if d.changed]
     said = next((cause.sentence for cause in values(inner) if 2 * len(cause.keys) > len({o.key for o in inner})), "")
     yield Cause(f"{text}; its parts: {said}" if said else text, frozenset(o.key for o in mismatches))
@@ -87,11 +87,11 @@ def _alone(o: Mismatch, overlap: Overlap, difference: Difference) -> Mismatch:
     return Mismatch(o.key, a, b, difference)
 
 
-def _written(pairs: Mapping[str, tuple[LogicalTensor, LogicalTensor]], side: str, file: str) -> str:
+def _written(tensors: Iterable[LogicalTensor], side: str, file: str) -> str:
     """Say where a file was written long before or after the others of its side."""
     paths: dict[str, set[str]] = {}
-    for pair in pairs.values():
-        for piece in pair["AB".index(side)].pieces:
+    for tensor in tensors:
+        for piece in tensor.pieces:
             path = getattr(bottom(piece.source), "path", "")
             if path:
                 paths.setdefault(_file(piece), set()).add(path)

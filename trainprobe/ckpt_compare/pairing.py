@@ -28,7 +28,8 @@ from trainprobe.errors import FormatError
 SAMPLES = 512
 MOST = 4000  # unmatched tensors on a side above which content is not searched
 MINDSPORE = {
-    "gamma": "weight", "beta": "bias", "embedding_table": "weight", "moving_mean": "running_mean", "moving_variance": "running_var",
+    "gamma": "weight", "beta": "bias", "embedding_table": "weight",
+    "moving_mean": "running_mean", "moving_variance": "running_var",
 }  # fmt: skip
 _LAYER = re.compile(r"(?<![A-Za-z_])(\d+)(?=\.)")
 Sample = npt.NDArray[np.float64]

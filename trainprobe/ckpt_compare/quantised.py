@@ -25,6 +25,8 @@ View = Literal["values", "units", "scales", "zeros", "halves"]
 F32 = npt.NDArray[np.float32]
 FLOAT32 = number_format("float32")
 SLACK = 0.02  # of half a gap: scales were rounded as well when the codes were chosen
+MISFITS = (ValueError, IndexError, KeyError, TypeError, OverflowError, ZeroDivisionError, RecursionError)
+LEAST = 0.12  # gaps: what is rounded lies anywhere between two levels, which is 0.29 of a gap
 SEGMENT = 32  # neighbours that share a scale in nearly all layouts
 
 
@@ -66,7 +68,10 @@ class Quantised:
 
     def part(self, cut: tuple[slice, ...]) -> Array:
         """Decode a part."""
-        coded = self.rows(cut[0].start, cut[0].stop)
+        try:
+            coded = self.rows(cut[0].start, cut[0].stop)
+        except MISFITS as error:
+            raise FormatError(f"the parts of a weight in {self.scheme} do not fit each other: {error}") from error
         shape = (cut[0].stop - cut[0].start, *self.shape[1:])
         found: Any = {
             "values": lambda: (coded.levels - coded.zeros) * coded.scales,
@@ -128,11 +133,14 @@ def within_codes(a: Part, b: Part, box: Rectangle, found: Difference, x: Array, 
         for part in sides
     )
     rough = max(2.0**-12, *(part.piece.source.format.epsilon for part in (a, b)))
-    apart, near = np.abs(values[0] - values[1]), rough / 2 * np.maximum(*map(np.abs, values))
+    apart, near = np.abs(values[0] - values[1]), rough / 2 * np.maximum(np.abs(values[0]), np.abs(values[1]))
     exact = np.count_nonzero(apart <= near) / apart.size
     if np.any(apart > (1 + SLACK) * halves + near) or exact > 0.97 or _multiple(*values, rough):
         return found
     share = apart / np.maximum(2 * halves, np.finfo(float).tiny)
+    beside_zero = share[np.abs(values[0]) > halves]
+    if beside_zero.size >= 256 and np.sqrt(np.mean(beside_zero**2)) < LEAST:
+        return found
     return replace(found, max_ulp=min(1.0, float(share.max())))
 
 

@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from trainprobe.ckpt_compare.pieces import Array, Checkpoint, LogicalTensor, Point, Problem, Source, Turned, whole
-from trainprobe.ckpt_compare.quantised import Coded, Quantised, Undecoded
+from trainprobe.ckpt_compare.quantised import MISFITS, Coded, Quantised, Undecoded, scheme_of
 from trainprobe.engine.compare.number_formats import decode, number_format
 from trainprobe.errors import FormatError
 
 _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)  # OCP MX, E2M1
 _AWQ = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # nibble of a word that holds its first, second … column
+LONGEST = 1 << 16  # bytes of a description, elements of a block
 _EIGHT_BITS = {"float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "int8"}
 
 
@@ -190,6 +191,51 @@ class Fp4(Quantised):
         return Coded(_FP4[codes], scales, 0.0, gaps(_FP4)[codes])
 
 
+Made = tuple[type[Quantised], str, Point, dict[str, Any]]  # kind, scheme, shape of the values, what decoding needs
+Parts = Mapping[str, Source]
+
+
+def _eight_bits(parts: Parts, config: Mapping[str, Any]) -> Made:
+    codes = parts["codes"]
+    options = {"block": config.get("weight_block_size"), "over": 127 if "kind" in parts else 1}
+    return EightBits, f"{codes.format.name} with scales", codes.shape, options
+
+
+def _packed(parts: Parts, config: Mapping[str, Any]) -> Made:
+    codes = parts["codes"]
+    if codes.format.name != "int32":
+        return _fp4(parts, config, divide=True)
+    shape = tuple(int(n) for n in parts["size"].load()[:2])
+    bits = codes.shape[1] * 32 // shape[1]
+    if -(-shape[1] * bits // 32) != codes.shape[1]:
+        raise FormatError(f"{codes.shape[1]} words do not hold {shape[1]} codes")
+    return Packed, f"compressed-tensors {bits} bits", shape, {"bits": bits}
+
+
+def _grouped(parts: Parts, config: Mapping[str, Any]) -> Made:
+    codes, zeros = parts["codes"].shape, parts["zeros"].shape
+    awq = codes[1] == zeros[1]
+    out = codes[1] * (8 if awq else 1)
+    bits = zeros[1] * 32 // out
+    options = {"awq": awq, "bits": bits, "second": config.get("checkpoint_format") == "gptq_v2"}
+    return Grouped, f"{'AWQ' if awq else 'GPTQ'} {bits} bits", (out, codes[0] if awq else codes[0] * 32 // bits), options
+
+
+def _blockwise(parts: Parts, config: Mapping[str, Any]) -> Made:
+    state = parts.get("state") or parts["state_fp4"]
+    options = json.loads(state.load().reshape(-1)[:LONGEST].tobytes())
+    if not all(type(n) is int and 0 < n <= LONGEST for k, n in options.items() if k.endswith("blocksize")):
+        raise FormatError("its blocks have no size")
+    return Blockwise, f"bitsandbytes {options['quant_type']}", tuple(options["shape"]), options
+
+
+def _fp4(parts: Parts, config: Mapping[str, Any], *, divide: bool = False) -> Made:
+    codes = parts["codes"].shape
+    inner = (codes[-2] * codes[-1],) if len(codes) == 4 else codes[-1:]  # gpt-oss: [expert, out, groups, 16 bytes]
+    shape = (*codes[: -2 if len(codes) == 4 else -1], 2 * inner[0])
+    return Fp4, "NVFP4" if parts["scales"].format.name == "float8_e4m3fn" else "MXFP4", shape, {"divide": divide}
+
+
 @dataclass(frozen=True, slots=True)
 class _Layout:
     """How one layout is found: the ending of its codes, the endings of what goes with them, and how the weight is called."""
@@ -198,24 +244,24 @@ class _Layout:
     codes: str
     weight: str
     parts: Mapping[str, str]
-    kind: type[Quantised]
+    make: Callable[[Parts, Mapping[str, Any]], Made]
     needs: tuple[str, ...] = ("scales",)
 
 
 _LAYOUTS = (
     _Layout("compressed-tensors", ".weight_packed", ".weight", {"scales": ".weight_scale", "zeros": ".weight_zero_point",
-            "groups": ".weight_g_idx", "size": ".weight_shape", "whole": ".weight_global_scale"}, Packed),
-    _Layout("gptq", ".qweight", ".weight", {"scales": ".scales", "zeros": ".qzeros", "groups": ".g_idx"}, Grouped,
-            ("scales", "zeros")),
-    _Layout("mxfp4", "_blocks", "", {"scales": "_scales"}, Fp4),
+            "groups": ".weight_g_idx", "size": ".weight_shape", "whole": ".weight_global_scale"}, _packed),
+    _Layout("gptq", ".qweight", ".weight", {"scales": ".scales", "zeros": ".qzeros", "groups": ".g_idx"}, _grouped,
+            ("zeros", "scales")),
+    _Layout("mxfp4", "_blocks", "", {"scales": "_scales"}, _fp4),
     _Layout("bitsandbytes", ".weight", ".weight", {"scales": ".weight.absmax", "table": ".weight.quant_map",
             "nested": ".weight.nested_absmax", "nested_table": ".weight.nested_quant_map",
-            "state": ".weight.quant_state.bitsandbytes__nf4", "state_fp4": ".weight.quant_state.bitsandbytes__fp4"}, Blockwise,
-            ("scales", "table")),
-    _Layout("nvfp4", ".weight", ".weight", {"scales": ".weight_scale", "whole": ".weight_scale_2"}, Fp4, ("scales", "whole")),
-    _Layout("llm.int8", ".weight", ".weight", {"scales": ".SCB", "kind": ".weight_format"}, EightBits),
-    _Layout("fp8", "", "", {"scales": "_scale_inv"}, EightBits),
-    _Layout("8 bits", "", "", {"scales": "_scale", "zeros": "_zero_point"}, EightBits),
+            "state": ".weight.quant_state.bitsandbytes__nf4", "state_fp4": ".weight.quant_state.bitsandbytes__fp4"}, _blockwise,
+            ("table", "scales")),
+    _Layout("nvfp4", ".weight", ".weight", {"scales": ".weight_scale", "whole": ".weight_scale_2"}, _fp4),
+    _Layout("llm.int8", ".weight", ".weight", {"scales": ".SCB", "kind": ".weight_format"}, _eight_bits),
+    _Layout("fp8", "", "", {"scales": "_scale_inv"}, _eight_bits),
+    _Layout("8 bits", "", "", {"scales": "_scale", "zeros": "_zero_point"}, _eight_bits),
 )  # fmt: skip
 _CODES = {
     "compressed-tensors": {"int32", "uint8"}, "gptq": {"int32"}, "mxfp4": {"uint8"}, "bitsandbytes": {"uint8"},
@@ -230,6 +276,8 @@ def decoded(checkpoint: Checkpoint, other: Checkpoint) -> Checkpoint:
 
     other: the side that it will be compared with. Codes that cannot be decoded stay as they are where it holds them too.
     """
+    if not any(t.stored and t.format.name in _STORED for t in checkpoint.tensors.values()):
+        return checkpoint
     held = {t.name: t for t in checkpoint.tensors.values() if not t.slot}
     config: Mapping[str, Any] = checkpoint.config.get("quantisation") or {}
     made: dict[str, LogicalTensor] = {}
@@ -243,7 +291,7 @@ def decoded(checkpoint: Checkpoint, other: Checkpoint) -> Checkpoint:
         file, stored = held[found["codes"]].pieces[0].file, found["codes"]
         try:
             source, lacks = _source(layout, {role: _whole(held[name]) for role, name in found.items()}, config, stem)
-        except (FormatError, KeyError, ValueError, IndexError) as error:
+        except (FormatError, *MISFITS) as error:
             if names <= {t.name for t in other.tensors.values()}:
                 continue
             codes = held[found["codes"]]
@@ -254,15 +302,14 @@ def decoded(checkpoint: Checkpoint, other: Checkpoint) -> Checkpoint:
         made[weight] = whole(weight, source, file, stored=stored)
     if not made:
         return checkpoint
-    also = [
-        k for k in held if k.endswith(_ACTIVATIONS) and not any(t.name.endswith(_ACTIVATIONS) for t in other.tensors.values())
-    ]
-    kept = {k: t for k, t in checkpoint.tensors.items() if t.slot or not (t.name in used or t.name in also)}
-    schemes = sorted({str(getattr(t.pieces[0].source, "scheme", "MXFP4")) for t in made.values()})
+    kept_too = any(t.name.endswith(_ACTIVATIONS) for t in other.tensors.values())
+    also = set() if kept_too else {k for k in held if k.endswith(_ACTIVATIONS)}
+    used |= also
+    kept = {k: t for k, t in checkpoint.tensors.items() if t.slot or t.name not in used}
+    schemes = sorted({scheme_of(t) for t in made.values()})
     notes = [f"{len(made)} weights are quantised ({', '.join(schemes)}): compared by the values that they stand for"]
-    notes += (
-        [f"{len(also)} scales of activations are left out, such as {also[0]}: they are no part of a weight"] if also else []
-    )
+    if also:
+        notes.append(f"{len(also)} scales of activations are left out, such as {min(also)}: they are no part of a weight")
     return replace(
         checkpoint,
         tensors={**kept, **made},
@@ -296,47 +343,22 @@ def _whole(tensor: LogicalTensor) -> Source:
 
 
 def _source(layout: _Layout, parts: dict[str, Source], config: Mapping[str, Any], stem: str) -> tuple[Source, str]:
-    """Return the decoded weight, and the name of the scales where they are missing; raise FormatError where parts do not fit."""
-    lost = [stem + layout.parts[role] for role in layout.needs if role not in parts]
-    if lost and layout.parts["scales"] != lost[0].removeprefix(stem):
-        raise FormatError(f"{lost[0]} is missing")
-    lacks = lost[0] if lost else ""
-    codes, kind, ending = parts["codes"], layout.kind, layout.parts["scales"].lstrip("._")
-    options: dict[str, Any] = {}
-    shape, scheme = codes.shape, layout.name
-    if kind is EightBits:
-        options = {"block": config.get("weight_block_size"), "over": 127 if layout.name == "llm.int8" else 1}
-        scheme = f"{codes.format.name} with scales"
-    elif kind is Grouped:
-        awq = codes.shape[1] == parts["zeros"].shape[1]
-        out = codes.shape[1] * (8 if awq else 1)
-        bits = parts["zeros"].shape[1] * 32 // out
-        shape = (out, codes.shape[0] if awq else codes.shape[0] * 32 // bits)
-        options = {"awq": awq, "bits": bits, "second": config.get("checkpoint_format") == "gptq_v2"}
-        scheme = f"{'AWQ' if awq else 'GPTQ'} {bits} bits"
-    elif kind is Blockwise:
-        state = parts.get("state") or parts["state_fp4"]
-        options = json.loads(state.load().tobytes()[:65536])
-        shape, scheme = tuple(options["shape"]), f"bitsandbytes {options['quant_type']}"
-    elif kind is Packed and codes.format.name == "int32":
-        shape = tuple(int(n) for n in parts["size"].load())
-        options = {"bits": codes.shape[1] * 32 // shape[1]}
-        if -(-shape[1] * options["bits"] // 32) != codes.shape[1]:
-            raise FormatError(f"{codes.shape[1]} words do not hold {shape[1]} codes")
-        scheme = f"compressed-tensors {options['bits']} bits"
-    else:
-        kind, scheme = Fp4, "NVFP4" if "whole" in parts else "MXFP4"
-        shape = (*codes.shape[:-1], 2 * codes.shape[-1])
-        options = {"divide": layout.name == "compressed-tensors"}
-        if "whole" not in parts and parts["scales"].format.name == "float8_e4m3fn":
-            lacks = f"{stem}{layout.parts['whole']}"
-        if len(shape) == 4:  # experts, as gpt-oss is published: transformers holds them as [expert, in, out]
-            made = kind(scheme, (*shape[:2], shape[2] * shape[3]), parts, options, lacks, ending)
-            return Turned(made, (0, 2, 1)), lacks
-    made = kind(scheme, shape, parts, options, lacks, ending)
+    """Return the decoded weight, and the name of scales that are missing; raise FormatError where parts do not fit."""
+    lost = [layout.parts[role] for role in layout.needs if role not in parts]
+    if lost and lost[0] != layout.parts["scales"]:
+        raise FormatError(f"{stem}{lost[0]} is missing")
+    codes = parts["codes"]
+    kind, scheme, shape, options = layout.make(parts, config)
+    if scheme == "NVFP4" and "whole" not in parts:
+        lost = [layout.parts["whole"]]
+    most = 8 * math.prod(codes.shape) * codes.format.itemsize
+    if not all(type(n) is int and n >= 0 for n in shape) or math.prod(shape) > most:
+        raise FormatError(f"there are not as many codes as a shape of {list(shape)} has elements")
+    lacks = f"{stem}{lost[0]}" if lost else ""
+    made = kind(scheme, shape, parts, options, lacks, layout.parts["scales"].lstrip("._"))
     if math.prod(shape):
         made.part((slice(0, 1), *(slice(0, n) for n in shape[1:])))  # whether everything fits
-    return made, lacks
+    return (Turned(made, (0, 2, 1)) if len(codes.shape) == 4 else made), lacks  # transformers: [expert, in, out]
 
 
 def hide_codes(
@@ -348,14 +370,15 @@ def hide_codes(
     """
     method = str((config.get("quantisation") or {}).get("quant_method", "unknown format"))
     groups: dict[str, list[str]] = {}
-    for key in mine.keys() - others.keys():
+    for key in (k for k in mine if k not in others):
         groups.setdefault(key.rpartition(".")[0].removesuffix(".weight"), []).append(key)
     hidden: dict[str, LogicalTensor] = {}
     gone: set[str] = set()
     for base, keys in groups.items():
         key = f"{base}.weight"
-        codes = next((mine[k] for k in keys if mine[k].stored and mine[k].format.mantissa is None), None)
-        if key in others and key not in mine and codes is not None and codes.count > 1:
+        whole_numbers = [mine[k] for k in keys if mine[k].stored and mine[k].format.mantissa is None and mine[k].count > 1]
+        if key in others and key not in mine and whole_numbers:
+            codes = whole_numbers[0]
             hidden[key] = whole(
                 key, Undecoded(method, others[key].shape, codes.format), codes.pieces[0].file, stored=codes.native
             )

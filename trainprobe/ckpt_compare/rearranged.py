@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from trainprobe.ckpt_compare.cause import MOST, Cause, Mismatch, Values, comparable, count
+from trainprobe.ckpt_compare.cause import MOST, Cause, Mismatch, Sides, Values, comparable, count
 from trainprobe.ckpt_compare.pieces import LogicalTensor
 
 Order = npt.NDArray[np.int64]
@@ -22,13 +22,13 @@ _PORTIONS = {2: "halves", 3: "thirds", 4: "quarters"}
 BY_GROUP = "one side is interleaved by query group and the other is not"
 
 
-def rearranged(mismatches: Sequence[Mismatch], pairs: Mapping[str, tuple[LogicalTensor, LogicalTensor]]) -> Iterator[Cause]:
-    """Find tensors of another order. pairs: all tensors that both sides hold, as parts that agree belong to an order too."""
+def rearranged(mismatches: Sequence[Mismatch], sides: Sides) -> Iterator[Cause]:
+    """Find tensors of another order. sides: all tensors, as parts that agree belong to an order too."""
     found: dict[tuple[str, bool], set[str]] = {}
     kinds: Counter[str] = Counter()
     groups: dict[tuple[str, ...], list[Mismatch]] = {}
     for o in mismatches:
-        groups.setdefault(_siblings(o.key, pairs), []).append(o)
+        groups.setdefault(_siblings(o.key, sides), []).append(o)
     for keys, members in groups.items():
         kind = re.sub(r"\d+", "*", keys[0])
         kinds[kind] += 1
@@ -38,19 +38,19 @@ def rearranged(mismatches: Sequence[Mismatch], pairs: Mapping[str, tuple[Logical
         if len(alone) == len(members) or len(keys) == 1:
             for o, said in alone:
                 found.setdefault((said, False), set()).add(o.key)
-        elif said := _crossing(keys, [pairs[key] for key in keys]):
+        elif said := _crossing(keys, [(sides[0][key], sides[1][key]) for key in keys]):
             found.setdefault((said, True), set()).update(o.key for o in members)
     for (said, crossing), keys in found.items():
         number = f"{len(keys)} tensors" if len(keys) > 1 else next(iter(keys))
         yield Cause(f"{said} ({number})" if crossing else f"{count(keys)} {said}", frozenset(keys))
 
 
-def _siblings(key: str, pairs: Mapping[str, object]) -> tuple[str, ...]:
+def _siblings(key: str, sides: Sides) -> tuple[str, ...]:
     match = _FUSED.fullmatch(key)
     if match is None:
         return (key,)
     parts = ("q", "k", "v") if match["part"] in "qkv" else ("gate", "up")
-    return tuple(k for p in parts if (k := f"{match['stem']}.{p}.{match['kind']}") in pairs)
+    return tuple(k for p in parts if (k := f"{match['stem']}.{p}.{match['kind']}") in sides[0] and k in sides[1])
 
 
 def _order_of(o: Mismatch) -> str:
@@ -146,15 +146,13 @@ def described(order: Order, what: str) -> str:
     n = len(order)
     if np.array_equal(order, np.arange(n)[::-1]):
         return f"the same {what} in reverse order"
-    for portions in (p for p in range(2, 9) if n % p == 0):
+    for portions in (p for p in range(2, 9) if n % p == 0 and n > p):
         cut = order.reshape(portions, -1)
         if np.array_equal(cut, cut[:, :1] + np.arange(n // portions)) and not np.any(cut[:, 0] % (n // portions)):
-            name = _PORTIONS.get(portions, f"portions of {n // portions}")
+            name = f"{_PORTIONS[portions]} of {what}" if portions in _PORTIONS else f"portions of {n // portions} {what}"
             if portions == 2:
-                return f"the same with their halves of {what} exchanged"
-            return (
-                f"the same with their {name} of {what} in the order {', '.join(str(c * portions // n + 1) for c in cut[:, 0])}"
-            )
+                return f"the same with their {name} exchanged"
+            return f"the same with their {name} in the order {', '.join(str(c * portions // n + 1) for c in cut[:, 0])}"
     for parts in (p for p in range(2, min(n, 256) + 1) if n % p == 0):
         for size in (s for s in range(1, n // parts) if n % (parts * s) == 0):
             dealt = np.arange(n).reshape(parts, -1, size).transpose(1, 0, 2).reshape(-1)

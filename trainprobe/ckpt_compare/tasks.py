@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 
 from trainprobe.ckpt_compare.coverage import Overlap, Part
 from trainprobe.ckpt_compare.pieces import Rectangle, Source, bottom
@@ -125,7 +126,7 @@ def release(source: Source) -> None:
 def release_all(sources: Iterable[Source]) -> None:
     """Let go of the resident pages of arrays in files; of neighbours in one file at once."""
     spans: dict[str, list[tuple[int, int]]] = {}
-    for source in sources:
+    for source in chain.from_iterable(s.parts.values() if isinstance(s, Quantised) else (s,) for s in sources):
         if isinstance(source, Mapped):
             path, start, stop = source.lies()
             spans.setdefault(path, []).append((start, stop))

@@ -11,10 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from trainprobe.ckpt_compare.adapters import method_of, written
-from trainprobe.ckpt_compare.cause import comparable
+from trainprobe.ckpt_compare.cause import beyond_rounding
 from trainprobe.ckpt_compare.causes import headline
 from trainprobe.ckpt_compare.pairing import Move, layer_sentences
 from trainprobe.ckpt_compare.pieces import KINDS
@@ -100,11 +98,10 @@ def _share(row: Row) -> str:
     """Say how many elements differ; of two number formats, how many differ by more than the rounding to the coarser one."""
     d = row.difference
     formats_differ = row.dtype_a != row.dtype_b and row.shape_a == row.shape_b
-    sides = comparable(row.a, row.b) if formats_differ and row.a and row.b else None
-    if sides is None:
+    apart = beyond_rounding(row.a, row.b) if formats_differ and row.a and row.b else None
+    if apart is None:
         return f"{d.changed:,} of {d.count:,} elements"
-    apart = (sides[0] != sides[1]) & ~(np.isnan(sides[0]) & np.isnan(sides[1]))
-    return f"{np.count_nonzero(apart):,} of {d.count:,} elements beyond rounding"
+    return f"{apart:,} of {d.count:,} elements beyond rounding"
 
 
 def _incomplete_sentence(c: Comparison, lost: Sequence[Row], severe: Sequence[Fault]) -> str:
