@@ -73,9 +73,10 @@ def _other_scale(state: State) -> bool:
 
 
 def _all_scales(state: State) -> bool:
-    for name in (k for k in state if SCALES.search(k) and state[k].dtype in (torch.float32, torch.float16)):
+    found = [k for k in state if SCALES.search(k) and state[k].dtype in (torch.float32, torch.float16)]
+    for name in found:
         state[name] = (state[name].float() * 1.02).to(state[name].dtype)
-    return True
+    return bool(found)
 
 
 def _lost_scale(state: State) -> bool:

@@ -53,6 +53,7 @@ def compressed(weight: torch.Tensor, kind: str) -> Stored:
         "int4 asymmetric": ("PackedQuantizationCompressor", {**shape, "symmetric": False}),
         "int8": ("IntQuantizationCompressor", {"num_bits": 8, "type": "int", "strategy": "channel"}),
         "fp8": ("FloatQuantizationCompressor", {"num_bits": 8, "type": "float", "strategy": "channel"}),
+        "mxfp8": ("MXFP8QuantizationCompressor", {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32}),
         "nvfp4": ("NVFP4PackedCompressor", {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}),
     }
     name, args = asked[kind]
@@ -64,6 +65,8 @@ def compressed(weight: torch.Tensor, kind: str) -> Stored:
         whole = (448 * 6 / weight.abs().max()).reshape(1)
         scale = (groups.abs().amax(-1) / 6 * whole).to(torch.float8_e4m3fn).float()
         held = {"weight": weight, "weight_scale": scale, "weight_global_scale": whole}
+    elif kind == "mxfp8":
+        held = {"weight": weight, "weight_scale": torch.exp2(torch.ceil(torch.log2(groups.abs().amax(-1) / 448)))}
     else:
         scale, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), made)
         held = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero}
@@ -77,7 +80,9 @@ def compressed(weight: torch.Tensor, kind: str) -> Stored:
 
 
 def _format(kind: str) -> str:
-    return {"int8": "int-quantized", "fp8": "float-quantized", "nvfp4": "nvfp4-pack-quantized"}.get(kind, "pack-quantized")
+    return {"int8": "int-quantized", "fp8": "float-quantized", "mxfp8": "mxfp8-quantized", "nvfp4": "nvfp4-pack-quantized"}.get(
+        kind, "pack-quantized"
+    )
 
 
 def bitsandbytes(weight: torch.Tensor, kind: str, nested: bool) -> Stored:
@@ -172,7 +177,7 @@ def available() -> dict[str, Callable[[torch.Tensor], Stored]]:
         "GPTQ 4, version 2": lambda w: gptq(w, 4, version=2),
     }
     if find_spec("compressed_tensors"):
-        for kind in ("int4", "int4 asymmetric", "int8", "fp8", "nvfp4"):
+        for kind in ("int4", "int4 asymmetric", "int8", "fp8", "mxfp8", "nvfp4"):
             made[f"compressed-tensors {kind}"] = lambda w, k=kind: compressed(w, k)
     if find_spec("bitsandbytes"):
         for kind, nested in (("nf4", False), ("nf4", True), ("fp4", False)):

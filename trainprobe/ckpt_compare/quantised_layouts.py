@@ -62,6 +62,13 @@ def _block(n: int, held: int, hint: Any) -> int:
     return found
 
 
+def _scales(source: Source, cut: slice) -> Array:
+    """Return scales, of which bytes are powers of two (OCP MX, E8M0)."""
+    bits = source.load()
+    fmt = number_format("float8_e8m0fnu") if source.format.name == "uint8" else source.format
+    return decode(np.ascontiguousarray(bits[cut] if bits.ndim else bits), fmt)
+
+
 class EightBits(Quantised):
     """FP8 or int8 codes with scales, and integer zero points where they are asymmetric."""
 
@@ -75,12 +82,12 @@ class EightBits(Quantised):
         if codes.format.mantissa is not None:
             table = decode(np.arange(256, dtype=np.uint8), codes.format)
             halves = gaps(table)[np.ascontiguousarray(codes.load()[start:stop])]
-        block, over = self.options.get("block"), self.options.get("over", 1)
-        scales, zeros = (
-            spread(self.held(role), self.shape, start, stop, block) if role in self.parts else otherwise
-            for role, otherwise in (("scales", 1.0), ("zeros", 0.0))
-        )
-        return Coded(levels, scales / over if "scales" in self.parts else 1.0, zeros, halves)
+        scales: Any = 1.0
+        if "scales" in self.parts:
+            held = _scales(self.parts["scales"], slice(None))
+            scales = spread(held, self.shape, start, stop, self.options["block"]) / self.options["over"]
+        zeros = spread(self.held("zeros"), self.shape, start, stop) if "zeros" in self.parts else 0.0
+        return Coded(levels, scales, zeros, halves)
 
 
 class Packed(Quantised):
@@ -181,10 +188,8 @@ class Fp4(Quantised):
         codes = np.stack([pairs & 15, pairs >> 4], -1).reshape(shape)
         scales: Any = 1.0
         if "scales" in self.parts:
-            raw = self.parts["scales"]
-            stored = raw.load()[start:stop]
-            fmt = number_format("float8_e8m0fnu") if raw.format.name == "uint8" else raw.format
-            scales = np.repeat(decode(stored, fmt), shape[-1] // stored.shape[-1], axis=-1).astype(np.float32)
+            stored = _scales(self.parts["scales"], slice(start, stop))
+            scales = np.repeat(stored, shape[-1] // stored.shape[-1], axis=-1).astype(np.float32)
         if "whole" in self.parts:
             whole_scale = np.float32(self.held("whole").reshape(-1)[0])
             scales = scales / whole_scale if self.options["divide"] else scales * whole_scale
@@ -217,6 +222,10 @@ def _grouped(parts: Parts, config: Mapping[str, Any]) -> Made:
     awq = codes[1] == zeros[1]
     out = codes[1] * (8 if awq else 1)
     bits = zeros[1] * 32 // out
+    fit = bits in (2, 3, 4, 8) and ("scales" not in parts or parts["scales"].shape == (zeros[0], out))
+    other = config.get("quant_method") == "awq" and str(config.get("version", "gemm")).lower() != "gemm"
+    if other or not fit:
+        raise FormatError(f"codes of shape {list(codes)} and zero points of shape {list(zeros)} are of no known version")
     options = {"awq": awq, "bits": bits, "second": config.get("checkpoint_format") == "gptq_v2"}
     return Grouped, f"{'AWQ' if awq else 'GPTQ'} {bits} bits", (out, codes[0] if awq else codes[0] * 32 // bits), options
 
@@ -334,6 +343,10 @@ def _groups(held: Mapping[str, LogicalTensor]) -> Iterator[tuple[_Layout, str, d
             yield from (
                 (layout, stem, parts) for stem, parts in groups if sure or len(parts) > 1 or small[parts["codes"]] in same
             )
+
+
+def _kind(name: str, formats: Mapping[str, str]) -> tuple[str, str]:
+    return name.rpartition(".")[2], formats[name]
 
 
 def _whole(tensor: LogicalTensor) -> Source:

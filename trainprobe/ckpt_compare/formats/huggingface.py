@@ -155,7 +155,7 @@ def model_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _quantisation(config: Any) -> dict[str, Any] | None:
     """Return what decoding needs to know of a quantization_config, from which a writer's version may be missing."""
-    wanted = ("quant_method", "weight_block_size", "checkpoint_format")
+    wanted = ("quant_method", "weight_block_size", "checkpoint_format", "version")
     return {k: config[k] for k in wanted if k in config} if isinstance(config, dict) and config else None
 
 
