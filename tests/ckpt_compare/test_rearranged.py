@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -135,3 +137,28 @@ def test_an_earlier_result_is_kept(fused, capsys):
         main(["ckpt-compare", "-q", str(path / "0"), str(path / "1"), "--json", str(path / "out.json")])
     assert sorted(p.name for p in path.glob("out.json*")) == ["out.json", "out.json.1", "out.json.2"]
     assert "held an earlier result: it is kept as out.json.1" in capsys.readouterr().err.replace("\n", "")
+
+
+PEAK = """
+import resource, sys
+from trainprobe.cli import main
+code = main(["ckpt-compare", "-q", *sys.argv[1:]])
+print(code, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+"""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_element_that_differs_takes_no_more_memory_than_none(tmp_path, dtype):
+    """Of one format on both sides, and of two."""
+    value = torch.randn(4096, 2048, generator=torch.Generator().manual_seed(0))
+    peaks = []
+    save_file({"a.weight": value}, tmp_path / "a.safetensors")
+    for name, more in (("same", 0.0), ("one", 1.0)):
+        value[17, 5] += more
+        save_file({"a.weight": value.to(dtype)}, tmp_path / f"{name}.safetensors")
+        command = [sys.executable, "-c", PEAK, str(tmp_path / "a.safetensors"), str(tmp_path / f"{name}.safetensors")]
+        *_, code, peak = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+        peaks.append((int(code), int(peak)))
+    (equal, least), (differ, most) = peaks
+    assert (equal < 2, differ) == (True, 2)
+    assert most < least + 32  # MiB: the tensor in float64 takes 64

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trainprobe.ckpt_compare.coverage import coverage_of, overlaps
-from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor
-from trainprobe.ckpt_compare.tasks import release, run, tasks_of
+from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor, bottom
+from trainprobe.ckpt_compare.tasks import chunks, release, run, tasks_of
 from trainprobe.ckpt_compare.transforms import turn
 from trainprobe.engine.compare.difference import Difference
 from trainprobe.engine.compare.number_formats import NumberFormat, decode
@@ -236,9 +236,11 @@ def sample(tensor: LogicalTensor) -> Sample | None:
     for part in coverage_of(tensor).parts:
         inside = np.all((places >= part.box.offset) & (places < part.box.end), axis=1) & missing
         if inside.any():
-            local = places[inside] - np.array(part.piece.offset, dtype=np.int64)
-            bits = part.piece.source.load()[tuple(local.T)]
-            values[inside] = decode(np.atleast_1d(bits), part.piece.source.format).reshape(int(inside.sum()), -1)[:, 0]
+            for box in chunks(part.box, part.piece.source) if hasattr(bottom(part.piece.source), "part") else (part.box,):
+                here = inside & np.all((places >= box.offset) & (places < box.end), axis=1)
+                if here.any():
+                    bits = part.load(box)[tuple((places[here] - np.array(box.offset, dtype=np.int64)).T)]
+                    values[here] = decode(np.atleast_1d(bits), part.piece.source.format).reshape(int(here.sum()), -1)[:, 0]
             missing &= ~inside
             release(part.piece.source)
     return None if missing.any() else values

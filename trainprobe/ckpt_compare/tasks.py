@@ -56,10 +56,14 @@ class Outcome:
 
 def tasks_of(row: int, overlap: Overlap) -> Iterator[Task]:
     """Cut one overlap into tasks of bounded size."""
-    sources = overlap.a.piece.source, overlap.b.piece.source
-    made = any(isinstance(bottom(source), Quantised) for source in sources)  # decoding takes several arrays
-    for box in _chunks(overlap.box, max(1, CHUNK // sources[0].format.itemsize // (8 if made else 1))):
+    for box in chunks(overlap.box, overlap.a.piece.source, overlap.b.piece.source):
         yield Task(row, box, overlap.a, overlap.b)
+
+
+def chunks(box: Rectangle, *sources: Source) -> Iterator[Rectangle]:
+    """Cut a box to at most `CHUNK` bytes of the first source; to less where numbers are decoded, which takes several arrays."""
+    made = any(isinstance(bottom(source), Quantised) for source in sources)
+    return _chunks(box, max(1, CHUNK // sources[0].format.itemsize // (8 if made else 1)))
 
 
 def _chunks(box: Rectangle, limit: int) -> Iterator[Rectangle]:
