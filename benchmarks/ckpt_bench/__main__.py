@@ -1,12 +1,13 @@
 """Planted causes: does the first line of ckpt-compare name what is wrong, and does it stay quiet where nothing is?
 
-    python -m benchmarks.ckpt_bench [--folder DIR] [--only PATTERN] [--half first|second]
+    python -m benchmarks.ckpt_bench [--folder DIR] [--only PATTERN] [--half first|second|third]
 
 Models of transformers, made from tiny configurations, are saved by `save_pretrained`. Each cause is planted alone in a copy of
 a model, which is then written in another layout. The first line must match the cause's pattern. The same models without a
 cause, in all layouts, must be identical (equal within rounding in another number format). The first half writes each layout
 from the state dict; the second half has other families and lets the frameworks write: transformers (shards, number formats,
-names of its modules), DeepSpeed, PEFT. Prints a table and exits with 1 below the goal of 90 % named and 0 false.
+names of its modules), DeepSpeed, PEFT. The third part has quantised weights, tensors that were rearranged, vocabularies and
+ranks. Prints a table and exits with 1 below the goal of 90 % named and 0 false.
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ from safetensors.torch import load_file
 
 from benchmarks.ckpt_bench.adapters import adapter_pairs
 from benchmarks.ckpt_bench.causes import CAUSES, MORE_CAUSES
+from benchmarks.ckpt_bench.coded import coded_pairs
 from benchmarks.ckpt_bench.judged import Answer, judged
 from benchmarks.ckpt_bench.layouts import LAYOUTS, write
 from benchmarks.ckpt_bench.models import first_models, more_models, saved
+from benchmarks.ckpt_bench.rearranged import rearranged_pairs
 from benchmarks.ckpt_bench.trained import trained_pairs
 from benchmarks.ckpt_bench.writers import LOW, WRITERS, lose_shard, rewrite
 
@@ -90,16 +93,23 @@ def second_pairs(folder: Path, only: str) -> Iterator[Answer]:
             yield from pairs(folder / name)
 
 
+def third_pairs(folder: Path, only: str) -> Iterator[Answer]:
+    """Yield the answers of the third part."""
+    for pairs, name in ((coded_pairs, "coded"), (rearranged_pairs, "rearranged")):
+        if fnmatch.fnmatch(name, only):
+            yield from pairs(folder / name)
+
+
 def main() -> int:
     """Run all pairs, print what was missed and a table, return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--only", default="*", help="models whose name matches this pattern")
-    parser.add_argument("--half", choices=("first", "second"), help="one half of the bench")
+    parser.add_argument("--half", choices=("first", "second", "third"), help="one part of the bench")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    halves = {"first": first_pairs, "second": second_pairs}
+    halves = {"first": first_pairs, "second": second_pairs, "third": third_pairs}
     right: Counter[str] = Counter()
     total: Counter[str] = Counter()
     for half in [given.half] if given.half else list(halves):

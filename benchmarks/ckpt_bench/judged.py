@@ -10,6 +10,7 @@ from trainprobe.ckpt_compare.compare import compare, logical
 from trainprobe.ckpt_compare.formats import open_checkpoint
 from trainprobe.ckpt_compare.tolerance import selected
 from trainprobe.ckpt_compare.verdict import Verdict, verdict_of
+from trainprobe.errors import ProbeError
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,9 @@ class Answer:
 
 def judged(a: Path, b: Path, only: Sequence[str] = ()) -> Verdict:
     """Compare two checkpoints as the command does; only: its patterns of tensors."""
-    sides = logical(open_checkpoint(a), open_checkpoint(b))
+    try:
+        sides = logical(open_checkpoint(a), open_checkpoint(b))
+    except ProbeError as error:
+        return Verdict(3, str(error), ())
     left, right = (selected(side, only, ()) for side in sides)
     return verdict_of(compare(left, right))

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from trainprobe.ckpt_compare.coverage import coverage_of
+from trainprobe.ckpt_compare.coverage import coverage_of, overlaps
 from trainprobe.ckpt_compare.masters import rounded
 from trainprobe.ckpt_compare.pieces import LogicalTensor
 from trainprobe.ckpt_compare.tasks import release
 from trainprobe.engine.compare.difference import Difference
-from trainprobe.engine.compare.number_formats import decode, number_format
+from trainprobe.engine.compare.measure import blocks
+from trainprobe.engine.compare.number_formats import NumberFormat, decode, number_format
+from trainprobe.engine.compare.verdict import noise_floor
 from trainprobe.errors import FormatError
 
+SMALL = 1 << 20  # elements of a tensor that is looked at whole, however few of them differ
 LARGEST = 256 << 20  # bytes of a matrix whose rows are looked at
 MOST = 64  # matrices of one kind of which the values are looked at
 SHOWN = 8  # numbers in a sentence
 Values = npt.NDArray[np.float64]
+Sides = tuple[Mapping[str, LogicalTensor], Mapping[str, LogicalTensor]]  # the tensors of A and of B by their keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,15 @@ class Mismatch:
     b: LogicalTensor
     difference: Difference
 
+    @property
+    def sparse(self) -> bool:
+        """Whether so few elements of a large tensor differ, beyond rounding, that no cause is looked for in all of them."""
+        d = self.difference
+        few = 1000 * d.changed < d.count
+        if self.a.format != self.b.format and self.a.shape == self.b.shape:
+            few = not d.misplaced and d.relative_l2 <= noise_floor(self.a.format, self.b.format)
+        return d.count > SMALL and few
+
 
 def count(keys: Iterable[str]) -> str:
     """Return the beginning of a sentence about some tensors: `12 tensors, such as NAME, are`."""
@@ -49,16 +62,37 @@ def count(keys: Iterable[str]) -> str:
 def comparable(a: LogicalTensor, b: LogicalTensor) -> tuple[Values, Values] | None:
     """Return the values of both sides, the finer one rounded to the coarser format; None where they cannot be had."""
     x, y = dense(a), dense(b)
-    if x is None or y is None:
-        return None
-    if a.format == b.format:
+    return None if x is None or y is None else _coarse(x, y, a.format, b.format)
+
+
+def _coarse(x: Values, y: Values, one: NumberFormat, other: NumberFormat) -> tuple[Values, Values] | None:
+    if one == other:
         return x, y
-    fine, coarse = (a, b) if a.format.itemsize > b.format.itemsize else (b, a)
-    if coarse.format.name not in ("float32", "float16", "bfloat16"):
+    x_is_fine = one.itemsize > other.itemsize
+    coarse = other if x_is_fine else one
+    if coarse.name not in ("float32", "float16", "bfloat16"):
         return None
-    bits = rounded((x if fine is a else y).astype(np.float32), number_format("float32"), coarse.format)
-    near = decode(bits, coarse.format).astype(np.float64)
-    return (near, y) if fine is a else (x, near)
+    bits = rounded((x if x_is_fine else y).astype(np.float32), number_format("float32"), coarse)
+    near = decode(bits, coarse).astype(np.float64)
+    return (near, y) if x_is_fine else (x, near)
+
+
+def beyond_rounding(a: LogicalTensor, b: LogicalTensor) -> int | None:
+    """Return how many elements differ after the finer ones are rounded to the coarser format; None where that is not known."""
+    found = 0
+    for overlap in overlaps(coverage_of(a).parts, coverage_of(b).parts):
+        parts = overlap.a, overlap.b
+        formats = [part.piece.source.format for part in parts]
+        loaded = [part.load(overlap.box) for part in parts]
+        for where in blocks(overlap.box.shape):
+            x, y = (decode(np.ascontiguousarray(v[where]), fmt) for v, fmt in zip(loaded, formats, strict=True))
+            sides = _coarse(x, y, formats[0], formats[1])
+            if sides is None:
+                return None
+            found += int(np.count_nonzero((sides[0] != sides[1]) & ~(np.isnan(sides[0]) & np.isnan(sides[1]))))
+        for part in parts:
+            release(part.piece.source)
+    return found
 
 
 def dense(tensor: LogicalTensor) -> Values | None:

@@ -11,11 +11,11 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-import numpy as np
-
-from trainprobe.ckpt_compare.cause import MOST, Cause, Mismatch, comparable, count, listed
+from trainprobe.ckpt_compare.cause import Cause, Mismatch, Sides, count, listed
+from trainprobe.ckpt_compare.files_alone import files_alone
 from trainprobe.ckpt_compare.pairing import Move
-from trainprobe.ckpt_compare.pieces import LogicalTensor
+from trainprobe.ckpt_compare.quantised_causes import quantised
+from trainprobe.ckpt_compare.rearranged import rearranged
 from trainprobe.ckpt_compare.value_causes import (
     LAYER,
     centred_norms,
@@ -35,18 +35,31 @@ _PARTS = {  # what the parts of a module are called in other families
     "gate_proj": "gate", "up_proj": "up", "w1": "gate", "w3": "up", "wi_0": "gate", "wi_1": "up",
 }  # fmt: skip
 _USUAL_ORDER = "qkv"
-_ROTARY = re.compile(r".*\.attention\.[qk]\.(weight|bias)$")
 
 
-def find_causes(mismatches: Sequence[Mismatch], moves: Sequence[Move], every: Collection[str]) -> tuple[Cause, ...]:
-    """Return the causes that were found, those that explain the most tensors first. every: the keys of all tensors."""
-    found = [*_layers(moves, every), *_experts(moves), *_parts(moves), *_transposed(moves), *exchanged_moments(mismatches)]
-    found += [*zeros(mismatches), *factors(mismatches), *centred_norms(mismatches)]
-    rest = _unexplained(mismatches, found)
-    found += [*masters(rest), *_fused(rest), *_rows(rest)]
-    rest = _unexplained(mismatches, found)
+def find_causes(
+    mismatches: Sequence[Mismatch],
+    moves: Sequence[Move],
+    copies: Sequence[tuple[Move, str]],
+    sides: Sides,
+    every: Collection[str],
+) -> tuple[Cause, ...]:
+    """Return the causes that were found, those that explain the most tensors first.
+
+    copies: tensors that hold what another one holds on the other side. sides: all tensors of both; every: all keys.
+    """
+    wide = [o for o in mismatches if not o.sparse]
+    found = [*_layers(moves, every), *_experts(moves), *_parts(moves), *_transposed(moves), *exchanged_moments(wide)]
+    found += [*_copies(copies, sides), *quantised(wide)]
+    rest = _unexplained(wide, found)
+    found += [*zeros(rest), *factors(rest), *centred_norms(rest)]
+    rest = _unexplained(wide, found)
+    found += [*masters(rest), *rearranged(rest, sides)]
+    rest = _unexplained(wide, found)
     found += [*roundings(rest), *updates(rest)]
-    found += [] if found else layers_alone(mismatches, every)
+    if not found:
+        found += layers_alone(mismatches, every)
+        found += files_alone(mismatches, sides, lambda parts: [*factors(parts), *roundings(parts)])
     return tuple(sorted(found, key=lambda cause: -len(cause.keys)))
 
 
@@ -141,68 +154,32 @@ def _stem(key: str) -> str:
     return key.partition("#")[0].rpartition(".")[0].rpartition(".")[0]
 
 
+def _copies(copies: Sequence[tuple[Move, str]], sides: Sides) -> Iterator[Cause]:
+    """Find tensors that hold another one, which is in its own place as well: a loader took the wrong name."""
+    said: dict[str, set[str]] = {}
+    for move, side in copies:
+        at = "AB".index(side)
+        own, other = sides[at][move.b_key], sides[1 - at][move.a_key]
+        names = (own.native, other.native) if own.native and other.native and own.native != other.native else None
+        mine, its = _where_apart(*(names or (move.b_key, move.a_key)))
+        said.setdefault(f"{mine} of {side} holds {its} of {'BA'[at]}", set()).add(move.b_key)
+    for sentence, keys in said.items():
+        yield Cause(f"{sentence} ({len(keys)} tensor{'s' if len(keys) > 1 else ''})", frozenset(keys))
+
+
+def _where_apart(one: str, other: str) -> tuple[str, str]:
+    """Return the parts of two dotted names that are not the same; of numbers with what stands before them."""
+    first, second = one.split("."), other.split(".")
+    ahead = next((i for i, (x, y) in enumerate(zip(first, second, strict=False)) if x != y), 0)
+    behind = next((i for i, (x, y) in enumerate(zip(first[::-1], second[::-1], strict=False)) if x != y), 0)
+    ahead -= ahead > 0 and (first[ahead].isdecimal() or second[ahead].isdecimal())
+    return ".".join(first[ahead : len(first) - behind]), ".".join(second[ahead : len(second) - behind])
+
+
 def _transposed(moves: Sequence[Move]) -> Iterator[Cause]:
     keys = frozenset(m.b_key for m in moves if m.turned and m.a_key == m.b_key)
     if keys:
         yield Cause(f"{count(keys)} transposed in B", keys)
-
-
-def _fused(mismatches: Sequence[Mismatch]) -> Iterator[Cause]:
-    """Find attention whose q, k and v hold each other's rows: fused in another order than was assumed."""
-    by_layer: dict[str, dict[str, Mismatch]] = {}
-    for o in mismatches:
-        match = re.fullmatch(r"(.*\.attention)\.([qkv])\.weight", o.key)
-        if match:
-            by_layer.setdefault(match[1], {})[match[2]] = o
-    keys: set[str] = set()
-    for parts in list(by_layer.values())[:MOST]:
-        if len(parts) > 1 and _same_rows([o.a for o in parts.values()], [o.b for o in parts.values()]):
-            keys.update(o.key for o in parts.values() if not _same_rows([o.a], [o.b]))
-    if keys:
-        text = "q, k and v hold each other's rows: one side is interleaved by query group and the other is not"
-        yield Cause(f"{text} ({len(keys)} tensors)", frozenset(keys))
-
-
-def _rows(mismatches: Sequence[Mismatch]) -> Iterator[Cause]:
-    """Find matrices that hold the same rows in another order."""
-    found: dict[str, set[str]] = {}
-    seen: Counter[str] = Counter()
-    for o in mismatches:
-        kind = re.sub(r"\d+", "*", o.key)
-        seen[kind] += 1
-        if not o.a.slot and o.a.shape and seen[kind] <= MOST and o.a.shape == o.b.shape and _same_rows([o.a], [o.b]):
-            found.setdefault(_order(o), set()).add(o.key)
-    for order, keys in found.items():
-        yield Cause(f"{count(keys)} {order}", frozenset(keys))
-
-
-def _order(o: Mismatch) -> str:
-    if _ROTARY.fullmatch(o.key):
-        rows, sides = o.a.shape[0], comparable(o.a, o.b)
-        for dim in (d for d in range(4, min(rows, 1024) + 1, 2) if rows % d == 0):
-            if sides is None:
-                break
-            x, y = sides
-            halves = np.arange(rows).reshape(-1, 2, dim // 2).transpose(0, 2, 1).reshape(-1)  # pairs made of two halves
-            if np.array_equal(x[halves], y):
-                return f"in the other rotary order: halves in A, interleaved pairs in B (heads of {dim})"
-            if np.array_equal(x, y[halves]):
-                return f"in the other rotary order: interleaved pairs in A, halves in B (heads of {dim})"
-    what = "rows of the router" if ".router." in o.key else "rows"
-    return f"the same in another order of {what}"
-
-
-def _same_rows(a: Sequence[LogicalTensor], b: Sequence[LogicalTensor]) -> bool:
-    """Whether both sides hold the same rows, in any order and dealt out to the tensors in any way."""
-    left: Counter[bytes] = Counter()
-    right: Counter[bytes] = Counter()
-    for one, other in zip(a, b, strict=True):
-        sides = comparable(one, other)
-        if sides is None or sides[0].ndim < 1 or sides[1].ndim < 1:
-            return False
-        left.update(row.tobytes() for row in sides[0])
-        right.update(row.tobytes() for row in sides[1])
-    return left == right and len(left) > 1
 
 
 def headline(causes: Sequence[Cause], mismatches: Mapping[str, object]) -> str:

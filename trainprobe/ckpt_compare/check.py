@@ -15,7 +15,7 @@ import numpy as np
 from trainprobe.ckpt_compare.coverage import Part, coverage_of
 from trainprobe.ckpt_compare.masters import agreement
 from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor
-from trainprobe.ckpt_compare.tasks import Outcome, release, run, tasks_of
+from trainprobe.ckpt_compare.tasks import Outcome, chunks, release, run, tasks_of
 from trainprobe.engine.compare.difference import Difference
 from trainprobe.engine.compare.measure import blocks
 from trainprobe.engine.compare.number_formats import decode
@@ -110,8 +110,10 @@ def _values(tensor: LogicalTensor) -> list[Fault]:
 def _decoded(part: Part) -> Iterator[np.ndarray]:
     """Yield the values of a part block by block; nothing for integers, which are always finite."""
     fmt = part.piece.source.format
-    bits = part.load()
-    if fmt.mantissa is not None:
+    for box in chunks(part.box, part.piece.source):
+        bits = part.load(box)
+        if fmt.mantissa is None:
+            return
         yield from (decode(np.ascontiguousarray(bits[where]), fmt) for where in blocks(bits.shape))
 
 

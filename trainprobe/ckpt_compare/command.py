@@ -25,6 +25,7 @@ from trainprobe.ckpt_compare.distributed import place, run_distributed, run_on_r
 from trainprobe.ckpt_compare.fingerprints import tensor_fingerprint
 from trainprobe.ckpt_compare.names import to_logical
 from trainprobe.ckpt_compare.pieces import KINDS, Checkpoint, LogicalTensor, What
+from trainprobe.ckpt_compare.quantised_layouts import decoded
 from trainprobe.ckpt_compare.tasks import Advance
 from trainprobe.ckpt_compare.tolerance import selected, tolerated, unmatched
 from trainprobe.ckpt_compare.verdict import verdict_of
@@ -86,6 +87,8 @@ def ckpt_compare(
     verdict = verdict_of(found)
     if place()[0] > 0:
         return verdict.code  # in a torchrun world rank 0 speaks for all
+    for kept in filter(None, (report.keep_earlier(file) for file in (json, csv, html) if file is not None)):
+        Console(stderr=True).print(kept, markup=False, highlight=False, soft_wrap=True)
     if json is not None:
         report.write_json(found, json, verdict)
     if csv is not None:
@@ -165,6 +168,7 @@ def ckpt_show(
     Exit code 3 when parts of it are missing or cannot be read; with --check 2 when values are wrong in themselves.
     """
     checkpoint = formats.open_checkpoint(path, format)
+    checkpoint = decoded(checkpoint, checkpoint) if check else checkpoint
     if not native:
         given = {k: v for k, v in (("heads", heads), ("groups", groups), ("head_dim", head_dim)) if v}
         checkpoint = to_logical(checkpoint, {**checkpoint.config, **given}, [str(n) for n in names or ()])

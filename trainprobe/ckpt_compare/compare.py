@@ -15,8 +15,10 @@ from trainprobe.ckpt_compare.adapters import drawn_alike, is_projection
 from trainprobe.ckpt_compare.cause import Mismatch
 from trainprobe.ckpt_compare.causes import find_causes
 from trainprobe.ckpt_compare.coverage import Coverage, Part, coverage_of, overlaps
-from trainprobe.ckpt_compare.pairing import Move, align, explain_moves, find_aliases, hold_the_same
-from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor, Rectangle, What, origin
+from trainprobe.ckpt_compare.pairing import Move, align, explain_moves, find_aliases, find_copies, hold_the_same
+from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor, Rectangle, What, bottom, origin
+from trainprobe.ckpt_compare.quantised import Undecoded, scheme_of
+from trainprobe.ckpt_compare.quantised_layouts import decoded, hide_codes
 from trainprobe.ckpt_compare.renames import follow_renames, under_names_of_a
 from trainprobe.ckpt_compare.results import Comparison, Fault, Row, RowVerdict
 from trainprobe.ckpt_compare.state import compare_state
@@ -58,11 +60,11 @@ def compare(
     what: kinds of content that count for the verdict. copies: also compare the copies of a tensor that one checkpoint holds.
     advance: told the number of bytes measured since its last call, from any thread. runner: who measures (see work.run, world).
     """
-    a, b, aligned = align(a, b)
-    notes = [aligned] if aligned else []
+    a, b, notes = align(a, b)
     kinds, slots = _common_content(a, b, what, notes)
     left, right = _chosen(a, kinds, slots), _chosen(b, kinds, slots)
     left, right = _without_drawn(left, right, (a.config, b.config), notes)
+    left, right = hide_codes(left, right, a.config), hide_codes(right, left, b.config)
     names = follow_renames(left, right)
     right = under_names_of_a(right, names)
     rows: list[Row] = []
@@ -89,7 +91,9 @@ def compare(
     compared: tuple[What, ...] = tuple(dict.fromkeys([*kinds, *(r.what for r in state if r.a is not None and r.b is not None)]))
     one_sided = _one_sided(a, b, what)
     mismatches = [Mismatch(r.key, r.a, r.b, r.difference) for r in rows if r.verdict == "differ" and r.a and r.b]
-    causes = find_causes(mismatches, moves, [r.key for r in rows] if mismatches else ())
+    apart = {o.key: o.difference for o in mismatches if o.key not in {m.b_key for m in moves}}
+    copies, every = find_copies(apart, left, right), [r.key for r in rows] if mismatches else ()
+    causes = find_causes(mismatches, moves, copies, (left, right), every)
     return Comparison(
         a, b, tuple(rows), tuple(faults), state, moves, compared, tuple(what), tuple(notes), one_sided, renamed, causes
     )
@@ -180,11 +184,18 @@ def _pair(
             return Row(key, "only in A" if y is None else "only in B", x, y, note=note)
         note = f"{side} stores it once, as {tied.key}"
         x, y = x or tied, y or tied
+    hidden = next((scheme_of(t) for t in (x, y) if t.stored and isinstance(bottom(t.pieces[0].source), Undecoded)), "")
+    if hidden:
+        return Row(key, "incomplete", x, y, note=_codes(hidden), reason=_codes(hidden))
     box = _common_box(x, y)
     if box is None:
         return Row(key, "shape", x, y, note=f"shapes {list(x.shape)} and {list(y.shape)} are not the same")
     pair = _Pair(x, y, box, note)
     return pair if x.shape == y.shape else _padded(pair, configs)
+
+
+def _codes(scheme: str) -> str:
+    return f"quantised ({scheme}), not compared"
 
 
 def _undrawn(key: str, side: str) -> str:
@@ -233,8 +244,10 @@ def _padded(pair: _Pair, configs: tuple[Mapping[str, Any], Mapping[str, Any]]) -
     reason = padding_reason(fewer, more, config_fewer, config_more)
     if reason is not None:
         return replace(pair, note=f"rows {fewer} to {more - 1} are vocabulary padding in {side} ({reason})")
-    rest = f"rows {fewer} to {more - 1} are only in {side}, and no metadata says that they are padding (--vocab N says so)"
-    return replace(pair, rest=rest)
+    entries = int(config_fewer.get("vocab") or config_more.get("vocab") or 0)
+    known = f"the vocabulary has {entries} entries" if entries else "--vocab N says so"
+    says = f"no metadata says that they are padding ({known})"
+    return replace(pair, rest=f"{more - fewer} rows more in {side}: rows {fewer} to {more - 1} are only in {side}, and {says}")
 
 
 def _embedding_of(key: str) -> str:
@@ -347,7 +360,10 @@ def _row(key: str, pair: _Pair, coverages: tuple[Coverage, Coverage], result: _R
         )
     verdict = judge(d, row.floor, stored=True)
     if pair.rest:
-        return replace(row, verdict="differ" if verdict in ("bug", "suspicious") else "incomplete", note=pair.rest)
+        reason = f"with {pair.rest.partition(':')[0]}"
+        return replace(
+            row, verdict="differ" if verdict in ("bug", "suspicious") else "incomplete", note=pair.rest, reason=reason
+        )
     return replace(row, verdict="differ" if verdict in ("bug", "suspicious") else verdict)
 
 
@@ -394,5 +410,6 @@ def logical(
     known = [{k: v for k, v in c.config.items() if v is not None} for c in (a, b)]
     if given.get("vocab"):
         a, b = (replace(c, config={**c.config, "vocab": given["vocab"]}) for c in (a, b))
+    a, b = decoded(a, b), decoded(b, a)
     a = to_logical(a, {**known[1], **known[0], **given}, maps)  # one after the other: of a million tensors both are large
     return a, to_logical(b, {**known[0], **known[1], **given}, maps)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from trainprobe.ckpt_compare.pieces import Array, LogicalTensor, Piece, Point, Rectangle, origin
+from trainprobe.ckpt_compare.pieces import Array, LogicalTensor, Piece, Point, Rectangle, origin, part_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class Part:
 
     def load(self, box: Rectangle | None = None) -> Array:
         """Map the bits of the box, or of a smaller one inside it."""
-        return self.piece.source.load()[(box or self.box).within(self.piece.offset)]
+        return part_of(self.piece.source, (box or self.box).within(self.piece.offset))
 
 
 @dataclass(frozen=True, slots=True)

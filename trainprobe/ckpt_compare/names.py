@@ -15,6 +15,8 @@ from trainprobe.engine.model_names import ADAPTER, TRAINED_WHOLE, NameMap, Rule,
 from trainprobe.engine.storage.safe_files import read_text
 from trainprobe.errors import FormatError
 
+_SPLIT = ("weight", "bias")  # what the rows of fused parameters are dealt out of
+
 
 def _read(path: str) -> NameMap:
     try:
@@ -105,6 +107,8 @@ def apply(
         if lacking:
             notes.append(f"{', '.join(lacking)} unknown: tensors such as {name} are compared as they are stored")
             return [tensor.renamed(name)]
+        if rule.by and match.groupdict().get("p") not in (None, *_SPLIT):
+            return [tensor.renamed(name)]  # codes or scales of a fused matrix, which only whole have a meaning
         return _renamed(tensor, rule, match, config)
     return [tensor.renamed(name)]
 

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trainprobe.ckpt_compare.coverage import coverage_of, overlaps
-from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor
-from trainprobe.ckpt_compare.tasks import release, run, tasks_of
+from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor, bottom
+from trainprobe.ckpt_compare.tasks import chunks, release, run, tasks_of
 from trainprobe.ckpt_compare.transforms import turn
 from trainprobe.engine.compare.difference import Difference
 from trainprobe.engine.compare.number_formats import NumberFormat, decode
@@ -27,6 +27,10 @@ from trainprobe.errors import FormatError
 
 SAMPLES = 512
 MOST = 4000  # unmatched tensors on a side above which content is not searched
+MINDSPORE = {
+    "gamma": "weight", "beta": "bias", "embedding_table": "weight",
+    "moving_mean": "running_mean", "moving_variance": "running_var",
+}  # fmt: skip
 _LAYER = re.compile(r"(?<![A-Za-z_])(\d+)(?=\.)")
 Sample = npt.NDArray[np.float64]
 
@@ -50,7 +54,31 @@ class Move:
     difference: Difference = field(default_factory=Difference)
 
 
-def align(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint, str]:
+def align(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint, list[str]]:
+    """Give both sides the same names where a framework or a wrapper names them otherwise; return notes that say so."""
+    a, of_a = _as_torch(a, b, "A")
+    b, of_b = _as_torch(b, a, "B")
+    a, b, said = _without_wrapper(a, b)
+    return a, b, [note for note in (of_a, of_b, said) if note]
+
+
+def _as_torch(c: Checkpoint, other: Checkpoint, side: str) -> tuple[Checkpoint, str]:
+    """Return the checkpoint with PyTorch's names of MindSpore's parameters, where the other side has those."""
+    names: dict[str, str] = {}
+    for t in c.tensors.values():
+        stem, dot, last = t.name.rpartition(".")
+        name = f"{stem}{dot}{MINDSPORE.get(last, last)}"
+        held = other.tensors.get(name)
+        if name != t.name and t.name not in other.tensors and name not in c.tensors and held and held.shape == t.shape:
+            names[t.name] = name
+    if not names:
+        return c, ""
+    renamed = (t.renamed(names.get(t.name, t.name)) if t.name in names else t for t in c.tensors.values())
+    said = sorted({f"{old.rpartition('.')[2]} is {new.rpartition('.')[2]}" for old, new in names.items()})
+    return replace(c, tensors={t.key: t for t in renamed}), f"{side} has MindSpore's names: {', '.join(said)}"
+
+
+def _without_wrapper(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint, str]:
     """Drop a wrapper's prefix (`net.`, `model.`) from the side that has it, where more names then agree; say so in a note."""
     if all(t.slot or (k in b.tensors and b.tensors[k].shape == t.shape) for k, t in a.tensors.items()):
         return a, b, ""  # every name of A is one of B: no other way to name them agrees better
@@ -107,6 +135,28 @@ def explain_moves(
     return tuple(moves)
 
 
+def find_copies(
+    wrong: Mapping[str, Difference], left: Mapping[str, LogicalTensor], right: Mapping[str, LogicalTensor]
+) -> tuple[tuple[Move, str], ...]:
+    """Search for tensors that hold what another one holds on the other side, wherever that stands; with their side.
+
+    wrong: differences of tensors that are not explained. One that is apart in a part of its elements is no copy.
+    """
+    keys = [k for k, d in wrong.items() if k in left and k in right and 2 * d.changed > d.count and len(left[k].shape) > 0]
+    found: list[tuple[Move, str]] = []
+    for side, mine, others in (("B", right, left), ("A", left, right)):
+        shapes = {(mine[k].shape, mine[k].slot) for k in keys}
+        same = {k: t for k, t in others.items() if (t.shape, t.slot) in shapes}
+        shelves = _shelves(same) if keys and len(same) <= MOST else {}
+        for key in [k for k in keys if k not in {held.b_key for held, _ in found}]:
+            for other, is_turned in _candidates(mine[key], shelves):
+                agree = None if is_turned or other == key else _same(others[other], mine[key])
+                if agree is not None:
+                    found.append((Move(other, key, difference=agree), side))
+                    break
+    return tuple(found)
+
+
 def find_aliases(unpaired: Mapping[str, LogicalTensor], common: Mapping[str, LogicalTensor]) -> dict[str, str]:
     """Return, for tensors that only one checkpoint names, which of its common ones hold the same values.
 
@@ -138,7 +188,7 @@ def _shelves(tensors: Mapping[str, LogicalTensor]) -> dict[tuple[Any, ...], _She
 
 def _candidates(tensor: LogicalTensor, shelves: Mapping[tuple[Any, ...], _Shelf]) -> Iterator[tuple[str, bool]]:
     for is_turned in (False, True):
-        if is_turned and len(tensor.shape) != 2:
+        if is_turned and len(tensor.shape) < 2:
             return
         seen = turn(tensor) if is_turned else tensor
         shelf = shelves.get((seen.shape, seen.slot))
@@ -186,9 +236,11 @@ def sample(tensor: LogicalTensor) -> Sample | None:
     for part in coverage_of(tensor).parts:
         inside = np.all((places >= part.box.offset) & (places < part.box.end), axis=1) & missing
         if inside.any():
-            local = places[inside] - np.array(part.piece.offset, dtype=np.int64)
-            bits = part.piece.source.load()[tuple(local.T)]
-            values[inside] = decode(np.atleast_1d(bits), part.piece.source.format).reshape(int(inside.sum()), -1)[:, 0]
+            for box in chunks(part.box, part.piece.source) if hasattr(bottom(part.piece.source), "part") else (part.box,):
+                here = inside & np.all((places >= box.offset) & (places < box.end), axis=1)
+                if here.any():
+                    bits = part.load(box)[tuple((places[here] - np.array(box.offset, dtype=np.int64)).T)]
+                    values[here] = decode(np.atleast_1d(bits), part.piece.source.format).reshape(int(here.sum()), -1)[:, 0]
             missing &= ~inside
             release(part.piece.source)
     return None if missing.any() else values

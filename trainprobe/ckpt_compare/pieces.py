@@ -237,7 +237,7 @@ class Window:
 
     def load(self) -> Array:
         """Map the whole and slice it."""
-        return self.source.load()[self.cut]
+        return part_of(self.source, self.cut)
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +287,24 @@ def window(source: Source, cut: tuple[slice, ...]) -> Source:
         cut = tuple(slice(o.start + i.start, o.start + i.stop) for o, i in zip(source.cut, cut, strict=True))
         return Window(source.source, cut)
     return Window(source, cut)
+
+
+def bottom(source: Source) -> Source:
+    """Return the array in a file that windows and other views look at."""
+    while isinstance(source, (Window, Reshaped, Turned)):
+        source = source.source
+    return source
+
+
+def part_of(source: Source, cut: tuple[slice, ...]) -> Array:
+    """Return a part of a source; one that makes its numbers (`part`) makes no more of them than are wanted."""
+    if isinstance(source, Window):
+        inner = tuple(slice(o.start + i.start, o.start + i.stop) for o, i in zip(source.cut, cut, strict=True))
+        return part_of(source.source, inner)
+    make = getattr(bottom(source), "part", None)
+    if make is not None and isinstance(source, Turned):
+        return np.transpose(part_of(source.source, tuple(cut[source.axes.index(i)] for i in range(len(cut)))), source.axes)
+    return make(cut) if make is not None and not isinstance(source, Reshaped) else source.load()[cut]
 
 
 @lru_cache(maxsize=64)

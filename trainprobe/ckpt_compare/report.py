@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +63,40 @@ def entry(row: Row) -> dict[str, Any]:
 
 
 def write_json(c: Comparison, path: Path, verdict: Verdict) -> None:
-    """Write `{name: {l2, cos, numel, shape, …}}`, one entry a logical tensor, and the verdict under `SUMMARY`."""
+    """Write `{name: {l2, cos, numel, shape, …}}`, one entry a logical tensor, and the verdict under `SUMMARY`.
+
+    Tensors that both sides store under one other name have an entry of four values under that name as well.
+    """
     held: dict[str, Any] = {SUMMARY: summary(c, verdict)} | {r.key: entry(r) for r in c.rows}
-    _write(path, orjson.dumps(held, option=orjson.OPT_INDENT_2))
+    _write(path, orjson.dumps(_by_native_names(c.rows) | held, option=orjson.OPT_INDENT_2))
+
+
+def _by_native_names(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
+    """Return name in the files → l2, cos, numel and shape; of one that was split (q, k and v) those of its parts together."""
+    parts: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.a is not None and row.b is not None and row.native_a == row.native_b and not row.a.slot:
+            parts.setdefault(row.native_a, []).append(row)
+    found: dict[str, dict[str, Any]] = {}
+    for name, held in parts.items():
+        one, d = entry(held[0]), held[0].difference
+        for row in held[1:]:
+            d = d.merge(replace(row.difference, at=None))
+        known = {"l2": d.l2, "cos": d.cosine, "numel": sum(math.prod(row.shape_a or ()) for row in held), "shape": None}
+        found[name] = {k: one[k] for k in known} if len(held) == 1 else known
+    return found
+
+
+def keep_earlier(path: Path) -> str:
+    """Move a result that is in the way to the next free name, `NAME.1`, and say so; nothing where there is none."""
+    if not path.is_file():
+        return ""
+    kept = next(free for n in count(1) if not (free := path.with_name(f"{path.name}.{n}")).exists())
+    try:
+        path.rename(kept)
+    except OSError as error:
+        raise OutputError(f"{path} holds an earlier result, which cannot be kept as {kept.name}: {error}") from error
+    return f"{path} held an earlier result: it is kept as {kept.name}"
 
 
 def summary(c: Comparison, verdict: Verdict) -> dict[str, Any]:

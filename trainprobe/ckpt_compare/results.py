@@ -8,6 +8,7 @@ from typing import Literal
 from trainprobe.ckpt_compare.cause import Cause
 from trainprobe.ckpt_compare.pairing import Move
 from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor, What
+from trainprobe.ckpt_compare.quantised import scheme_of
 from trainprobe.ckpt_compare.state import StateRow
 from trainprobe.engine.compare.difference import Difference
 from trainprobe.engine.compare.verdict import noise_floor
@@ -27,6 +28,7 @@ class Row:
     difference: Difference = field(default_factory=Difference)
     note: str = ""
     located: str = ""
+    reason: str = ""  # what a row that is not whole is, behind its number: `with 32 rows more in B`
 
     @property
     def what(self) -> What:
@@ -51,12 +53,12 @@ class Row:
     @property
     def dtype_a(self) -> str:
         """Number format in A, empty where no file of A holds any of it."""
-        return self.a.format.name if self.a is not None and self.a.stored else ""
+        return _dtype(self.a)
 
     @property
     def dtype_b(self) -> str:
         """Number format in B, empty where no file of B holds any of it."""
-        return self.b.format.name if self.b is not None and self.b.stored else ""
+        return _dtype(self.b)
 
     @property
     def native_a(self) -> str:
@@ -75,6 +77,11 @@ class Row:
             return self.located
         pieces = _held(self).pieces
         return pieces[0].where if pieces else ""
+
+
+def _dtype(tensor: LogicalTensor | None) -> str:
+    """Return the number format of a tensor, or how it is quantised."""
+    return scheme_of(tensor) or (tensor.format.name if tensor is not None and tensor.stored else "")
 
 
 def _held(row: Row) -> LogicalTensor:

@@ -13,9 +13,11 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 
 from trainprobe.ckpt_compare.coverage import Overlap, Part
-from trainprobe.ckpt_compare.pieces import Rectangle, Reshaped, Source, Turned, Window
+from trainprobe.ckpt_compare.pieces import Rectangle, Source, bottom
+from trainprobe.ckpt_compare.quantised import Quantised, within_codes
 from trainprobe.ckpt_compare.storage.mapped import Mapped, each_file_once, forget_pages
 from trainprobe.engine.compare.difference import Difference
 from trainprobe.engine.compare.measure import measure
@@ -54,9 +56,14 @@ class Outcome:
 
 def tasks_of(row: int, overlap: Overlap) -> Iterator[Task]:
     """Cut one overlap into tasks of bounded size."""
-    item = overlap.a.piece.source.format.itemsize
-    for box in _chunks(overlap.box, max(1, CHUNK // item)):
+    for box in chunks(overlap.box, overlap.a.piece.source, overlap.b.piece.source):
         yield Task(row, box, overlap.a, overlap.b)
+
+
+def chunks(box: Rectangle, *sources: Source) -> Iterator[Rectangle]:
+    """Cut a box to at most `CHUNK` bytes of the first source; to less where numbers are decoded, which takes several arrays."""
+    made = any(isinstance(bottom(source), Quantised) for source in sources)
+    return _chunks(box, max(1, CHUNK // sources[0].format.itemsize // (8 if made else 1)))
 
 
 def _chunks(box: Rectangle, limit: int) -> Iterator[Rectangle]:
@@ -106,17 +113,13 @@ def perform(task: Task) -> Outcome:
     """Measure one task; a file that cannot be read becomes a failure with its name."""
     formats = task.a.piece.source.format, task.b.piece.source.format
     try:
-        difference = measure(task.a.load(task.box), task.b.load(task.box), *formats)
+        x, y = task.a.load(task.box), task.b.load(task.box)
+        difference = measure(x, y, *formats)
+        if difference.max_ulp > 1:
+            difference = within_codes(task.a, task.b, task.box, difference, x, y)
     except FormatError as error:
         return Outcome(task.row, Difference(), str(error))
     return Outcome(task.row, difference.moved(task.box.offset))
-
-
-def bottom(source: Source) -> Source:
-    """Return the array in a file that windows and other views look at."""
-    while isinstance(source, (Window, Reshaped, Turned)):
-        source = source.source
-    return source
 
 
 def release(source: Source) -> None:
@@ -127,7 +130,7 @@ def release(source: Source) -> None:
 def release_all(sources: Iterable[Source]) -> None:
     """Let go of the resident pages of arrays in files; of neighbours in one file at once."""
     spans: dict[str, list[tuple[int, int]]] = {}
-    for source in sources:
+    for source in chain.from_iterable(s.parts.values() if isinstance(s, Quantised) else (s,) for s in sources):
         if isinstance(source, Mapped):
             path, start, stop = source.lies()
             spans.setdefault(path, []).append((start, stop))

@@ -7,14 +7,12 @@ A proven difference outweighs what could not be looked at.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from trainprobe.ckpt_compare.adapters import method_of, written
-from trainprobe.ckpt_compare.cause import comparable
+from trainprobe.ckpt_compare.cause import beyond_rounding
 from trainprobe.ckpt_compare.causes import headline
 from trainprobe.ckpt_compare.pairing import Move, layer_sentences
 from trainprobe.ckpt_compare.pieces import KINDS
@@ -86,8 +84,7 @@ def _differ_sentence(c: Comparison, differ: Sequence[Row], copies: int, state: S
         share = _share(worst)
         cause = headline(c.causes, {r.key: r for r in differ})
         first = f"{cause}; {len(differ)}" if cause else len(differ)
-        missing = Counter(r.verdict for r in c.rows if r.verdict in INCOMPLETE)
-        besides = "".join(f"; also, {_lost(verdict, n)}" for verdict, n in missing.items())
+        besides = "".join(f"; also, {said}" for said in _lost([r for r in c.rows if r.verdict in INCOMPLETE]))
         return (
             f"differ: {first} of {len(c.rows)} tensors; worst is {worst.key}: {what}, {share}, largest{place}{where}{besides}"
         )
@@ -101,11 +98,10 @@ def _share(row: Row) -> str:
     """Say how many elements differ; of two number formats, how many differ by more than the rounding to the coarser one."""
     d = row.difference
     formats_differ = row.dtype_a != row.dtype_b and row.shape_a == row.shape_b
-    sides = comparable(row.a, row.b) if formats_differ and row.a and row.b else None
-    if sides is None:
+    apart = beyond_rounding(row.a, row.b) if formats_differ and row.a and row.b else None
+    if apart is None:
         return f"{d.changed:,} of {d.count:,} elements"
-    apart = (sides[0] != sides[1]) & ~(np.isnan(sides[0]) & np.isnan(sides[1]))
-    return f"{np.count_nonzero(apart):,} of {d.count:,} elements beyond rounding"
+    return f"{apart:,} of {d.count:,} elements beyond rounding"
 
 
 def _incomplete_sentence(c: Comparison, lost: Sequence[Row], severe: Sequence[Fault]) -> str:
@@ -113,9 +109,8 @@ def _incomplete_sentence(c: Comparison, lost: Sequence[Row], severe: Sequence[Fa
         return "not comparable: the two checkpoints have no kind of content in common"
     if not lost and not severe and c.one_sided:
         return f"incomplete: all compared tensors agree, but {', '.join(c.one_sided)}"
-    counts = Counter(r.verdict for r in lost)
     cause = headline(c.causes, {r.key: r for r in lost})
-    missing = ", ".join([*([cause] if cause else []), *(_lost(v, n) for v, n in counts.items())])
+    missing = ", ".join([*([cause] if cause else []), *_lost(lost)])
     example = f", such as {lost[0].key}" if lost and not cause else ""
     agree = sum(r.verdict in ("identical", "rounding") for r in c.rows)
     word = "incomplete" if agree else "not comparable"
@@ -147,10 +142,12 @@ def _fault(severe: Sequence[Fault]) -> str:
     return f"in {first.side} {first_said}{others}"
 
 
-def _lost(verdict: str, count: int) -> str:
-    words = {"shape": ("has another shape", "have different shapes"), "incomplete": ("could not be read whole",) * 2}
-    one, many = words.get(verdict, (f"is {verdict}", f"are {verdict}"))
-    return f"1 tensor {one}" if count == 1 else f"{count} tensors {many}"
+def _lost(rows: Sequence[Row]) -> Iterator[str]:
+    """Say how many tensors are missing or not whole, and in which way."""
+    for (verdict, reason), n in Counter((r.verdict, r.reason) for r in rows).items():
+        words = {"shape": ("has another shape", "have different shapes"), "incomplete": ("could not be read whole",) * 2}
+        one, many = (reason, reason) if reason else words.get(verdict, (f"is {verdict}", f"are {verdict}"))
+        yield f"1 tensor {one}" if n == 1 else f"{n} tensors {many}"
 
 
 def _renamed_sentence(c: Comparison, renamed: Sequence[Move]) -> str:
@@ -172,6 +169,12 @@ def _rounding_sentence(c: Comparison, rounding: Sequence[Row]) -> str:
         )
     pairs = Counter(f"{r.dtype_a}/{r.dtype_b}" if r.dtype_a != r.dtype_b else r.dtype_a for r in rounding)
     most = max(r.difference.max_ulp for r in rounding)
+    if len(pairs) == 1 and all(r.dtype_a == r.dtype_b for r in rounding):
+        changed, total = (sum(getattr(r.difference, name) for r in rounding) for name in ("changed", "count"))
+        return (
+            f"equal within rounding: {len(rounding)} of {len(c.rows)} tensors differ in the last bit of {next(iter(pairs))} "
+            f"({changed:,} of their {total:,} elements, by one unit), the others are identical"
+        )
     return (
         f"equal within rounding: {len(rounding)} of {len(c.rows)} tensors differ by at most {most:.3g} units in the last place "
         f"({', '.join(pairs)}), the others are identical"

@@ -70,7 +70,11 @@ def open(path: Path) -> Checkpoint:
         str(path),
         "huggingface",
         gather(tensors),
-        config={**model_config(config), "drawn_from": drawn_from(_read_json(folder / "adapter_config.json"))},
+        config={
+            **model_config(config),
+            "drawn_from": drawn_from(_read_json(folder / "adapter_config.json")),
+            "quantisation": _quantisation(config.get("quantization_config") or _read_json(folder / "quantize_config.json")),
+        },
         state=state,
         problems=tuple(problems),
         notes=tuple(notes),
@@ -145,7 +149,14 @@ def model_config(config: Mapping[str, Any]) -> dict[str, Any]:
         "layers": text.get("num_hidden_layers") or text.get("n_layer"),
         "hidden": hidden,
         "tied": text.get("tie_word_embeddings", config.get("tie_word_embeddings")),
+        "vocab": text.get("vocab_size") or config.get("vocab_size"),
     }
+
+
+def _quantisation(config: Any) -> dict[str, Any] | None:
+    """Return what decoding needs to know of a quantization_config, from which a writer's version may be missing."""
+    wanted = ("quant_method", "weight_block_size", "checkpoint_format", "version")
+    return {k: config[k] for k in wanted if k in config} if isinstance(config, dict) and config else None
 
 
 def _trainer_files(

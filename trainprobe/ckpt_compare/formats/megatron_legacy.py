@@ -64,6 +64,7 @@ def open(path: Path) -> Checkpoint:
     files, args = _read_ranks(folder, problems)
     config, layout = model_config(args)
     _check_ranks(folder, files, layout, problems)
+    _check_iterations(files, problems)
     offsets = _layer_offsets(files)
     tensors: list[LogicalTensor] = []
     moved: list[LogicalTensor] = []
@@ -86,6 +87,17 @@ def open(path: Path) -> Checkpoint:
     if steps:
         state["optimizer"] = {"step": one_or_all(sorted(steps))}
     return Checkpoint(str(path), "megatron_legacy", gather(tensors), "megatron", layout, config, state, tuple(problems))
+
+
+def _check_iterations(files: Sequence[RankFile], problems: list[Problem]) -> None:
+    """Note the ranks whose files are of another iteration than most: they were not saved together."""
+    steps = {f.folder: f.content["iteration"] for f in files if isinstance(f.content.get("iteration"), int)}
+    usual = max(steps.values(), key=list(steps.values()).count, default=0)
+    problems += [
+        Problem(str(folder), f"is of iteration {step}, and the other ranks are of {usual}")
+        for folder, step in steps.items()
+        if step != usual
+    ]
 
 
 def _read_ranks(folder: Path, problems: list[Problem]) -> tuple[list[RankFile], dict[str, Any]]:

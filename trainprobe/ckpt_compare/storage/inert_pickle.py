@@ -223,6 +223,10 @@ _CALLS: dict[str, Callable[..., Any]] = {
     "numpy._core.multiarray.scalar": _numpy_scalar,
     "io.BytesIO": _bytes,
     "_io.BytesIO": _bytes,
+    **{  # TorchScript's lists with the type of what they hold (torch/jit/_pickle.py): each returns its first argument
+        f"torch.jit._pickle.{name}": lambda value, *_: value
+        for name in ("build_intlist", "build_doublelist", "build_boollist", "build_tensorlist", "restore_type_tag")
+    },
 }  # fmt: skip
 _DTYPES = {
     **{name: name for name in ("float64", "float32", "float16", "bfloat16", "complex64", "complex128", "bool")},
