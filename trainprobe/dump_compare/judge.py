@@ -30,9 +30,11 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from trainprobe.dump_compare.arguments import other_argument
-from trainprobe.dump_compare.cancellation import Terms, cancelled
+from trainprobe.dump_compare.cancellation import Terms, cancelled, kind_of
 from trainprobe.dump_compare.distances import SLACK, Distance, Measured, measure_calls
 from trainprobe.dump_compare.dump_side import Side
+from trainprobe.dump_compare.equal_inputs import hold_to_own_rounding, see_weights
+from trainprobe.dump_compare.own_rounding import COARSE, SURELY
 from trainprobe.dump_compare.pairing import CallPair
 from trainprobe.engine.core.records import Call
 from trainprobe.engine.core.step_data import owner
@@ -41,6 +43,8 @@ Outcome = Literal["identical", "rounding", "carried", "suspicious", "bug", "miss
 _GRAVITY: tuple[Outcome, ...] = ("identical", "rounding", "carried", "suspicious", "bug")
 # what is smallest may become largest in these
 _QUOTIENTS = ("addcdiv", "div", "true_divide", "reciprocal", "rsqrt", "_fused_adam")
+# whose slope jumps: where a share d of the elements lies that near to the jump, gradients are √d apart
+_KINKS = ("relu", "leaky_relu", "prelu", "hardtanh", "hardswish", "hardsigmoid", "clamp", "threshold", "abs", "max_pool")
 # what is almost equal may be told apart otherwise in these
 _CHOICES = (
     *("topk", "sort", "argsort", "argmax", "argmin", "max", "min", "amax", "amin", "median", "kthvalue", "unique", "bucketize"),
@@ -72,6 +76,7 @@ class Judged:
     computed: largest relative distance of plain floats that may have been computed from tensors (see arguments).
     weights: largest distance of the weights that a module is given.
     excused: slots of what an optimizer keeps, and is given, that is only as far apart as its gradients are.
+    sums: what accumulation adds to `own`.
     """
 
     pair: CallPair
@@ -83,6 +88,7 @@ class Judged:
     computed: tuple[str, float] = "", 0.0
     weights: float = 0.0
     excused: frozenset[str] = frozenset()
+    sums: float = 0.0
 
     def rounding(self, value: Distance) -> float:
         """Return what rounding alone may do to a result: as measured, but at least the gap of its format, or by the model."""
@@ -115,6 +121,8 @@ def judge_calls(
     _explain(judged)
     for one in judged:
         if one.pair.a is not None and one.pair.b is not None:
+            hold_to_own_rounding(one, a, b)
+            see_weights(one, a, b)
             one.outcome = _outcome(one)
     return judged
 
@@ -160,16 +168,23 @@ def _explain(judged: Sequence[Judged]) -> None:
         key = _module_of(owner(call), arrived) if of_parameters else (call.kind, call.name, call.call)
         if call.phase == "backward":
             one.given = max(one.given, arrived.get(key, noise if of_parameters else 0.0))  # tied weights: of a module unknown
-        if not of_parameters and (one.given > 0 or call.kind == "module"):  # which modules were called is asked for too
+        if call.phase == "backward" and kind_of(call).startswith(_KINKS):
+            one.given = max(one.given, math.sqrt(one.given))
+        kept = one.given if one.own <= COARSE else max([one.given, *_results_apart(one)])  # a backward may use the result
+        if not of_parameters and (kept > 0 or call.kind == "module"):  # which modules were called is asked for too
             for each in (key, key[:2]):
-                if one.given >= arrived.get(each, 0.0):
-                    arrived[each] = one.given
+                if kept >= arrived.get(each, 0.0):
+                    arrived[each] = kept
         steps = call.kind == "state" and call.phase == "step"
         if _makes_much_of_little(one, noise):
             one.given = math.inf
         for value in one.values:
             if value.interval.low > 0 and value.result and not steps and noise < value.low < math.inf:
                 noise = value.low
+
+
+def _results_apart(one: Judged) -> Iterator[float]:
+    return (value.interval.high for value in one.values if value.result)
 
 
 def _makes_much_of_little(one: Judged, noise: float) -> bool:
@@ -256,7 +271,9 @@ def _with_distances(pair: CallPair, measured: Measured) -> Judged:
         return Judged(pair)
     argument, computed = other_argument(pair.a, pair.b)
     given = max(computed[1], measured.given)
-    return Judged(pair, "missing", measured.values, given, measured.own, argument, computed, measured.weights)
+    return Judged(
+        pair, "missing", measured.values, given, measured.own, argument, computed, measured.weights, sums=measured.sums
+    )
 
 
 def _outcome(one: Judged) -> Outcome:
@@ -282,6 +299,8 @@ def _outcome(one: Judged) -> Outcome:
 
 def _of_result(one: Judged, value: Distance) -> Outcome:
     own = one.rounding(value)
+    if value.beyond.times > 1:
+        return "bug" if value.beyond.times > SURELY else "suspicious"
     if value.low <= (own if one.argument else SLACK * own):
         return "rounding"
     if one.argument or one.given + own == 0:
