@@ -21,7 +21,7 @@ from trainprobe.dump_compare.own_rounding import (
     by_counts,
     by_elements,
     by_statistics,
-    is_kernel,
+    roundings,
     smallest,
     statistics_of,
     sums_in_its_format,
@@ -71,15 +71,9 @@ def _other_bits(a: Side, left: Value, b: Side, right: Value) -> bool:
 
 def _beyond(one: Judged, value: Distance, *sides: tuple[Side, Value]) -> Beyond:
     left = sides[0][1]
-    kernel = is_kernel(one.call) and not any(side.adds_up for side, _ in sides)
-    unit, times = (one.own, 1.0) if kernel else (max(value.floor, value.epsilon, one.own), SEVERAL)
-    how = Rounding(
-        unit,
-        smallest(left.dtype.rpartition(".")[2]),
-        one.sums * value.cancelled,
-        times,
-        1.0 if kernel else max(left.shape, default=1),
-    )
+    times, shared = roundings(one.call, left.shape, joined=any(side.adds_up for side, _ in sides))
+    unit = one.own if times < SEVERAL else max(value.floor, one.own)
+    how = Rounding(unit, smallest(left.dtype.rpartition(".")[2]), one.sums * value.cancelled, times, shared)
     size = math.prod(left.shape)
     if value.interval.evidence == "values":
         arrays = [side.array(each) for side, each in sides]
@@ -87,7 +81,7 @@ def _beyond(one: Judged, value: Distance, *sides: tuple[Side, Value]) -> Beyond:
             return WITHIN
         x, y = (np.asarray(array, np.float64) for array in arrays)
         return max(
-            by_elements(x, y, how, within=not kernel or one.call.kind != "op"),
+            by_elements(x, y, how, within=times > 1 or one.call.kind != "op"),
             by_statistics(statistics_of(x), statistics_of(y), size, how),
         )
     told = [_statistics(side, each) for side, each in sides]
@@ -95,7 +89,7 @@ def _beyond(one: Judged, value: Distance, *sides: tuple[Side, Value]) -> Beyond:
     if not whole:
         return WITHIN
     found = by_statistics(told[0], told[1], size, how)
-    if kernel:
+    if times == 1:
         counted = [Counted(*side.counted(each)) for side, each in sides]
         found = max(found, by_counts(counted[0], counted[1], told[0]["norm"], size, how))
     return found

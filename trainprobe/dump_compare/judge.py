@@ -128,7 +128,10 @@ def judge_calls(
 
 
 def _round_as_what_runs_within(judged: Sequence[Judged]) -> None:
-    """Let a module round as coarsely as what runs within it (bfloat16 under autocast), and be given the weights of that."""
+    """Let a module round as coarsely as what runs within it (bfloat16 under autocast), and be given the weights of that.
+
+    The gradients of its weights are rounded so too, whatever their own format is.
+    """
     by_call = {id(one.pair.a): one for one in judged if one.pair.a is not None}
     for one in judged:
         own, weights = one.own, one.weights
@@ -136,6 +139,13 @@ def _round_as_what_runs_within(judged: Sequence[Judged]) -> None:
             outer = by_call.get(id(call))
             if outer is not None and (own > outer.own or weights > outer.given):
                 outer.own, outer.given = max(outer.own, own), max(outer.given, weights)
+    modules: dict[str, float] = {}
+    for one in judged:
+        if one.call.kind == "module":
+            modules[one.call.name] = max(modules.get(one.call.name, 0.0), one.own)
+    for one in judged:
+        if one.own and (one.call.kind == "parameter" or (one.call.kind == "state" and one.call.phase == "backward")):
+            one.own = max(one.own, modules.get(owner(one.call), 0.0))
 
 
 def _give_weights_below(judged: Sequence[Judged]) -> None:

@@ -89,6 +89,22 @@ _MODULES = frozenset(
 )
 
 
+_ATTENTION = "scaled_dot_product_attention"
+
+
+def roundings(call: Call, shape: tuple[int, ...], *, joined: bool) -> tuple[float, float]:
+    """Return how often a call rounds each element of a result, r, and of how many elements the roundings are one, m.
+
+    Attention rounds its probabilities, by u/2 at most, which all D elements of a head share, and its result: twice, with
+    (2·u)² + (u/2)²·D as the sum of squares. joined: whether the result is made of those of several calls.
+    """
+    if is_kernel(call) and not joined:
+        return 1.0, 1.0
+    if call.kind == "op" and call.phase == "forward" and call.name.endswith(_ATTENTION) and not joined and shape:
+        return 2.0, 1 + shape[-1] / 16
+    return SEVERAL, max(shape, default=1)
+
+
 def is_kernel(call: Call) -> bool:
     """Return whether a call rounds each element of its results once."""
     if call.kind == "op":
