@@ -31,14 +31,14 @@ from trainprobe.engine.core.records import Value
 if TYPE_CHECKING:
     from trainprobe.dump_compare.judge import Judged
 
-_SUMS_IN_SINGLE = 2.0**-20  # relative: statistics of equal weights that two tools took in float32 are as near
+_SUMS_IN_SINGLE = 2.0**-18  # relative: statistics of equal weights that two tools took in float32 are as near
 
 
 def hold_to_own_rounding(one: Judged, a: Side, b: Side) -> None:
     """Say of each result in a coarse format how far it is beyond its own rounding, of a call that is given the same."""
-    held = one.own > COARSE and one.given == 0 and one.pair.a is not None
-    given = max((math.prod(value.shape) for value in named_values(one.call)[1]), default=0) if held else 0
-    for i, value, left, right in _apart(one) if held else ():
+    held = list(_apart(one)) if one.own > COARSE and one.given == 0 else []
+    given = max(math.prod(value.shape) for value in named_values(one.call)[1]) if held else 0
+    for i, value, left, right in held:
         told = value.interval.evidence in ("statistics", "values") and left.shape == right.shape
         if value.result and told and not sums_in_its_format(one.call, left, given):
             one.values[i] = value._replace(beyond=_beyond(one, value, (a, left), (b, right)))
@@ -55,11 +55,12 @@ def see_weights(one: Judged, a: Side, b: Side) -> None:
 
 def _apart(one: Judged) -> Iterator[tuple[int, Distance, Value, Value]]:
     """Yield the values of one format that are apart: their place, their distance, and the value of either side."""
-    if one.pair.a is None or one.pair.b is None:
+    apart = [(i, value) for i, value in enumerate(one.values) if value.interval.low > 0 and not value.formats]
+    if not apart or one.pair.a is None or one.pair.b is None:
         return
     left, right = (dict(zip(*named_values(call), strict=True)) for call in (one.pair.a, one.pair.b))
-    for i, value in enumerate(one.values):
-        if value.interval.low > 0 and not value.formats and value.slot in left and value.slot in right:
+    for i, value in apart:
+        if value.slot in left and value.slot in right:
             yield i, value, left[value.slot], right[value.slot]
 
 

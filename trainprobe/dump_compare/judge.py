@@ -34,7 +34,7 @@ from trainprobe.dump_compare.cancellation import Terms, cancelled, kind_of
 from trainprobe.dump_compare.distances import SLACK, Distance, Measured, measure_calls
 from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.equal_inputs import hold_to_own_rounding, see_weights
-from trainprobe.dump_compare.own_rounding import COARSE, SURELY
+from trainprobe.dump_compare.own_rounding import COARSE, SURELY, roundings
 from trainprobe.dump_compare.pairing import CallPair
 from trainprobe.engine.core.records import Call
 from trainprobe.engine.core.step_data import owner
@@ -250,7 +250,12 @@ def _see_cancellation(judged: Sequence[Judged], a: Side, b: Side) -> None:
         for i, value in enumerate(one.values):
             if mine.kind == "state" and not value.slot.startswith("grad"):
                 continue  # what an optimizer makes is no sum of what reached the module
-            if value.result and value.epsilon and not value.floor and SLACK * one.own < value.interval.low < math.inf:
+            if (
+                value.result
+                and value.epsilon
+                and not value.floor
+                and _room(one, value, one.own) < value.interval.low < math.inf
+            ):
                 terms = terms or (Terms(_calls(judged, 0, a), a), Terms(_calls(judged, 1, b), b))
                 times = cancelled(((mine, value.slot, terms[0]), (theirs, value.slot, terms[1])))
                 if times != 1:
@@ -311,11 +316,23 @@ def _of_result(one: Judged, value: Distance) -> Outcome:
     own = one.rounding(value)
     if value.beyond.times > 1:
         return "bug" if value.beyond.times > SURELY else "suspicious"
-    if value.low <= (own if one.argument else SLACK * own):
+    room = own if one.argument else _room(one, value, own)
+    if value.low <= room:
         return "rounding"
     if one.argument or one.given + own == 0:
         return "bug"
-    ratio = value.low / (own + one.given) if math.isfinite(one.given) else 0.0
-    if ratio <= SLACK:
+    carried = room + SLACK * one.given
+    if value.low <= carried or math.isinf(one.given):
         return "carried"
-    return "suspicious" if one.given > 0 and ratio <= SLACK * SLACK else "bug"
+    return "suspicious" if one.given > 0 and value.low <= SLACK * carried else "bug"
+
+
+def _room(one: Judged, value: Distance, own: float) -> float:
+    """Return how far a result may be apart by rounding alone: ten times its own, as statistics do not bound what arrives.
+
+    Where elements of 16 bits are stored, all distances are known, and each rounding of a call moves its result once.
+    """
+    exact = all(each.interval.evidence in ("values", "bits") for each in one.values if each.interval.high > 0)
+    if own <= COARSE or not exact or value.formats or value.floor or one.call.kind not in ("op", "module"):
+        return SLACK * own
+    return SLACK * own if one.call.phase == "backward" else 2 * roundings(one.call, (), joined=False)[0] * own
