@@ -1,12 +1,14 @@
 """Print how dump-compare judges healthy pairs and planted differences.
 
 `python -m benchmarks.dump_compare [PART] [--only TEXT] [--plan NAME] [--folder DIR]`, PART one of healthy, foreign, planted,
-hostile, layouts, large and stored; all of them without it.
+sixteen_bits, hostile, layouts, large and stored; all of them without it.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
+import shutil
 import tempfile
 from collections import Counter
 from dataclasses import replace
@@ -14,13 +16,14 @@ from pathlib import Path
 
 from benchmarks.dump_compare import foreign as foreign_models
 from benchmarks.dump_compare import layouts as layout_pairs
+from benchmarks.dump_compare import sixteen_bits as in_16_bits
 from benchmarks.dump_compare.healthy import PAIRS, PLANS
 from benchmarks.dump_compare.hostile import MUTATIONS, mutate
 from benchmarks.dump_compare.large import measure as measure_large
 from benchmarks.dump_compare.planted import PLANTS
 from benchmarks.dump_compare.runs import Way, train
 from benchmarks.dump_compare.stored import measure as measure_stored
-from trainprobe.dump_compare.command import compare_rank
+from trainprobe.dump_compare.command import compare_dumps, compare_rank
 from trainprobe.dump_compare.pairing import pair_ranks
 from trainprobe.dump_compare.verdict import Verdict, judge_runs
 from trainprobe.engine.core.step_data import entry_name
@@ -88,6 +91,39 @@ def planted(only: str, plans: list[str], folder: Path) -> None:
     print(f"planted differences named first: {'; '.join(found)}")
 
 
+def sixteen_bits(only: str, plans: list[str], folder: Path) -> None:
+    """Print a line a healthy pair and a planted fault of 16 bits, and kind of evidence."""
+    accused, pairs = list[str](), set[str]()
+    for name, subject, *ways in in_16_bits.healthy():
+        for plan in in_16_bits.PLANS if only in name else ():
+            a, b = (
+                train(folder / name / plan / side, subject, way, **in_16_bits.PLANS[plan])
+                for side, way in zip("ab", ways, strict=True)
+            )
+            found, said = judged_anyhow(a, b)
+            pairs.add(name)
+            accused += [f"{name} [{plan}]"] if found.code == 2 else []
+            print(f"{found.code} {name} [{plan}] {dict(found.counts)}\n    {said}", flush=True)
+            shutil.rmtree(folder / name / plan)
+    seen: dict[str, Counter[str]] = {plan: Counter() for plan in in_16_bits.PLANS}
+    for plant, regime, *ways in in_16_bits.planted():
+        name = f"{plant.name} [{regime}]"
+        for plan, recorded in in_16_bits.PLANS.items() if only in name else ():
+            a, b = folder / f"right {plant.subject} {regime} {plan}", folder / "wrong"
+            if not a.exists():
+                train(a, plant.subject, ways[0], step=[0], **recorded)
+            found, said = judged_anyhow(a, train(b, plant.subject, ways[1], step=[0], **recorded))
+            shutil.rmtree(b)
+            shows = in_16_bits.can_show(plant, plan, ways[1].kernels.seen)
+            right = found.code == 2 and re.search(plant.first, place_of(found)[0]) is not None
+            seen[plan].update(whole=1, shown=shows, seen=found.code == 2, both=found.code == 2 and shows, right=right)
+            word = "named" if right else "seen" if found.code == 2 else "MISSED" if shows else "cannot be shown"
+            print(f"{word} {name} [{plan}] at {place_of(found)[0]}\n    {said}", flush=True)
+    print(f"healthy pairs of 16 bits: {len(pairs)}, accused: {', '.join(accused) or 'none'}")
+    for plan, counts in seen.items():
+        print(f"faults of 16 bits [{plan}]: {dict(counts)}")
+
+
 def hostile(only: str, plans: list[str], folder: Path) -> None:
     """Print how many mutations of a dump are refused or compared, and each that should not have been called identical."""
     answers: Counter[str] = Counter()
@@ -132,6 +168,12 @@ def judged(a: Path, b: Path) -> Verdict:
     return judge_runs([compare_rank(pair) for pair in pairs], missing)
 
 
+def judged_anyhow(a: Path, b: Path) -> tuple[Verdict, str]:
+    """Return the verdict of two dumps whose numbers of micro-batches may be two, and its first line."""
+    found = compare_dumps(a, b)[1]
+    return found, found.sentence
+
+
 def place_of(found: Verdict) -> tuple[str, int]:
     """Return the entry that is named first, after "optimizer/" where the optimizer calls it, and the step."""
     if found.first is None:
@@ -141,7 +183,7 @@ def place_of(found: Verdict) -> tuple[str, int]:
     return parent + entry_name(first.call), rank.at.step
 
 
-PARTS = {part.__name__: part for part in (healthy, foreign, planted, hostile, layouts, large, stored)}
+PARTS = {part.__name__: part for part in (healthy, foreign, planted, sixteen_bits, hostile, layouts, large, stored)}
 
 
 def main() -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import trainprobe
+from benchmarks.dump_compare.kernels import Replaced
 from benchmarks.dump_compare.subjects import BATCH, LENGTH, WORDS, ConvNet, Gpt, Mixture, Recurrent
 
 STEPS = 2
@@ -21,7 +24,9 @@ SUBJECTS: dict[str, Callable[..., nn.Module]] = {"gpt": Gpt, "conv": ConvNet, "l
 class Way:
     """How a training is run: what must not matter, and at most one change that does.
 
-    threads: of torch. model: keywords of the subject's class. optimizer: keywords of the optimizer.
+    threads: of torch. model: keywords of the subject's class. optimizer: keywords of the optimizer. micros: micro-batches, of
+    the same samples together. apart: linear layers multiply and add in two operators. math: attention is computed by operators
+    within its kernel. kernels: what takes the place of torch's. weights: changes the weights.
     """
 
     threads: int = 1
@@ -34,6 +39,11 @@ class Way:
     dtype: torch.dtype = torch.float32
     change: str = ""
     noise: float = 0.0
+    micros: int = 2
+    apart: bool = False
+    math: bool = False
+    kernels: Replaced | None = None
+    weights: Callable[[nn.Module], Any] | None = None
 
 
 def batch_of(subject: str, generator: torch.Generator, change: str) -> tuple[Tensor, Tensor]:
@@ -65,6 +75,11 @@ def _train(output: Path, subject: str, way: Way, plan: dict[str, Any]) -> Path:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1 + way.noise * torch.randn_like(parameter))
+    if way.weights is not None:
+        with torch.no_grad():
+            way.weights(model)
+    if way.apart:
+        _take_apart(model)
     if way.channels_last:
         model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     settings: dict[str, Any] = {"lr": 1e-2 if way.algorithm == "SGD" else 1e-3, **_settings(change), **way.optimizer}
@@ -72,11 +87,27 @@ def _train(output: Path, subject: str, way: Way, plan: dict[str, Any]) -> Path:
     torch.manual_seed(1)
     run = torch.compile(model) if way.compiled else model
     generator = torch.Generator().manual_seed(3)
-    with trainprobe.watch(model, optimizer, output=output, console=False, **plan) as probe:
+    with ExitStack() as stack:
+        if way.kernels is not None:
+            stack.enter_context(way.kernels)
+        if way.math:
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        probe = stack.enter_context(trainprobe.watch(model, optimizer, output=output, console=False, **plan))
         for step in range(STEPS):
+            batches = [batch_of(subject, generator, change) for _ in range(2)]
+            if way.micros != 2:
+                whole = (torch.cat(each).chunk(way.micros) for each in zip(*batches, strict=True))
+                batches = list(zip(*whole, strict=True))
             with probe.step():
-                _step(run, model, optimizer, [batch_of(subject, generator, change) for _ in range(2)], way, step)
+                _step(run, model, optimizer, batches, way, step)
     return output
+
+
+def _take_apart(model: nn.Module) -> None:
+    """Let linear layers multiply and add in two operators."""
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear) and layer.bias is not None:
+            layer.forward = lambda x, layer=layer: x @ layer.weight.t() + layer.bias
 
 
 def _settings(change: str) -> dict[str, Any]:

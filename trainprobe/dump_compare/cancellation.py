@@ -63,8 +63,8 @@ class Terms:
         if call.phase == "backward":
             given = [values[i] for i in _gradients_among(names)]
             forward = self._forward[call.kind, call.name].get(call.call)
-            return self._of_gradient(_kind_of(call), given, _given(forward), result)
-        return self._of_result(_kind_of(call), [values[i] for i in _given_among(names)], result)
+            return self._of_gradient(kind_of(call), given, _given(forward), result)
+        return self._of_result(kind_of(call), [values[i] for i in _given_among(names)], result)
 
     def _of_result(self, kind: str, given: Sequence[Value], result: Value) -> float:
         way = _sort_of(kind)
@@ -96,7 +96,7 @@ class Terms:
         for backward in self._backward.get(owner(call), ()):
             gradients = [value for at, value in slots(backward) if at.startswith("grad_output")]
             given = _given(self._forward["module", backward.name].get(backward.call))
-            kind = _kind_of(backward)
+            kind = kind_of(backward)
             terms = self._of_gradient(kind, gradients, given, result)
             found = math.hypot(found, terms or (max(map(self._norm, gradients), default=0.0) if "embedding" in kind else 0.0))
         if found:
@@ -130,7 +130,7 @@ def _size(value: Value) -> int:
 _product_of = lru_cache(maxsize=4096)(math.prod)
 
 
-def _kind_of(call: Call) -> str:
+def kind_of(call: Call) -> str:
     """Return what a call does, by the name of the op or of the module's class: `linear`, `conv2d`, `batchnorm2d`."""
     return _kind_of_op(call.name) if call.kind == "op" else _kind_of_module(call.cls)
 

@@ -14,6 +14,7 @@ from rich.progress import track
 
 from trainprobe.dump_compare import report
 from trainprobe.dump_compare.dump_side import Side
+from trainprobe.dump_compare.factors import see_factors
 from trainprobe.dump_compare.frameworks import pair_frameworks
 from trainprobe.dump_compare.intervals import ALIKE
 from trainprobe.dump_compare.judge import Judged, judge_calls
@@ -234,6 +235,7 @@ def compare_rank(
     if steps[0] != steps[1]:
         notes.append(f"A is step {steps[0]} and B is step {steps[1]}")
     judged = judge_calls(calls, *sides, measure)
+    see_factors(judged, *sides)
     if sheet is not None:
         write_sheet(judged, *sides, sheet)
     made = {name: maker(pair, judged, sides) for name, maker in (make or {}).items()}

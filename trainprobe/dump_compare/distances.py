@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from trainprobe.dump_compare.call_slots import is_result, named_values
 from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.intervals import ALIKE, MASKED, SAME, Interval, format_name, intervals
+from trainprobe.dump_compare.own_rounding import WITHIN, Beyond, is_kernel
 from trainprobe.dump_compare.pairing import CallPair
 from trainprobe.dump_compare.parameter_states import is_made
 from trainprobe.engine.compare.number_formats import FORMATS, coarser
@@ -31,7 +32,9 @@ class Distance(NamedTuple):
     it. epsilon: gap of the coarser of both formats, 0 of whole numbers. formats: both number formats, where they are two.
     cancelled: norm of the terms that were summed to get a result, over its own; 1 where nothing cancels or it does not matter.
     floor: what rounding does to a result as a third run measured it, 0 where none did. from_truth: distances of A and of B from
-    a run in higher precision.
+    a run in higher precision. beyond: what of a result of a call that is given the same is further apart than its own rounding
+    (see own_rounding). stored: of a weight before the first step, whether other numbers are stored, however near they are.
+    factor: number that makes A's to B's, 0 where none does (see factors).
     """
 
     slot: str
@@ -42,6 +45,9 @@ class Distance(NamedTuple):
     cancelled: float = 1.0
     floor: float = 0.0
     from_truth: tuple[float, float] | None = None
+    beyond: Beyond = WITHIN
+    stored: bool = False
+    factor: float = 0.0
 
     @property
     def low(self) -> float:
@@ -52,7 +58,7 @@ class Distance(NamedTuple):
     def another(self) -> bool:
         """Return whether the two are not the same stored numbers, in whatever format."""
         unknown = self.interval.evidence == "bits" and math.isinf(self.interval.high)
-        return unknown or self.interval.low > SLACK * self.epsilon
+        return unknown or self.stored or self.interval.low > SLACK * self.epsilon
 
 
 class _Matched(NamedTuple):
@@ -69,12 +75,14 @@ class Measured(NamedTuple):
     """The distances of a call's values.
 
     own: the rounding of the call itself. given, weights: the furthest of what it is given, and of its weights among that.
+    sums: what accumulation adds to `own`.
     """
 
     values: list[Distance]
     own: float
     given: float = 0.0
     weights: float = 0.0
+    sums: float = 0.0
 
 
 def measure_calls(pairs: Sequence[CallPair], a: Side, b: Side) -> Iterator[Measured]:
@@ -110,6 +118,7 @@ class _Form(NamedTuple):
 
     formats: Sequence[tuple[float, str]]
     own: float
+    sums: float
     agreeing: dict[tuple[Interval | None, ...], Measured]
 
 
@@ -136,8 +145,8 @@ class _Known:
                 for x, y in zip(matched.left, matched.right, strict=True)
             ]
             coarsest = max((epsilon for epsilon, _ in of_each), default=0.0)
-            own = coarsest and coarsest + _sum_epsilon(coarsest) * math.sqrt(_longest_sum(matched.shapes))
-            found = self.forms[key] = _Form(of_each, own, {})
+            sums = coarsest and _sum_epsilon(coarsest) * math.sqrt(_longest_sum(matched.shapes))
+            found = self.forms[key] = _Form(of_each, coarsest + sums, sums, {})
         return found
 
     def _of_formats(self, x: Value, y: Value) -> tuple[float, str]:
@@ -186,7 +195,7 @@ def _measured(pair: CallPair, matched: _Matched, found: Iterator[Interval], know
             given = far.high
         if far.high > weights and slot.startswith("parameters"):
             weights = far.high
-    measured = Measured(values, form.own, given, weights)
+    measured = Measured(values, form.own, given, weights, form.sums)
     if agrees:
         form.agreeing[distances] = measured
     return measured
@@ -215,7 +224,7 @@ def _matched(pair: CallPair) -> _Matched:
         return _Matched(names, left, right, _results(pair.a.kind, names), shapes)
     together = list(_together(dict(zip(names, left, strict=True)), dict(zip(others, right, strict=True))))
     if backward_of_op:
-        together = _of_the_same_nodes(together)
+        together = _of_the_same_nodes(together, is_kernel(pair.a))
     if elsewhere:
         together = [each for each in together if not _is_told_elsewhere(each)]
     names = tuple([slot for slot, _, _ in together])
@@ -238,15 +247,14 @@ def _is_told_elsewhere(paired: Paired) -> bool:
     return all(value is not None and value.row < 0 and _ELSEWHERE in (value.note or "") for value in paired[1:])
 
 
-def _of_the_same_nodes(together: list[Paired]) -> list[Paired]:
+def _of_the_same_nodes(together: list[Paired], kernel: bool) -> list[Paired]:
     """Return the values of an op's backward; gradients that are those at two autograd nodes are without their partners.
 
-    A gradient has the shape of what it belongs to. Where two shapes are not alike, the op ran as another kernel does, attention
-    for one, and what was recorded is the gradient within it.
+    A gradient has the shape of what it belongs to. Where two shapes are not alike, or where one side gives more gradients and
+    the op is no kernel, it ran as another kernel does, attention for one, and what was recorded is the gradient within it.
     """
-    other = any(
-        is_result(slot) and x is not None and y is not None and tuple(x.shape) != tuple(y.shape) for slot, x, y in together
-    )
+    results = [(x, y) for slot, x, y in together if is_result(slot)]
+    other = any(not kernel if x is None or y is None else tuple(x.shape) != tuple(y.shape) for x, y in results)
     return [(slot, x, None if is_result(slot) else y) for slot, x, y in together] if other else together
 
 

@@ -91,6 +91,12 @@ class Side:
             bits["crc32"][1][rows] = True
         return Columns(statistics, bits)
 
+    def counted(self, value: Value) -> tuple[float | None, tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]] | None]:
+        """Return how many elements of a value are zero and the edges and counts of its histogram, each None if unknown."""
+        row, zeros = value.row, self.step_data.finished.get("zero")
+        known = zeros is not None and 0 <= row < len(zeros) and not self.step_data.absent["zero"][row]
+        return float(zeros[row]) if zeros is not None and known else None, (self.step_data.histograms or {}).get(row)
+
     def norm(self, value: Value) -> float:
         """Return the l2 norm of a value from its statistics or else its elements; NaN where the dump has neither."""
         norms, there = self._norms

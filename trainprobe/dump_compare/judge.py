@@ -30,9 +30,11 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from trainprobe.dump_compare.arguments import other_argument
-from trainprobe.dump_compare.cancellation import Terms, cancelled
+from trainprobe.dump_compare.cancellation import Terms, cancelled, kind_of
 from trainprobe.dump_compare.distances import SLACK, Distance, Measured, measure_calls
 from trainprobe.dump_compare.dump_side import Side
+from trainprobe.dump_compare.equal_inputs import hold_to_own_rounding, see_weights
+from trainprobe.dump_compare.own_rounding import COARSE, SURELY, roundings
 from trainprobe.dump_compare.pairing import CallPair
 from trainprobe.engine.core.records import Call
 from trainprobe.engine.core.step_data import owner
@@ -41,6 +43,8 @@ Outcome = Literal["identical", "rounding", "carried", "suspicious", "bug", "miss
 _GRAVITY: tuple[Outcome, ...] = ("identical", "rounding", "carried", "suspicious", "bug")
 # what is smallest may become largest in these
 _QUOTIENTS = ("addcdiv", "div", "true_divide", "reciprocal", "rsqrt", "_fused_adam")
+# whose slope jumps: where a share d of the elements lies that near to the jump, gradients are √d apart
+_KINKS = ("relu", "leaky_relu", "prelu", "hardtanh", "hardswish", "hardsigmoid", "clamp", "threshold", "abs", "max_pool")
 # what is almost equal may be told apart otherwise in these
 _CHOICES = (
     *("topk", "sort", "argsort", "argmax", "argmin", "max", "min", "amax", "amin", "median", "kthvalue", "unique", "bucketize"),
@@ -72,6 +76,7 @@ class Judged:
     computed: largest relative distance of plain floats that may have been computed from tensors (see arguments).
     weights: largest distance of the weights that a module is given.
     excused: slots of what an optimizer keeps, and is given, that is only as far apart as its gradients are.
+    sums: what accumulation adds to `own`.
     """
 
     pair: CallPair
@@ -83,6 +88,7 @@ class Judged:
     computed: tuple[str, float] = "", 0.0
     weights: float = 0.0
     excused: frozenset[str] = frozenset()
+    sums: float = 0.0
 
     def rounding(self, value: Distance) -> float:
         """Return what rounding alone may do to a result: as measured, but at least the gap of its format, or by the model."""
@@ -115,12 +121,17 @@ def judge_calls(
     _explain(judged)
     for one in judged:
         if one.pair.a is not None and one.pair.b is not None:
+            hold_to_own_rounding(one, a, b)
+            see_weights(one, a, b)
             one.outcome = _outcome(one)
     return judged
 
 
 def _round_as_what_runs_within(judged: Sequence[Judged]) -> None:
-    """Let a module round as coarsely as what runs within it (bfloat16 under autocast), and be given the weights of that."""
+    """Let a module round as coarsely as what runs within it (bfloat16 under autocast), and be given the weights of that.
+
+    The gradients of its weights are rounded so too, whatever their own format is.
+    """
     by_call = {id(one.pair.a): one for one in judged if one.pair.a is not None}
     for one in judged:
         own, weights = one.own, one.weights
@@ -128,6 +139,13 @@ def _round_as_what_runs_within(judged: Sequence[Judged]) -> None:
             outer = by_call.get(id(call))
             if outer is not None and (own > outer.own or weights > outer.given):
                 outer.own, outer.given = max(outer.own, own), max(outer.given, weights)
+    modules: dict[str, float] = {}
+    for one in judged:
+        if one.call.kind == "module":
+            modules[one.call.name] = max(modules.get(one.call.name, 0.0), one.own)
+    for one in judged:
+        if one.own and (one.call.kind == "parameter" or (one.call.kind == "state" and one.call.phase == "backward")):
+            one.own = max(one.own, modules.get(owner(one.call), 0.0))
 
 
 def _give_weights_below(judged: Sequence[Judged]) -> None:
@@ -160,16 +178,23 @@ def _explain(judged: Sequence[Judged]) -> None:
         key = _module_of(owner(call), arrived) if of_parameters else (call.kind, call.name, call.call)
         if call.phase == "backward":
             one.given = max(one.given, arrived.get(key, noise if of_parameters else 0.0))  # tied weights: of a module unknown
-        if not of_parameters and (one.given > 0 or call.kind == "module"):  # which modules were called is asked for too
+        if call.phase == "backward" and kind_of(call).startswith(_KINKS):
+            one.given = max(one.given, math.sqrt(one.given))
+        kept = one.given if one.own <= COARSE else max([one.given, *_results_apart(one)])  # a backward may use the result
+        if not of_parameters and (kept > 0 or call.kind == "module"):  # which modules were called is asked for too
             for each in (key, key[:2]):
-                if one.given >= arrived.get(each, 0.0):
-                    arrived[each] = one.given
+                if kept >= arrived.get(each, 0.0):
+                    arrived[each] = kept
         steps = call.kind == "state" and call.phase == "step"
         if _makes_much_of_little(one, noise):
             one.given = math.inf
         for value in one.values:
             if value.interval.low > 0 and value.result and not steps and noise < value.low < math.inf:
                 noise = value.low
+
+
+def _results_apart(one: Judged) -> Iterator[float]:
+    return (value.interval.high for value in one.values if value.result)
 
 
 def _makes_much_of_little(one: Judged, noise: float) -> bool:
@@ -225,7 +250,12 @@ def _see_cancellation(judged: Sequence[Judged], a: Side, b: Side) -> None:
         for i, value in enumerate(one.values):
             if mine.kind == "state" and not value.slot.startswith("grad"):
                 continue  # what an optimizer makes is no sum of what reached the module
-            if value.result and value.epsilon and not value.floor and SLACK * one.own < value.interval.low < math.inf:
+            if (
+                value.result
+                and value.epsilon
+                and not value.floor
+                and _room(one, value, one.own) < value.interval.low < math.inf
+            ):
                 terms = terms or (Terms(_calls(judged, 0, a), a), Terms(_calls(judged, 1, b), b))
                 times = cancelled(((mine, value.slot, terms[0]), (theirs, value.slot, terms[1])))
                 if times != 1:
@@ -256,7 +286,9 @@ def _with_distances(pair: CallPair, measured: Measured) -> Judged:
         return Judged(pair)
     argument, computed = other_argument(pair.a, pair.b)
     given = max(computed[1], measured.given)
-    return Judged(pair, "missing", measured.values, given, measured.own, argument, computed, measured.weights)
+    return Judged(
+        pair, "missing", measured.values, given, measured.own, argument, computed, measured.weights, sums=measured.sums
+    )
 
 
 def _outcome(one: Judged) -> Outcome:
@@ -282,11 +314,25 @@ def _outcome(one: Judged) -> Outcome:
 
 def _of_result(one: Judged, value: Distance) -> Outcome:
     own = one.rounding(value)
-    if value.low <= (own if one.argument else SLACK * own):
+    if value.beyond.times > 1:
+        return "bug" if value.beyond.times > SURELY else "suspicious"
+    room = own if one.argument else _room(one, value, own)
+    if value.low <= room:
         return "rounding"
     if one.argument or one.given + own == 0:
         return "bug"
-    ratio = value.low / (own + one.given) if math.isfinite(one.given) else 0.0
-    if ratio <= SLACK:
+    carried = room + SLACK * one.given
+    if value.low <= carried or math.isinf(one.given):
         return "carried"
-    return "suspicious" if one.given > 0 and ratio <= SLACK * SLACK else "bug"
+    return "suspicious" if one.given > 0 and value.low <= SLACK * carried else "bug"
+
+
+def _room(one: Judged, value: Distance, own: float) -> float:
+    """Return how far a result may be apart by rounding alone: ten times its own, as statistics do not bound what arrives.
+
+    Where elements of 16 bits are stored, all distances are known, and each rounding of a call moves its result once.
+    """
+    exact = all(each.interval.evidence in ("values", "bits") for each in one.values if each.interval.high > 0)
+    if own <= COARSE or not exact or value.formats or value.floor or one.call.kind not in ("op", "module"):
+        return SLACK * own
+    return SLACK * own if one.call.phase == "backward" else 2 * roundings(one.call, (), joined=False)[0] * own

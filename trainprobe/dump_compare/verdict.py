@@ -10,7 +10,9 @@ from typing import Any
 
 from trainprobe.dump_compare.arguments import given_alone
 from trainprobe.dump_compare.between_steps import Left, changed, left_by, who_changed
+from trainprobe.dump_compare.causes import causes, without_gradient
 from trainprobe.dump_compare.distances import SLACK, Distance
+from trainprobe.dump_compare.factors import times
 from trainprobe.dump_compare.intervals import Interval
 from trainprobe.dump_compare.judge import Judged, Outcome, enclosing
 from trainprobe.dump_compare.pairing import RankPair
@@ -79,7 +81,9 @@ def judge_runs(ranks: Sequence[Compared], missing: Sequence[str]) -> Verdict:
         surely = "the runs part at" if judged.outcome != "suspicious" else "the runs may part at"
         between = _between_steps(ranks, rank, judged) or _between_modules(rank, judged)
         details = [*between[1:], *_hints(rank, judged), *details]
-        what = "".join([_what(judged, changed(judged, _left_before(ranks, rank))), *between[:1]])
+        told = causes(rank.calls, judged.pair.place)
+        because = [f"; before it, {cause}" for cause in told if not cause.startswith(f"{judged.call.name} has no gradient")]
+        what = "".join([_what(judged, changed(judged, _left_before(ranks, rank))), *between[:1], *because])
         return Verdict(2, f"{surely} {_where(rank, judged)}: {what}", details, first, counts)
     if whole == counts["missing"]:
         said = "no call of one has a partner in the other" if whole else "neither dump holds a call"
@@ -91,13 +95,14 @@ def judge_runs(ranks: Sequence[Compared], missing: Sequence[str]) -> Verdict:
         )
         return Verdict(3, "; ".join([said, *arguments]), details, None, counts)
     details = [*arguments, *details]
+    because = list(dict.fromkeys(cause for rank in ranks for cause in causes(rank.calls)))
     unread = any(rank.unread for rank in ranks)
     if missing or alone or unread:
         agrees = _ROUNDING if counts["rounding"] + counts["carried"] else "all that both dumps hold agrees"
         lacking = "stored values cannot be read" if unread else "parts of one have no partner in the other"
-        return Verdict(3, f"{agrees}, but {lacking}", details, None, counts)
+        return Verdict(3, "; ".join([f"{agrees}, but {lacking}", *because]), details, None, counts)
     if counts["rounding"] or counts["carried"]:
-        return Verdict(1, f"{_ROUNDING}: {whole} calls{of_them}", details, None, counts)
+        return Verdict(1, "; ".join([f"{_ROUNDING}: {whole} calls{of_them}", *because]), details, None, counts)
     alike = sum(rank.by_statistics for rank in ranks)
     if alike:
         details = [f"{alike} values are told by statistics alone, which the same numbers in another order have too", *details]
@@ -299,12 +304,34 @@ def _what(judged: Judged, since: tuple[Distance, float] | None = None) -> str:
         source = "the weights differ" if value.slot.startswith("parameters") else "it is given something else"
         return f"{source}, {_far(value)}"
     worst = judged.worst
-    far = "" if worst is None else f"{_far(worst)} ({_rounding(judged, worst)})"
+    beyond = max(judged.values, key=lambda value: value.beyond, default=None)
+    if beyond is not None and beyond.beyond.times > 1:
+        far = f"{beyond.slot} is {times(beyond)}" if beyond.factor else _moved(beyond)
+    else:
+        far = "" if worst is None else f"{_far(worst)} ({_rounding(judged, worst)})"
     if judged.argument:
         return f"{judged.argument}; {far}" if far else judged.argument
     alone = given_alone(judged.pair.a, judged.pair.b) if judged.pair.a is not None and judged.pair.b is not None else ""
-    given = alone or ("all that it is given agrees" if judged.given == 0 else f"what it is given is {judged.given:.1e} apart")
+    given = (
+        alone
+        or next(iter(without_gradient([judged])), "")
+        or ("all that it is given agrees" if judged.given == 0 else f"what it is given is {judged.given:.1e} apart")
+    )
     return f"{given}, {far}"
+
+
+_MOVED = {"max": "its largest number", "min": "its smallest number", "mean": "its mean", "norm": "its norm"}
+
+
+def _moved(value: Distance) -> str:
+    """Return which number of a result is further apart than the rounding of this result explains."""
+    found, far = value.beyond, value.interval
+    exact = "" if far.evidence == "values" else "at least "
+    at = f" (most at {far.note})" if far.evidence == "values" and far.note else ""
+    often = f"{found.times:.2g}" if found.times < 1000 else "over 1000"
+    name = _MOVED.get(found.what, found.what)
+    moved = f"{name} moved by {found.changed:.1e}, {often} times what rounding explains"
+    return f"{value.slot} is {exact}{far.low:.1e} apart{at}: {moved}"
 
 
 def _rounding(judged: Judged, value: Distance) -> str:
@@ -318,6 +345,8 @@ def _far(value: Distance) -> str:
     exact = "" if far.evidence == "values" else "at least "
     if not 0 < far.low < math.inf:
         return f"{value.slot}: {far.note}"
+    if value.factor:
+        return f"{value.slot} is {times(value)}"
     of_terms = f", {value.low:.1e} of what was summed to get it" if value.cancelled > 2 else ""
     at = f", {far.note}" if far.evidence == "values" and far.note else ""
     return f"{value.slot} is {exact}{far.low:.1e} apart{of_terms}{at}"
@@ -333,6 +362,7 @@ def _hints(rank: Compared, judged: Judged) -> list[str]:
         said.append("it draws random numbers: compare runs with equal generators, or with dropout off")
     if judged.call.kind == "state" and judged.call.phase == "step" and any(value.result for value in judged.values):
         said.append("this is what the optimizer makes of the parameter")
+    said += _about_factor(rank, judged)
     worst = judged.worst
     if worst is not None and worst.from_truth is not None:
         far = worst.from_truth
@@ -348,6 +378,23 @@ def _hints(rank: Compared, judged: Judged) -> list[str]:
         side = "A" if before[-1].pair.b is None else "B"
         said.append(f"before it, only {side} runs {entry_name(before[-1].call, rank.framework)}")
     return said
+
+
+def _about_factor(rank: Compared, judged: Judged) -> list[str]:
+    """Return of how many gradients of parameters one side has those of the other times the number of the first place."""
+    first = next((value for value in judged.values if value.factor), None)
+    kinds = {one.call.kind for one in rank.calls if one.call.phase == "backward"}
+    kind = "state" if "state" in kinds else "parameter"  # as the optimizer sees them, or as they reached the modules
+    gradients = [
+        value
+        for one in rank.calls
+        if one.call.kind == kind and one.call.phase == "backward"
+        for value in one.values
+        if value.result and value.interval.evidence != "absent"
+    ]
+    same = [value for value in gradients if first is not None and abs(value.factor / first.factor - 1) < 0.02]
+    whole = "all" if len(same) == len(gradients) else f"{len(same)} of"
+    return [f"{whole} {len(gradients)} gradients of parameters are {times(same[0])}"] if same else []
 
 
 def _about_missing(missing: Sequence[tuple[Compared, Judged]]) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from trainprobe.dump_compare.call_slots import fill
 from trainprobe.dump_compare.dump_side import Side
+from trainprobe.dump_compare.factors import see_factors
 from trainprobe.dump_compare.intervals import ALIKE
 from trainprobe.dump_compare.judge import Judged, judge_calls
 from trainprobe.dump_compare.layouts.collectives import TERMS_OF_ROWS, Collectives
@@ -79,6 +80,7 @@ def compare_layouts(
         side.calls += [call for pair in places if (call := (pair.a, pair.b)[i]) is not None]
     judged = judge_calls(places, *sides)
     judge_states(judged, sides)
+    see_factors(judged, *sides)
     at = RankPair(step, a[0].step_data.place.rank, a[0].folder.parent, b[0].folder.parent)
     unread = [text for rank in (*a, *b) for text in rank.unread]
     said = f"A is {tables[0].layout} and B is {tables[1].layout}: the shards of each tensor were joined"

@@ -234,7 +234,7 @@ def _added(terms: Iterator[npt.NDArray[Any] | None], shape: tuple[int, ...]) -> 
     for i, term in enumerate(terms):
         if total is None or term is None or term.shape != shape:
             return None
-        total = np.add(total, term, dtype=np.float64) if i == 0 else np.add(total, term, out=total)
+        total = np.asarray(np.add(total, term, dtype=np.float64)) if i == 0 else np.add(total, term, out=total)
     return None if total is None or total.shape != shape else total
 
 

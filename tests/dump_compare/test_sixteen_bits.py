@@ -1,0 +1,180 @@
+"""Calls in 16 bits that are given the same are held to the rounding of their own result, and healthy kernels stay within it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import trainprobe
+from benchmarks.dump_compare.kernels import HEALTHY, Replaced
+from benchmarks.dump_compare.runs import Way, train
+from benchmarks.dump_compare.sixteen_bits import PLANS, PLANTS, REGIMES
+from trainprobe.cli import main
+from trainprobe.dump_compare.own_rounding import Counted, Rounding, by_counts, by_elements, by_statistics, statistics_of
+
+BFLOAT16 = Rounding(2.0**-7, 0.0, 1e-6)
+NAMED = ("linear: gain 1.05", "linear: a column zero", "linear: a column doubled", "loss: gain 1.05", "weights: all 3 % off")
+
+
+def rounded(x: np.ndarray) -> np.ndarray:
+    return torch.from_numpy(x).bfloat16().double().numpy()
+
+
+@pytest.fixture(scope="module")
+def right(tmp_path_factory):
+    """The right training for each plan, in bfloat16, one step."""
+    made = {}
+
+    def dump(plan: str):
+        if plan not in made:
+            made[plan] = train(
+                tmp_path_factory.mktemp(plan) / "right", "gpt", Way(dtype=torch.bfloat16), step=[0], **PLANS[plan]
+            )
+        return made[plan]
+
+    return dump
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", NAMED)
+def test_a_wrong_kernel_or_weight_is_named(tmp_path, capsys, right, name, plan):
+    plant = next(each for each in PLANTS if each.name == name)
+    way = Way(**REGIMES["bfloat16"], kernels=Replaced(fault=plant.fault), weights=plant.weights)
+    b = train(tmp_path / "b", "gpt", way, step=[0], **PLANS[plan])
+    capsys.readouterr()
+    code = main(["dump-compare", str(right(plan)), str(b), "-q"])
+    said = capsys.readouterr().out
+    assert code == 2 and re.search(plant.first, said), said
+
+
+@pytest.mark.parametrize("plan", ["statistics", "tensors"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"kernels": Replaced(HEALTHY["other order"])},
+        {"kernels": Replaced(HEALTHY["float64"])},
+        {"apart": True},
+        {"math": True},
+        {"model": {"eager": True}},
+        {"threads": 2},
+    ],
+    ids=["other order", "float64", "bias apart", "attention in parts", "eager attention", "threads"],
+)
+def test_healthy_kernels_are_within_rounding(tmp_path, capsys, right, how, plan):
+    b = train(tmp_path / "b", "gpt", replace(Way(dtype=torch.bfloat16), **how), step=[0], **PLANS[plan])
+    capsys.readouterr()
+    code = main(["dump-compare", str(right(plan)), str(b)])
+    said = capsys.readouterr().out
+    assert code in (0, 1, 3) and "within rounding" in said + "all calls agree", said
+    assert " bug" not in said and " suspicious" not in said, said
+
+
+def test_a_floor_does_not_hide_a_wrong_kernel(tmp_path, capsys, right):
+    plant = next(each for each in PLANTS if each.name == "linear: gain 1.05")
+    way = Way(**REGIMES["bfloat16"], kernels=Replaced(fault=plant.fault))
+    b = train(tmp_path / "b", "gpt", way, step=[0], **PLANS["statistics"])
+    c = train(tmp_path / "c", "gpt", Way(dtype=torch.bfloat16, noise=2.0**-8), step=[0], **PLANS["statistics"])
+    capsys.readouterr()
+    assert main(["dump-compare", str(right("statistics")), str(b), "--floor", str(c), "-q"]) == 2
+    assert "Functional.linear.10.forward" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("tail", [1.0, 3.0], ids=["normal", "heavy tails"])
+@pytest.mark.parametrize("n", [1, 7, 1000, 200_000])
+def test_two_roundings_of_equal_numbers_are_within_and_a_gain_is_beyond(n, tail):
+    rng = np.random.default_rng(n)
+    x = np.sign(rng.normal(size=n)) * np.abs(rng.normal(size=n)) ** tail
+    scale = np.linalg.norm(x) / np.sqrt(n)
+    a, b = (rounded(x * (1 + 2.0**-8 * rng.uniform(-0.5, 0.5, n)) + 1e-7 * scale * rng.normal(size=n)) for _ in "ab")
+    assert by_statistics(statistics_of(a), statistics_of(b), n, BFLOAT16).times <= 1
+    assert by_elements(a, b, BFLOAT16, within=False).times <= 1
+    wrong = rounded(b * 1.05)
+    assert by_statistics(statistics_of(a), statistics_of(wrong), n, BFLOAT16).times > 2
+    assert by_elements(a, wrong, BFLOAT16, within=False).times > 2
+
+
+def test_counts_of_zeros_and_histograms_tell_what_norms_do_not():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=100_000)
+    a, b = (rounded(x * (1 + 1e-6 * rng.normal(size=x.size))) for _ in "ab")
+    edges = np.linspace(-4, 4, 33)
+    wrong = b.copy()
+    wrong[np.argsort(np.abs(x))[5000:5060]] = 0
+
+    def counted(x: np.ndarray) -> Counted:
+        return Counted(float((x == 0).sum()), (edges, np.histogram(x.clip(-4, 4), edges)[0].astype(float)))
+
+    norm = float(np.linalg.norm(a))
+    assert by_counts(counted(a), counted(b), norm, x.size, BFLOAT16).times <= 1
+    found = by_counts(counted(a), counted(wrong), norm, x.size, BFLOAT16)
+    assert found.times > 1 and found.what == "count of zeros"
+    spread = rounded(b + 0.05 * rng.choice([-1, 1], x.size))
+    found = by_counts(counted(a), counted(spread)._replace(zeros=None), norm, x.size, BFLOAT16)
+    assert found.times > 1 and found.what == "histogram"
+
+
+class Part(nn.Module):
+    """A small model whose middle may be of another format."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.mlp, self.head = nn.Linear(16, 16), nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16)), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        return self.head(x + self.mlp(x.to(self.mlp[0].weight.dtype)).float()).square().mean()  # pyright: ignore
+
+
+def part(folder, how: str = "", **plan) -> str:
+    torch.manual_seed(0)
+    model = Part()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    if how == "half":
+        model.mlp.half()
+    if how == "last bit":
+        with torch.no_grad():
+            model.head.weight[0, 0] = torch.nextafter(model.head.weight[0, 0], torch.tensor(9.0))
+    if how == "frozen":
+        model.head.bias.requires_grad_(False)
+    generator = torch.Generator().manual_seed(3)
+    with trainprobe.watch(model, optimizer, output=folder, console=False, **plan) as probe:
+        for _ in range(2):
+            x = torch.randn(8, 16, generator=generator)
+            with probe.step():
+                optimizer.zero_grad()
+                loss = model(x)
+                (loss * 2 if how == "twice" else loss).backward()
+                optimizer.step()
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "said"),
+    [
+        ("twice", 2, "grad_output.0 is twice as large in B"),
+        ("frozen", 2, "head.bias has no gradient in B"),
+        ("half", 1, "mlp is float32 in A and float16 in B"),
+        ("last bit", 2, "Module.head.Linear.forward.0 (step 0, micro-batch 0, rank 0): the weights differ"),
+    ],
+)
+def test_a_cause_is_said_in_the_first_line(tmp_path, capsys, how, code, said):
+    plan = {"level": "L0", "summary": "both", "step": [0], "monitor": {"parameters": True, "gradients": True}}
+    plan = {name: of for name, of in plan.items() if name != "monitor" or how in ("frozen", "twice")}
+    a, b = part(tmp_path / "a", **plan), part(tmp_path / "b", how, **plan)
+    capsys.readouterr()
+    assert main(["dump-compare", a, b]) == code
+    lines = capsys.readouterr().out.splitlines()
+    assert said in lines[0], lines[0]
+    assert how != "twice" or "all 8 gradients of parameters are twice as large in B" in lines[1], lines[1]
+
+
+def test_weights_that_a_step_before_has_rounded_are_no_other_weights(tmp_path, capsys):
+    plan = {"level": "L0", "summary": "both", "step": [1]}
+    a, b = part(tmp_path / "a", **plan), part(tmp_path / "b", "last bit", **plan)
+    capsys.readouterr()
+    assert main(["dump-compare", a, b]) == 1, capsys.readouterr().out
