@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from trainprobe.config_check.capture.environment import capture_environment
+from trainprobe.config_check.capture.references import resolved
 from trainprobe.config_check.capture.shell_script import exported_variables, read_shell_script
 from trainprobe.config_check.names import masked
 from trainprobe.errors import FormatError
@@ -38,7 +39,9 @@ def read_settings(path: str | Path) -> dict[str, Any]:
         environment = capture_environment(exported_variables(text, str(path)))["variables"]
     else:
         values = _parsed(path, text, {"yaml": _yaml, "json": _json, "toml": _toml}[kind])
-    return source(kind, path.name, flat(values, str(path))) | {"environment": environment}
+    settings = flat(values, str(path))
+    settings = resolved(settings) if kind == "yaml" else settings
+    return source(kind, path.name, settings) | {"environment": environment}
 
 
 def source(kind: str, name: str, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -425,6 +425,14 @@ static long long version_of(PyObject *t) {
     return version;
 }
 
+/* `requires_grad_()` may have come after a tensor was looked at: a call is told what holds when it uses the tensor. */
+static int still_requires(const Value *value, PyObject *t) {
+    PyObject *grad = tensor_attribute(t, REQUIRES_GRAD);
+    if (!grad) PyErr_Clear();
+    Py_XDECREF(grad); /* True and False live on */
+    return !grad || grad == value->requires_grad;
+}
+
 static PyObject *tape_look(Tape *self, PyObject *t, long flags, int held) {
     if (!tape_is_plain(self, t)) return by_python(self->special, t, flags);
     long long version = version_of(t);
@@ -435,7 +443,7 @@ static PyObject *tape_look(Tape *self, PyObject *t, long flags, int held) {
     if (shape) {
         const Seen *seen = reuse ? seen_find(&self->seen, t) : NULL;
         if (seen && seen->known && seen_is(seen, t) && seen->version == version && seen->data == at.data && seen->shape == shape) {
-            if ((seen->flags & flags) == flags) {
+            if ((seen->flags & flags) == flags && still_requires(seen->value, t)) {
                 self->reused++;
                 Py_DECREF(shape);
                 return Py_NewRef((PyObject *)seen->value);
@@ -611,6 +619,14 @@ void tape_touched(Tape *self, PyObject *t) {
     Seen *seen = seen_find(&self->seen, t);
     if (seen) seen_forget(seen);
     views_clear(&self->views); /* which share memory with it, perhaps */
+}
+
+/* What a tensor was when it was looked at, where its version counter says that nothing was written since; a borrowed reference or NULL. */
+Value *tape_unwritten(Tape *self, PyObject *t) {
+    const Seen *seen = seen_find(&self->seen, t);
+    long long version = seen && seen->known && seen_is(seen, t) ? version_of(t) : -1;
+    if (version == -2) PyErr_Clear();
+    return version >= 0 && version == seen->version ? seen->value : NULL;
 }
 
 PyObject *tape_noted(Tape *self, PyObject *value, PyObject *note) {
