@@ -51,6 +51,8 @@ class OpProbe(Probe):
         super().__init__(plan, rename=rename)
         elsewhere = settings.server is not None or settings.folder is not None
         self._online = OnlineJudge(settings, self.held, say) if elsewhere else None
+        if self.parts.collectives is not None:
+            self.parts.collectives.keep_no_values()
         if self._online is None and self.parts.ops is not None:
             self.parts.ops.look_after()
         self.judge = self._online or StepJudge(settings, self.held, say, folder)

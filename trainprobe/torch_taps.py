@@ -64,7 +64,7 @@ class TorchTaps(TapMaker):
         ops = OpTap(request, guard_of(self.guard, OpTap), self._stacks, parts.modules)
         inside: list[Call] = parts.modules.stack if parts.modules is not None else []
         own = guard_of(self.guard, CollectiveTap)
-        parts.collectives = CollectiveTap(flags_of(plan.base_detail) & ~SAVE, own, self._stacks, inside)
+        parts.collectives = CollectiveTap(flags_of(plan.base_detail, parts.cuts), own, self._stacks, inside)
         return ops
 
     def states(self, request: StatesRequest, parts: Parts) -> ParameterStateTap:
