@@ -30,7 +30,6 @@ from trainprobe.engine.core.stacks import Stacks
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.plan.selection import Names
 from trainprobe.engine.stats.partials import STATS
-from trainprobe.engine.tape import SAVE
 from trainprobe.monitor.feature_plan import Features
 from trainprobe.monitor.plan import MonitorPlan
 from trainprobe.schedules import Parts, guard_of

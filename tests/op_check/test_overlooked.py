@@ -114,9 +114,13 @@ def test_an_error_lists_the_twenty_worst_elements(capsys: pytest.CaptureFixture[
         F.gelu(torch.randn(400))
     found = lines(capsys)
     start = next(i for i, line in enumerate(found) if line.startswith("[ERROR]") and "gelu" in line)
-    block = [line for line in found[start + 1 : start + 21] if re.fullmatch(r"    \[\d+\]: \S+ where \S+ belongs", line)]
+    block = [
+        line
+        for line in found[start + 1 : start + 21]
+        if re.fullmatch(r"    Element at index \(\d+,\) is not close: \S+ vs \S+", line)
+    ]
     assert len(block) == 20
-    apart = [abs(float(a) - float(b)) for a, b in (re.findall(r": (\S+) where (\S+) belongs", line)[0] for line in block)]
+    apart = [abs(float(a) - float(b)) for a, b in (re.findall(r": (\S+) vs (\S+)", line)[0] for line in block)]
     assert all(a >= b - 3e-8 for a, b in pairwise(apart))  # they are printed with nine digits
 
 

@@ -245,7 +245,7 @@ def line(row: Row, verbose: bool = False) -> str:
     if verbose and row.unit is not None:
         equal += f"\n    inputs {_shapes([row.unit.call.args, row.unit.call.kwargs])}; outputs {_shapes(row.unit.call.out)}"
     if worst.outcome == "bug":
-        furthest = [f"{[*at]}: {got:.9g} where {want:.9g} belongs" for at, got, want in worst.furthest]
+        furthest = [f"Element at index {at} is not close: {got:.9g} vs {want:.9g}" for at, got, want in worst.furthest]
         return "\n    ".join([f"[ERROR] {head} fails: {described(row)}{equal}", *furthest])
     if worst.outcome == "not checked":
         return f"[WARNING] {head} has not been tested: {worst.reason}{equal}"

@@ -27,7 +27,7 @@ _SECTIONS = {
     "nan_check": _SELECTING | {"tensor_list"},
     "structure": _SELECTING,
 }
-_RERUN = "inputs and outputs of ops are recorded, as with task tensor; `trainprobe op-check DUMP` judges them"
+_RERUN = "inputs and outputs of ops are recorded, as with task tensor: `trainprobe op-check DUMP` judges them"
 # tasks that a plan does not have → the task that records most of the same, and what is different then
 _TRANSLATED = {
     "acc_check": ("tensor", _RERUN),
@@ -49,7 +49,10 @@ _TRANSLATED = {
         "(`op_check.condition` of a plan, docs/op_check.md); without `step` step 0 alone",
     ),
 }
-_APART = "nothing is sent to another machine: record both runs, then `trainprobe dump-compare`"
+_APART = (
+    "not used: `trainprobe op-check serve` judges on another machine while the training runs, and the plan's "
+    "`op_check: {server: HOST:PORT}` sends it the calls (docs/op_check_online.md)"
+)
 # keys of their sections that nothing here takes over, and what there is to say
 _UNUSED = {
     "black_list": "not used: every op is recorded; white_list or list names those to record",
