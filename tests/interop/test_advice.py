@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +18,7 @@ import trainprobe
 import trainprobe.pytorch as classic
 from trainprobe.cli import VERBS
 from trainprobe.engine.plan.legacy import dump as legacy
+from trainprobe.engine.storage.dumps import TensorStore
 from trainprobe.errors import PlanError
 
 PACKAGE = Path(trainprobe.__file__).parent
@@ -118,3 +121,40 @@ def test_old_names_of_collectives_select_what_is_recorded(name: str, here: list[
     fields, notes = legacy.translate({"task": "statistics", "statistics": {"list": [name]}}, "config.json")
     assert list(fields["entries"]) == here
     assert any("recorded as" in note for note in notes) == (here != [name])
+
+
+COLLECTIVES = """
+import json, os, sys
+import torch, torch.distributed as dist, trainprobe
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[2], RANK="0", WORLD_SIZE="1")
+dist.init_process_group("gloo")
+layer = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+plan = {"level": "L1", "task": "tensor", "step": [0], "output": sys.argv[1], "console": False, "ops": ["**Distributed**"]}
+with trainprobe.watch(layer, optimizer, **plan) as probe:
+    with probe.step():
+        t, parts = torch.ones(4), [torch.empty(4)]
+        dist.all_reduce(t)
+        dist.all_gather(parts, t)
+        layer(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+print(json.dumps([f.message for f in probe.findings]))
+"""
+
+
+def test_what_collectives_give_is_stored_and_their_pattern_matches(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [sys.executable, "-c", COLLECTIVES, str(tmp_path / "out"), port]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "match" not in done.stdout
+    folder = tmp_path / "out/step0/rank0"
+    data = json.loads((folder / "dump.json").read_text())["data"]
+    stored = TensorStore(folder)
+    for name in ("all_reduce", "all_gather"):
+        entry = next(value for key, value in data.items() if f"Distributed.{name}.0" in key)
+        (output,) = entry["output"]
+        output = output[0] if isinstance(output, list) else output  # a list of lists, a list for each tensor that goes in
+        assert stored.array(output["data_name"]).tolist() == [1.0] * 4

@@ -16,6 +16,7 @@ from trainprobe.config_check.names import masked
 from trainprobe.errors import FormatError
 
 LARGEST_FILE = 8 << 20  # bytes; a settings file has kilobytes
+ASTRAY = "astray"  # the key of a scheduler that moves an optimizer which another one steps in place of
 IDLE_LOADER = "idle loader"  # the kind of a data loader from which no captured step drew
 MOST_VALUES = 200_000  # after YAML anchors are expanded
 KINDS = {".sh": "shell", ".bash": "shell", ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".toml": "toml"}

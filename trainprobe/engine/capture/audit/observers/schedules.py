@@ -16,7 +16,7 @@ from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from trainprobe.engine.capture.audit.observers import Audited, Observer
-from trainprobe.engine.capture.audit.set_up import groups_of, optimizer_of, rates_of
+from trainprobe.engine.capture.audit.set_up import optimizer_of, rates_of, updates_the_same
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.capture.patching.step_hooks import StepListener
 from trainprobe.engine.core.facts import Schedule
@@ -99,7 +99,7 @@ class ScheduleWatch(Observer):
             if optimizer_of(scheduler) is optimizer:
                 known.was_updated()
             elif not known.updated and not known.passed_by:
-                known.passed_by = _updates_the_same(optimizer, optimizer_of(scheduler))
+                known.passed_by = updates_the_same(optimizer, optimizer_of(scheduler))
 
     def stop(self) -> None:
         """Put the originals back."""
@@ -161,15 +161,6 @@ def _drivers() -> tuple[Any, ...]:
 def _stepped(scheduler: Any) -> Any:
     """Return the scheduler inside a wrapper, or the scheduler itself."""
     return scheduler if isinstance(scheduler, LRScheduler) else getattr(scheduler, "scheduler", scheduler)
-
-
-def _updates_the_same(optimizer: Any, other: Any) -> bool:
-    """Return whether two optimizers hold a parameter in common, and no group: with a group they would share its rate."""
-    groups, others = list(groups_of(optimizer)), list(groups_of(other))
-    if any(group is shared for group in groups for shared in others):
-        return False
-    held = {id(p) for group in groups for p in group["params"]}
-    return any(id(p) in held for group in others for p in group["params"])
 
 
 def _kind(scheduler: Any) -> str:
