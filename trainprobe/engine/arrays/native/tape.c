@@ -425,12 +425,17 @@ static long long version_of(PyObject *t) {
     return version;
 }
 
-/* `requires_grad_()` may have come after a tensor was looked at: a call is told what holds when it uses the tensor. */
-static int still_requires(const Value *value, PyObject *t) {
-    PyObject *grad = tensor_attribute(t, REQUIRES_GRAD);
-    if (!grad) PyErr_Clear();
-    Py_XDECREF(grad); /* True and False live on */
-    return !grad || grad == value->requires_grad;
+/* What is known of a tensor, as it is now: `requires_grad_()` may have come after it was looked at. A new reference. */
+static PyObject *as_used(Tape *self, PyObject *t, Value *value) {
+    PyObject *grad = tensor_attribute(t, REQUIRES_GRAD), *note = value->note ? value->note : Py_None;
+    if (!grad) return NULL;
+    Value *now = grad == value->requires_grad ? (Value *)Py_NewRef((PyObject *)value) : (Value *)tape_noted(self, (PyObject *)value, note);
+    if (now && now != value) {
+        Py_XDECREF(now->requires_grad);
+        now->requires_grad = Py_NewRef(grad);
+    }
+    Py_DECREF(grad);
+    return (PyObject *)now;
 }
 
 static PyObject *tape_look(Tape *self, PyObject *t, long flags, int held) {
@@ -443,10 +448,13 @@ static PyObject *tape_look(Tape *self, PyObject *t, long flags, int held) {
     if (shape) {
         const Seen *seen = reuse ? seen_find(&self->seen, t) : NULL;
         if (seen && seen->known && seen_is(seen, t) && seen->version == version && seen->data == at.data && seen->shape == shape) {
-            if ((seen->flags & flags) == flags && still_requires(seen->value, t)) {
+            if ((seen->flags & flags) == flags) {
+                PyObject *now = as_used(self, t, seen->value);
                 self->reused++;
+                if (now && now != (PyObject *)seen->value && seen_note(&self->seen, (Seen){t, NULL, shape, (Value *)now, at.data, version, seen->flags, seen->held}))
+                    Py_CLEAR(now);
                 Py_DECREF(shape);
-                return Py_NewRef((PyObject *)seen->value);
+                return now;
             }
             flags |= seen->flags;
         }
