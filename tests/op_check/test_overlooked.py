@@ -196,3 +196,19 @@ def test_what_programs_write_themselves_is_no_overwritten_argument(capsys: pytes
         for optimizer in optimizers:
             optimizer.step()
     assert not [line for line in lines(capsys) if "overwrote" in line or "[ERROR]" in line]
+
+
+def test_a_weight_that_two_layers_share_is_still_one(capsys: pytest.CaptureFixture[str]) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = nn.Embedding(9, 8), nn.Linear(8, 9, bias=False)
+            self.head.weight = self.table.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(torch.tanh(self.table(x)))
+
+    model = Tied()
+    with trainprobe.CompareWithCPU(model=model):
+        model(torch.tensor([1, 2, 3])).square().sum().backward()
+    assert not [line for line in lines(capsys) if "[ERROR]" in line]
