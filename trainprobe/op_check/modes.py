@@ -173,7 +173,7 @@ def _all_over(error: Tensor, allowed: Tensor, found: Judgement, unit: float) -> 
     return float((error.abs() / allowed).median()) >= _TYPICAL
 
 
-_ROUGH = 0.01  # of the result: more is wrong, however it came about
+_ROUGH = 0.02  # of the result: more is wrong, however it came about
 _TYPICAL = 0.01  # of what is allowed
 _REDUCED = (
     "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction and allow_fp16_reduced_precision_reduction, "
