@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from trainprobe.compare_with_cpu import CompareWithCPU as CompareWithCPU
+    from trainprobe.compare_with_cpu import ModuleInfo as ModuleInfo
     from trainprobe.compare_with_cpu import NanInfTracker as NanInfTracker
     from trainprobe.compare_with_cpu import open_module_tracker as open_module_tracker
     from trainprobe.config_check import ConfigChecker as ConfigChecker
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 _PUBLIC = {
     "CompareWithCPU": "trainprobe.compare_with_cpu",
     "ConfigChecker": "trainprobe.config_check",
+    "ModuleInfo": "trainprobe.compare_with_cpu",
     "NanInfTracker": "trainprobe.compare_with_cpu",
     "Plan": "trainprobe.engine.plan.model",
     "PrecisionDebugger": "trainprobe.debugger",
@@ -42,6 +44,7 @@ _PUBLIC = {
 __all__ = [
     "CompareWithCPU",
     "ConfigChecker",
+    "ModuleInfo",
     "NanInfTracker",
     "Plan",
     "PrecisionDebugger",
@@ -66,4 +69,7 @@ def __getattr__(name: str) -> Any:
             return unobserved.watch
     if name == "GradComparator":  # of mindstudio-probe
         raise ImportError("trainprobe has no GradComparator: record both runs at level L0, then `trainprobe dump-compare A B`")
+    if name == "ProbeCallback":  # one for each framework
+        places = ", ".join(f"trainprobe.integrations.{short}" for short in ("lightning", "transformers", "mindformers"))
+        raise ImportError(f"ProbeCallback is that of a framework: import it from one of {places}")
     raise AttributeError(f"module 'trainprobe' has no attribute {name!r}")

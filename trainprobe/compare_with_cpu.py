@@ -17,6 +17,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -40,6 +41,27 @@ def open_module_tracker(model: Any) -> None:
     """Have log lines of `CompareWithCPU` and `NanInfTracker` blocks that begin later name the modules of this model."""
     global _tracked
     _tracked = weakref.ref(model)
+
+
+@dataclass(slots=True)
+class ModuleInfo:
+    """A module and those around it, for scripts that import this name; log lines name modules by their paths."""
+
+    name: str
+    father: ModuleInfo | None = None
+    is_leaf: bool = False
+    is_forward: bool = True
+    children: list[ModuleInfo] = field(default_factory=list["ModuleInfo"])
+
+    def name_with_prefix(self) -> str:
+        """Return the names of all modules around it and its own."""
+        around = self.father.name_with_prefix() if self.father is not None else ""
+        return f"{around}/{self.name}" if around else self.name
+
+    def full_name(self) -> str:
+        """Return that with (forward) or (backward)."""
+        forward = self.father.is_forward if self.is_leaf and self.father is not None else self.is_forward
+        return f"{self.name_with_prefix()}({'forward' if forward else 'backward'})"
 
 
 class _Front(ABC):

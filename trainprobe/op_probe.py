@@ -52,6 +52,10 @@ class OpProbe(Probe):
         super().__init__(plan, rename=rename)
         elsewhere = settings.server is not None or settings.folder is not None
         self._online = OnlineJudge(settings, self.held, say) if elsewhere else None
+        if self.parts.collectives is not None:
+            self.parts.collectives.keep_no_values()
+        if self._online is None and self.parts.ops is not None:
+            self.parts.ops.look_after()
         self.judge = self._online or StepJudge(settings, self.held, say, folder)
         self.watchers.append(lambda step_data: self.guard.part(PART, self._judged, step_data) or ())
         self.guard.of(PART).on_trip(self._judge_no_more)
@@ -102,6 +106,9 @@ class OpProbe(Probe):
             if self._online is not None:
                 self.guard.run(self.guard.part, PART, self._report_arrived, self._online.close)
             self.sentences = [self.judge.summary()]
+        elif not self.closed and not any(map(self.plan.wants_rank, range(self.place.world_size))):
+            there = f"ranks 0 to {self.place.world_size - 1}" if self.place.world_size > 1 else "rank 0 alone"
+            self.sentences = [f"op_check: nothing was judged: the run has {there}, and rank is {list(self.plan.rank)}."]
         super().close()
 
 

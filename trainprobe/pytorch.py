@@ -29,7 +29,7 @@ _INSTEAD = {
     "acl_save": "graphs that a device replays are not recorded",
     "AclGraphDumper": "graphs that a device replays are not recorded",
 }
-_RERUN = "nothing runs again while training: record the ops (`task: tensor`, `level: L1`), then `trainprobe op-check DUMP`"
+_DISPATCH = "`with trainprobe.CompareWithCPU(): …` judges each operator that runs in the block (docs/op_check.md)"
 __all__ = [
     "PrecisionDebugger",
     "TrainerMon",
@@ -63,5 +63,5 @@ add_modules(
     ClassicModule(f"{__name__}.common", {"seed_all": _LATE["seed_all"]}),
     ClassicModule(f"{__name__}.monitor"),
     ClassicModule(f"{__name__}.monitor.csv2tb", {"csv2tensorboard_by_step": "trainprobe.monitor.csv2tb_command"}),
-    ClassicModule(f"{__name__}.online_dispatch", instead={"PtdbgDispatch": _RERUN}),
+    ClassicModule(f"{__name__}.online_dispatch", instead={"PtdbgDispatch": _DISPATCH}),
 )

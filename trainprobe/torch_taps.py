@@ -30,7 +30,6 @@ from trainprobe.engine.core.stacks import Stacks
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.plan.selection import Names
 from trainprobe.engine.stats.partials import STATS
-from trainprobe.engine.tape import SAVE
 from trainprobe.monitor.feature_plan import Features
 from trainprobe.monitor.plan import MonitorPlan
 from trainprobe.schedules import Parts, guard_of
@@ -64,7 +63,7 @@ class TorchTaps(TapMaker):
         ops = OpTap(request, guard_of(self.guard, OpTap), self._stacks, parts.modules)
         inside: list[Call] = parts.modules.stack if parts.modules is not None else []
         own = guard_of(self.guard, CollectiveTap)
-        parts.collectives = CollectiveTap(flags_of(plan.base_detail) & ~SAVE, own, self._stacks, inside)
+        parts.collectives = CollectiveTap(flags_of(plan.base_detail, parts.cuts), own, self._stacks, inside)
         return ops
 
     def states(self, request: StatesRequest, parts: Parts) -> ParameterStateTap:

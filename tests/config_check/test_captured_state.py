@@ -18,6 +18,7 @@ from trainprobe import ConfigChecker
 from trainprobe.config_check.capture.fingerprints import unpadded_fingerprints
 from trainprobe.config_check.capture.switch_table import switches
 from trainprobe.config_check.capture.switches import read_switches
+from trainprobe.config_check.compare import compare_packs
 from trainprobe.config_check.pack_reader import read_pack
 
 ORIGINAL = [imported_by_name]  # in a list, where no patch looks for it
@@ -265,3 +266,26 @@ def test_batches_without_rows_to_compare_have_no_unpadded_fingerprints():
 
 def test_the_page_of_everything_that_is_captured_is_that_of_the_code():
     assert PAGE.read_text(encoding="utf-8") == page(), "run python -m tests.config_check.table"
+
+
+@pytest.mark.parametrize("anew", [True, False])
+def test_a_schedule_that_does_not_reach_the_optimizer_that_steps_is_told_of_either_side(tmp_path, anew):
+    packs = []
+    for side in ("a", "b"):
+        torch.manual_seed(0)
+        ConfigChecker.apply_patches(on_error="raise")
+        net = nn.Linear(4, 1)
+        before = torch.optim.SGD(net.parameters(), 0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(before, 1, 0.5)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1) if anew else before
+        with ConfigChecker(net, output_zip_path=tmp_path / f"{side}.zip", on_error="raise"):
+            for _ in range(3):
+                net(torch.ones(2, 4)).sum().backward()
+                optimizer.step()
+                schedule.step()
+        packs.append(read_pack(tmp_path / f"{side}.zip"))
+    comparison = compare_packs(*packs)
+    checks = {check.name: check for check in comparison.checks}
+    wrong = [f.text for f in checks["hyperparameters"].findings if "does not reach the optimizer that steps" in f.text]
+    assert len(wrong) == 2 * anew  # both sides have the fault, and nothing else differs
+    assert (comparison.exit_code == 2) == anew

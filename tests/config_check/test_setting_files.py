@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from trainprobe.cli import main
@@ -134,3 +136,63 @@ def test_the_static_command_makes_a_pack_of_several_files(tmp_path, monkeypatch)
         "m.yaml": {"hidden": 8},
     }
     assert rank.single["environment"]["variables"]["NCCL_ALGO"] == "Tree"
+
+
+REFERENCES = """
+a: {b: 3, c: text, list: [1, 2, ten], empty: null, flag: true}
+model: {lr: 0.001, size: 16}
+plain: ${a.b}
+within: pre-${a.c}-post
+default: ${oc.select:a.nothing,7}
+there: ${oc.select:a.b,7}
+nothing: ${oc.select:a.nothing}
+variable: ${oc.env:TRAINPROBE_TEST_HOME}/x
+unset: ${oc.env:TRAINPROBE_TEST_UNSET,1e-6}
+item: ${a.list[1]}
+whole: ${a.list}
+again: ${plain}
+copy: ${model}
+in: {x: 1, y: "${.x}", z: {w: "${..x}"}}
+nested: ${oc.select:a.nope,${a.b}}
+deep: ${a.${which}}
+which: b
+flag: ${a.flag}
+parts: [1, "${a.b}"]
+unknown: ${now:%Y}
+circle: ${round}
+round: ${circle}
+"""
+
+
+def test_references_are_what_they_refer_to(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRAINPROBE_TEST_HOME", "/data")
+    path = tmp_path / "a.yaml"
+    path.write_text(REFERENCES)
+    values = read_settings(path)["values"]
+    expected = {  # what OmegaConf 2.4 makes of this file
+        **{"plain": 3, "within": "pre-text-post", "default": 7, "there": 3, "nothing": None, "variable": "/data/x"},
+        **{"unset": "1e-6", "item": 2, "whole": [1, 2, "ten"], "again": 3, "copy.lr": 0.001, "copy.size": 16, "in.y": 1},
+        **{"in.z.w": 1, "nested": 3, "deep": 3, "flag": True, "parts": [1, 3]},
+        "unknown": "${now:%Y}",  # nothing in the file tells it
+    }
+    assert {name: values[name] for name in expected} == expected
+    assert "${" in values["circle"]
+    assert "copy" not in values
+
+
+def test_a_secret_that_is_referred_to_is_left_out(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "do-not-tell")
+    path = tmp_path / "a.yaml"
+    path.write_text("name: ${oc.env:HF_TOKEN}\nlogin: me:${oc.env:HF_TOKEN}\n")
+    assert "do-not-tell" not in repr(read_settings(path))
+
+
+def test_references_that_grow_without_end_are_bounded(tmp_path):
+    path = tmp_path / "a.yaml"
+    rows = [f"m{i}: {{a: '${{m{i + 1}}}', b: '${{m{i + 1}}}', c: '${{m{i + 1}}}'}}" for i in range(40)]
+    path.write_text("\n".join([*rows, "m40: {x: 1}"]))
+    begin = time.process_time()
+    assert len(read_settings(path)["values"]) <= 200_000
+    path.write_text("\n".join(f"a{i}: ${{a{i + 1}}}" for i in range(2_000)))
+    read_settings(path)
+    assert time.process_time() - begin < 60  # without bounds it would not end

@@ -28,6 +28,7 @@ class Case:
     kwargs, in order.
     of_inputs: results are the gradients of the call's own tensor arguments, in order, rather than those of its autograd node.
     written: position or keyword of arguments that the call wrote and did not return → what they were after it, flat.
+    overwritten: position or keyword of arguments that changed, and that it does not say it writes → before and after it.
     generator: state of the host's generator before the call, of operators that draw numbers there.
     """
 
@@ -42,6 +43,7 @@ class Case:
     function: Callable[..., Any] | None = None
     written: Mapping[str, Sequence[Tensor]] = field(default_factory=dict[str, Sequence[Tensor]])
     generator: Tensor | None = None
+    overwritten: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict[str, "tuple[Tensor, Tensor]"])
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors among the arguments, in order."""

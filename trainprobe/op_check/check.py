@@ -11,6 +11,7 @@ import torch
 from trainprobe.op_check.cases import Case, NotChecked, Tensor, flat
 from trainprobe.op_check.causes import likely
 from trainprobe.op_check.double_double.tensor import DoubleDouble
+from trainprobe.op_check.error_locations import furthest
 from trainprobe.op_check.evaluate import Expectation, Expected, Reference
 from trainprobe.op_check.functions import api, is_in_place
 from trainprobe.op_check.judge import Judgement, Tolerance, gravest, judge
@@ -24,6 +25,7 @@ from trainprobe.op_check.properties import (
     ambiguous_gradient,
     at_borders,
     dropout_gradient,
+    signed_zeros,
     tied,
     unspecified,
 )
@@ -31,7 +33,7 @@ from trainprobe.op_check.references import judged_results
 from trainprobe.op_check.rerun import SOURCE as RUN_AGAIN
 from trainprobe.op_check.rerun import rerun_from_state
 from trainprobe.op_check.run import SINGLE, autocast, takes_mixed_formats
-from trainprobe.op_check.written import statistics, written_beside
+from trainprobe.op_check.written import overwritten_arguments, statistics, written_beside
 
 Direction = Literal["forward", "backward"]
 # their results depend on the number format itself, or on memory that no argument shows
@@ -79,7 +81,9 @@ def check(case: Case, backward: bool = False, tolerance: Tolerance | None = None
     if all(o is None for o in recorded):
         return Checked(direction, [Judgement("not checked", "the dump does not hold the values that it wrote or returned")])
     found = None if whole or tolerance is not None else _by_rows(case, direction)
-    return found or _guarded(case, direction, tolerance)
+    found = found or _guarded(case, direction, tolerance)
+    overwritten = overwritten_arguments(case)
+    return replace(found, judgements=[*found.judgements, *overwritten]) if overwritten else found
 
 
 def _by_rows(case: Case, direction: Direction) -> Checked | None:
@@ -216,6 +220,7 @@ def _against(
             text = "it ran as several operators, and the gradients are those of one inside it"
             return Checked(direction, [Judgement("not checked", text)])
         found = recognised(case, i, y, want, found, backward) if tolerance is None else found
+        found = found if backward else signed_zeros(case, y, want, found)
         if found.outcome in ("bug", "suspicious") and backward:
             found = at_borders(case, y, want, found)
         if found.outcome == "bug" and backward:
@@ -223,6 +228,7 @@ def _against(
         if found.outcome == "bug":
             cause = likely(case, i, y, found, backward)
             found = replace(found, reason=f"{found.reason}; {cause}") if cause else found
+            found = found if y.shape != want.value.shape else replace(found, furthest=furthest(y, want.value))
         judgements.append(found)
     cast = str(reference.autocast).removeprefix("torch.")
     note = "" if reference.autocast is None else f"inputs taken as cast to {cast} by autocast"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from trainprobe.op_check.dump import DumpChecked, Row
@@ -21,19 +21,30 @@ class Conclusion:
     details: Sequence[str] = ()
 
 
+def outcomes(rows: Iterable[Row]) -> Counter[str]:
+    """Return how many calls have each outcome; calls that are equal to one have its outcome too."""
+    counts: Counter[str] = Counter()
+    for row in rows:
+        counts[row.worst.outcome] += 1 + row.equal
+    return counts
+
+
 def conclude(found: DumpChecked) -> Conclusion:
     """Return what to say first and the exit code: 2 a bug, 3 something was not checked, 1 suspicious or a mode, 0 neither."""
     rows = found.rows
-    counts = Counter(row.worst.outcome for row in rows)
+    counts = outcomes(rows)
     unequal = [row for row in rows if row.same_inputs]
     details = [
         f"{row.entry} had the inputs of {row.same_inputs} and gave another result: it is not deterministic" for row in unequal
     ]
-    reasons = Counter(row.worst.reason for row in rows if row.worst.outcome == "not checked")
+    reasons: Counter[str] = Counter()
+    for row in rows:
+        reasons[row.worst.reason] += (1 + row.equal) * (row.worst.outcome == "not checked")
+    reasons = +reasons
     details += [f"not checked, {count} calls: {reason}" for reason, count in reasons.most_common()]
     details += found.notes
     summary = ", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES if counts[outcome])
-    whole = f"{len(rows)} calls judged ({summary})"
+    whole = f"{counts.total()} calls judged ({summary})"
     worst = max(rows, key=_gravity, default=None)
     if found.made:
         details.insert(

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
+
+MOST = 20  # elements that are listed
+Element = tuple[tuple[int, ...], float, float]  # its place, what is there and what belongs there
 
 
 def pattern(wrong: torch.Tensor) -> str:
@@ -31,3 +36,23 @@ def pattern(wrong: torch.Tensor) -> str:
         elif set(used) == {0, size - 1}:
             found.append(f"the border of dimension {dim}")
     return f", all in {' and '.join(found)}" if found else ""
+
+
+def furthest(y: torch.Tensor, want: torch.Tensor) -> tuple[Element, ...]:
+    """Return the elements of two tensors of one shape that are furthest apart."""
+    parts = (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in (y, want))
+    got, r = (t.reshape(-1).to(torch.float64) for t in parts)
+    apart = torch.where((got == r) | (got.isnan() & r.isnan()), -1.0, (got - r).abs().nan_to_num(math.inf, math.inf))
+    worst = apart.topk(min(MOST, len(apart)))
+    shape = (*y.shape, 2) if y.is_complex() else y.shape
+    places = [place_of(int(i), shape) for i in worst.indices[worst.values >= 0]]
+    return tuple((at, float(got[i]), float(r[i])) for at, i in zip(places, worst.indices.tolist(), strict=False))
+
+
+def place_of(index: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the place of an element of a tensor of this shape, from its number in order."""
+    left, at = index, list[int]()
+    for length in reversed(shape):
+        left, here = divmod(left, length)
+        at.append(here)
+    return tuple(reversed(at))

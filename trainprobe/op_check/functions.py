@@ -108,6 +108,18 @@ def _dispatched(namespace: Any, rest: str) -> Function | None:
     return None if any(a.name in _FILE_ARGUMENTS for schema in schemas for a in schema.arguments) else found
 
 
+def writes(name: str) -> frozenset[str] | None:
+    """Return the positions and keywords that an operator's schema says it writes; None for an operator that is not here."""
+    prefix, _, rest = name.partition(".")
+    namespace = _OPS if prefix in _FUNCTIONS else getattr(torch.ops, _NAMESPACES.get(prefix, prefix))
+    packet = getattr(namespace, rest.partition(".")[0], None)
+    if not isinstance(packet, _Packet):  # a function of torch made of others, which version counters tell of
+        return frozenset() if prefix in _FUNCTIONS else None
+    schemas = [getattr(packet, overload)._schema for overload in packet.overloads()]
+    each = ((i, a) for schema in schemas for i, a in enumerate(schema.arguments) if not a.kwarg_only)
+    return frozenset(text for i, a in each if a.alias_info is not None and a.alias_info.is_write for text in (str(i), a.name))
+
+
 def _one_by_one(single: Function) -> Function:
     """Return what a function for lists of tensors does, by the function for one."""
 

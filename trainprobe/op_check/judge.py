@@ -21,7 +21,7 @@ from typing import Literal
 
 import torch
 
-from trainprobe.op_check.error_locations import pattern
+from trainprobe.op_check.error_locations import Element, pattern, place_of
 from trainprobe.op_check.evaluate import Expected
 from trainprobe.op_check.measure import NEAR, Allowance, Sums, bounds, lost, measured
 from trainprobe.op_check.noise import UNIT
@@ -43,6 +43,8 @@ EIGHT_BITS = {  # format → u
 RARE = 1e-5  # share of elements for which the noise may be estimated at half of what it is
 ONE_SIDED = 8.0  # standard deviations
 MANY = 0.25  # share of elements
+GROSS = 2.0**-7  # a gain that no format of 16 bits explains
+FLIPPED = 0.05  # share of elements
 _NOT_TRIED = "it is judged without one"
 _CONSTANT = 2.0**-24  # a kernel rounds plain numbers that it is given to float32, and with them all of its result
 SMALL = 1e-3  # of the tensor's largest element
@@ -54,7 +56,8 @@ class Judgement:
 
     reason: a sentence's end. worst: largest q. at: its place. got, want: the numbers there. share: of the elements beyond NEAR
     bounds, or for exact operators of those that differ. gain: ⟨y − r, r⟩ / ⟨r, r⟩. flips: share of elements that are not the
-    correctly rounded value. one_sided: how unevenly they lie above and below it, in standard deviations.
+    correctly rounded value. one_sided: how unevenly they lie above and below it, in standard deviations. furthest: of a bug,
+    the elements that are furthest off.
     """
 
     outcome: Outcome
@@ -69,6 +72,7 @@ class Judgement:
     one_sided: float = 0.0
     bound: float = 0.0
     count: int = 0
+    furthest: tuple[Element, ...] = ()
 
 
 def gravest(judgements: list[Judgement]) -> Judgement:
@@ -166,18 +170,10 @@ def _whole_numbers(y: Tensor, r: Tensor) -> Judgement:
     count = int(wrong.sum())
     if count == 0:
         return Judgement("exact", count=y.numel())
-    at = _place(wrong.reshape(-1).to(torch.int8).argmax(), y)
+    at = place_of(int(wrong.reshape(-1).to(torch.int8).argmax()), y.shape)
     kind = "booleans" if y.dtype == torch.bool else "integers"
     reason = f"{count} of {y.numel()} {kind} differ{pattern(wrong)}"
     return Judgement("bug", reason, math.inf, at, float(y[at]), float(r[at]), count / y.numel(), count=y.numel())
-
-
-def _place(index: Tensor | int, like: Tensor) -> tuple[int, ...]:
-    left, at = int(index), list[int]()
-    for length in reversed(like.shape):
-        left, here = divmod(left, length)
-        at.append(here)
-    return tuple(reversed(at))
 
 
 def _without_rounding(y: Tensor, r: Tensor) -> Judgement:
@@ -200,7 +196,7 @@ def _floats(
         return Judgement("exact", count=n)
     if sums.lost:
         return _misplaced(y, r, lost(y, r.to(y.dtype), r, bounds(y, r, noise.tensor)), brief)
-    at = _place(sums.index, y)
+    at = place_of(sums.index, y.shape)
     found = Judgement("rounding", "", sums.worst, at, float(y[at]), float(r[at]), sums.beyond / n)
     found = replace(found, bound=sums.bound, flips=1 - sums.same / n, count=n)
     if sums.unbounded * 2 > n:
@@ -222,7 +218,7 @@ def _tolerated(y: Tensor, r: Tensor, tolerance: Tolerance) -> Judgement:
     ratio = ((wide - rounded).abs() / allowed).nan_to_num(math.inf, math.inf, math.inf)
     if count == 0:
         return Judgement("rounding", f"within atol={tolerance.atol:g} and rtol={tolerance.rtol:g}", count=y.numel())
-    at = _place(torch.where(wrong, ratio, -1.0).argmax(), y)
+    at = place_of(int(torch.where(wrong, ratio, -1.0).argmax()), y.shape)
     text = f"{count} of {y.numel()} elements are beyond atol={tolerance.atol:g} and rtol={tolerance.rtol:g}{pattern(wrong)}"
     return Judgement("bug", text, float(ratio[at]), at, float(y[at]), float(rounded[at]), count / y.numel(), count=y.numel())
 
@@ -232,13 +228,13 @@ def _inexact(y: Tensor, wide: Tensor, r: Tensor, rounded: Tensor, same: Tensor) 
     wrong = ~same
     count = int(wrong.sum())
     error = torch.where(wrong, (wide - r).abs(), 0.0).nan_to_num(math.inf, math.inf, math.inf)
-    at = _place(torch.where(wrong, error, -1.0).argmax(), y)
+    at = place_of(int(torch.where(wrong, error, -1.0).argmax()), y.shape)
     reason = f"{count} of {y.numel()} elements differ, and the operator makes no rounding{pattern(wrong)}"
     return Judgement("bug", reason, math.inf, at, float(y[at]), float(r[at]), count / y.numel(), count=y.numel())
 
 
 def _misplaced(y: Tensor, r: Tensor, wrong: Tensor, brief: bool) -> Judgement:
-    at = _place(wrong.reshape(-1).to(torch.int8).argmax(), y)
+    at = place_of(int(wrong.reshape(-1).to(torch.int8).argmax()), y.shape)
     count, nans, infinities = int(wrong.sum()), int((wrong & y.isnan()).sum()), int((wrong & y.isinf()).sum())
     kinds = [f"{nans} NaN" if nans else "", f"{infinities} infinities" if infinities else ""]
     finite = count - nans - infinities
@@ -272,13 +268,21 @@ def _weighed(
     constant = 2 * _CONSTANT if unit >= _CONSTANT else 0.0
     explained = min(sums.explained / square, NEAR * alike + constant) if square else math.inf
     if abs(gain) > unit / 2 + explained and abs(gain) > ONE_SIDED * deviation:
-        return replace(found, outcome="suspicious", reason=f"all of it is {1 + gain:.9g} times as large as it should be")
+        return replace(found, outcome="bug" if abs(gain) > GROSS + explained else "suspicious", reason=scaled(gain))
+    if sums.quiet_flips > FLIPPED * sums.quiet + ONE_SIDED * math.sqrt(FLIPPED * sums.quiet):
+        text = f"{sums.quiet_flips / sums.quiet:.1%} of the elements are not the correctly rounded value"
+        return replace(found, outcome="suspicious", reason=f"{text}, as steps of {_name(y)} inside make it, and not of float32")
     many = found.flips >= MANY and abs(one_sided) >= 2 * ONE_SIDED and abs(one_sided) > NEAR * sided
     if (abs(one_sided) >= ONE_SIDED and found.flips * n > 3 * sums.flips) or many:
         side = "above" if one_sided > 0 else "below"
         share = f"{found.flips:.1%} of the elements are not the correctly rounded value"
         return replace(found, outcome="suspicious", reason=f"{share}, and nearly all of these lie {side} it")
     return found
+
+
+def scaled(gain: float) -> str:
+    """Return what is said of a result that is off by a factor as a whole."""
+    return f"the whole result is {1 + gain:.9g} times what it should be"
 
 
 def _described(found: Judgement, y: Tensor, r: Tensor, noise: Allowance, brief: bool) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from trainprobe.op_check.cases import Case, Tensor
+from trainprobe.op_check.error_locations import place_of
 from trainprobe.op_check.functions import api
 from trainprobe.op_check.judge import Judgement
 from trainprobe.op_check.noise import UNIT
@@ -45,8 +46,11 @@ class Part:
         """Return a judgement of the rows with its place in the whole result."""
         if found.at is None or len(found.at) != 2:
             return found
-        flat = int(self.rows[found.at[0]]) * self.shape[-1] + found.at[1]
-        return replace(found, at=tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), self.shape)))
+        furthest = tuple((self._whole(at), got, want) for at, got, want in found.furthest)
+        return replace(found, at=self._whole(found.at), furthest=furthest)
+
+    def _whole(self, at: Sequence[int]) -> tuple[int, ...]:
+        return place_of(int(self.rows[at[0]]) * self.shape[-1] + at[1], self.shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ except ImportError:
 
 Tensor = torch.Tensor
 NEAR = 4.0  # bounds
+_QUIET = 0.02  # of roundings that go the other way
 _LEAST = 5e-324  # half of it is 0, and a bound of 0 would make the distance of what is right no number
 _SPAN = 1 << 15  # elements: what is worked out of them stays in the caches
 
@@ -28,7 +29,8 @@ class Sums:
     same: correctly rounded. lost: NaN or infinite on one side alone. unbounded: no bound is known, overflown: and y is not
     finite. worst: largest |e| in bounds, at the flat index, where the bound is `bound`. beyond: further than NEAR.
     largest, largest_beyond: of |r|. square: Σr². weight: Σer. weights: Σ(er)². noise: ΣN². explained: ΣN|r|.
-    up, down: not correctly rounded, above and below in size. flips: how many of them the noise explains.
+    up, down: not correctly rounded, above and below in size. flips: how many of them the noise explains. quiet: elements whose
+    rounding the noise hardly changes, in spans where some are not correctly rounded; quiet_flips: those of them.
     """
 
     same: int = 0
@@ -49,6 +51,8 @@ class Sums:
     up: int = 0
     down: int = 0
     flips: float = 0.0
+    quiet: int = 0
+    quiet_flips: int = 0
 
 
 class Allowance:
@@ -207,4 +211,8 @@ def _add_flips(sums: Sums, y: Tensor, rounded: Tensor, noise: Tensor) -> None:
     sums.up += int((a > b).sum())
     sums.down += int((a < b).sum())
     gap = 2 * UNIT[y.dtype] * torch.exp2(torch.floor(torch.log2(b.clamp_min(torch.finfo(y.dtype).tiny))))
-    sums.flips += float((2 * noise[finite] / gap).clamp_max_(1.0).sum())
+    explained = (2 * noise[finite] / gap).clamp_max_(1.0)
+    sums.flips += float(explained.sum())
+    quiet = explained < _QUIET
+    sums.quiet += int(quiet.sum())
+    sums.quiet_flips += int((quiet & (a != b)).sum())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ from trainprobe.op_check.cases import Case, NotChecked, Tensor, mapped
 from trainprobe.op_check.causes import threads_that_kept_sums_in_16_bits
 from trainprobe.op_check.evaluate import Expected, Steps, expect
 from trainprobe.op_check.functions import api
-from trainprobe.op_check.judge import ONE_SIDED, Judgement, judge
+from trainprobe.op_check.judge import FLIPPED, GROSS, ONE_SIDED, Judgement, judge, scaled
 from trainprobe.op_check.measure import bounds
 from trainprobe.op_check.noise import UNIT
 from trainprobe.op_check.references import sum_of_products
@@ -123,13 +124,13 @@ def _rounded_inside(
     """Recognise results whose errors are as large, and as unbiased, as those of a cheaper format inside."""
     unit = UNIT.get(y.dtype, 0.0)
     if unit >= 2.0**-11:
-        steps, text = Steps(accumulate=unit, walk=True), f"calculates in {_name(y)} inside, not in float32: {_REDUCED}"
+        steps, text = Steps(accumulate=unit, walk=True), _inside(case, y.dtype)
     elif (
         y.dtype == torch.float32 and backward and takes_mixed_formats(case)
     ):  # threads add up in 16 bits, and their sums in float32
         low = case.tensors()[0].dtype
         steps = Steps(accumulate=UNIT[low], walk=True)
-        text = f"calculates in {str(low).removeprefix('torch.')} inside, not in float32: {_REDUCED}"
+        text = _inside(case, low)
     elif y.dtype == torch.float32 and api(case.name) in _PRODUCTS:
         steps, text = Steps(matrices=2.0**-11, walk=True), _TF32
     else:
@@ -150,21 +151,29 @@ def _rounded_inside(
     weight = error * r
     biased = abs(float(weight.sum())) > ONE_SIDED * float((weight * weight).sum().sqrt())
     if biased or (unit > 2.0**-12 and abs(found.one_sided) >= ONE_SIDED):
-        told = f"all of it is {1 + found.gain:.9g} times as large as it should be"
-        return replace(
-            found, outcome="suspicious", reason=f"its errors are no larger than those of {text.partition(':')[0]}, but {told}"
-        )
+        outcome = "bug" if abs(found.gain) > GROSS else "suspicious"
+        told = f"{scaled(found.gain)}; a kernel that {text.partition(':')[0]} may be as far off, but not to one side"
+        return replace(found, outcome=outcome, reason=told)
+    off = math.sqrt(float((error * error).sum()) / float((r * r).sum()))
+    if off > _ROUGH:
+        why = f"it is {off:.1%} off as a whole, as a kernel is that {text}"
+        return replace(found, outcome="bug", reason=why)
     return replace(found, outcome="mode", reason=text)
+
+
+def _inside(case: Case, low: torch.dtype) -> str:
+    by = f": {_REDUCED}" if api(case.name) in _PRODUCTS else ""
+    return f"calculates in {str(low).removeprefix('torch.')} inside, not in float32{by}"
 
 
 def _all_over(error: Tensor, allowed: Tensor, found: Judgement, unit: float) -> bool:
     """Return whether most elements err as in a cheaper format, and not a few alone."""
     if unit >= 2.0**-11:  # a kernel that rounds once differs from the correctly rounded value in few elements
-        return found.flips >= _FLIPPED
+        return found.flips >= FLIPPED
     return float((error.abs() / allowed).median()) >= _TYPICAL
 
 
-_FLIPPED = 0.05  # of the elements
+_ROUGH = 0.02  # of the result: more is wrong, however it came about
 _TYPICAL = 0.01  # of what is allowed
 _REDUCED = (
     "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction and allow_fp16_reduced_precision_reduction, "

@@ -53,6 +53,33 @@ def _drawn(case: Case, name: str, y: Tensor | None) -> Judgement:
     return Judgement("unspecified", "random numbers: another device draws others")
 
 
+def signed_zeros(case: Case, y: Tensor, expected: Expected, found: Judgement) -> Judgement:
+    """Judge the signs of zeros that an operator moves or makes in one step, as IEEE 754 has them."""
+    if api(case.name) not in _SIGNS or found.outcome not in ("exact", "rounding") or expected.low is not None:
+        return found
+    r = expected.value
+    if not y.is_floating_point() or y.shape != r.shape or y.dtype not in UNIT:
+        return found
+    wrong = (y == 0) & (r == 0) & (y.signbit() != r.signbit())
+    if not bool(wrong.any()):
+        return found
+    at = tuple(wrong.nonzero()[0].tolist())
+    text = f"{int(wrong.sum())} of {int((r == 0).sum())} zeros have the other sign"
+    return Judgement("bug", text, math.inf, at, float(y[at]), float(r[at]), int(wrong.sum()) / y.numel(), count=y.numel())
+
+
+# they move numbers, or make one rounding, so that the sign of a zero is not free
+_SIGNS = frozenset(
+    """
+    clone contiguous to type_as type float half bfloat16 detach neg negative positive abs absolute cat concat concatenate stack
+    hstack vstack view reshape flatten permute transpose t expand squeeze unsqueeze select narrow split chunk unbind
+    index_select gather getitem take take_along_dim where masked_select roll flip repeat tile movedim swapaxes swapdims diagonal
+    repeat_interleave mul multiply div divide true_divide truediv sqrt ceil floor round trunc copysign _to_copy alias view_as
+    expand_as
+    """.split()  # noqa: SIM905
+)
+
+
 def _given(case: Case, name: str, place: int, default: object) -> object:
     return case.kwargs.get(name, case.args[place] if len(case.args) > place else default)
 
@@ -177,7 +204,22 @@ def chosen(case: Case) -> list[Judgement] | None:
     twice = places.movedim(dim, -1).sort(-1).values.diff(dim=-1) == 0
     if found.outcome != "bug" and bool(twice.any()):
         found = Judgement("bug", f"{int(twice.sum())} indices are there twice", math.inf, count=places.numel())
-    return [*_values(case), found]
+    return [*_values(case), _stable(case, x.movedim(dim, -1), places.movedim(dim, -1), found)]
+
+
+def _stable(case: Case, x: Tensor, places: Tensor, found: Judgement) -> Judgement:
+    """Judge the order of equal elements after a stable sort along the last dimension. found: what is said of the indices."""
+    if case.kwargs.get("stable") is not True or found.outcome == "bug":
+        return found
+    values = x.gather(-1, places)
+    equal = (values[..., 1:] == values[..., :-1]) | (values[..., 1:].isnan() & values[..., :-1].isnan())
+    turned = equal & (places.diff(dim=-1) < 0)
+    if not bool(turned.any()):
+        return Judgement("exact", count=places.numel())
+    text = (
+        f"{int(turned.sum())} of {int(equal.sum())} equal neighbours are not in their first order, and `stable=True` keeps it"
+    )
+    return Judgement("bug", text, math.inf, count=places.numel())
 
 
 def _values(case: Case) -> list[Judgement]:
@@ -281,7 +323,71 @@ def sorting(case: Case) -> list[Judgement] | None:
     if y is None or not isinstance(dim, int) or isinstance(dim, bool) or not x.ndim:
         return None
     want = x.sort(dim, descending=bool(descending)).values
-    return [_points_at(x.movedim(dim, -1), y.movedim(dim, -1), want.movedim(dim, -1))]
+    along = x.movedim(dim, -1), y.movedim(dim, -1)
+    return [_stable(case, *along, _points_at(*along, want.movedim(dim, -1)))]
+
+
+def overwriting(case: Case) -> list[Judgement] | None:
+    """Judge what is written to places that several indices name: any of the values may stay. None where no place is."""
+    x = case.args[0] if case.args else case.kwargs.get("input")
+    name, y = api(case.name), next(iter([*case.outputs, *case.written.get("0", ())]), None)
+    at = _PLACED[name]
+    source = _given(
+        case, *(("value", at) if name == "scatter" and "value" in case.kwargs else (_SOURCES.get(name, ""), at)), None
+    )
+    if not isinstance(x, Tensor) or y is None or y.shape != x.shape or source is None or _accumulates(case):
+        return None
+    places = _written_places(case, torch.arange(x.numel()).view(x.shape)).reshape(-1)
+    if places.numel() == places.unique().numel():
+        return None
+    values = torch.as_tensor(source, dtype=x.dtype)
+    if name == "scatter":  # which takes a corner of a larger source
+        index = _given(case, "index", 2, None)
+        assert isinstance(index, Tensor)
+        values = values[tuple(slice(n) for n in index.shape)] if values.ndim else values
+        values = values.expand(index.shape)
+    elif values.numel() != places.numel():
+        values = values.expand(_written_places(case, x).shape)
+    got, before, values = y.reshape(-1), x.reshape(-1), values.reshape(-1)
+    right = _same(got, before)
+    right[places] = False
+    right[places[_same(got[places], values)]] = True
+    wrong = int((~right).sum())
+    if wrong:
+        return [
+            Judgement(
+                "bug", f"{wrong} of {y.numel()} elements hold none of the values written there", math.inf, count=y.numel()
+            )
+        ]
+    text = "of the values that are written to one place any may stay"
+    return [Judgement("unspecified", text, count=y.numel())]
+
+
+def _same(a: Tensor, b: Tensor) -> Tensor:
+    return (a == b) | ((a != a) & (b != b))
+
+
+def _accumulates(case: Case) -> bool:
+    name = api(case.name)
+    place = 3 if name in ("index_put", "_unsafe_index_put", "put") else 4
+    return bool(_given(case, "reduce" if name == "scatter" else "accumulate", place, None))
+
+
+def _written_places(case: Case, numbers: Tensor) -> Tensor:
+    """Return which elements of `numbers`, which has the shape of what is written to, the values of a call go to."""
+    name = api(case.name)
+    if name in ("scatter", "index_copy"):
+        dim, index = _given(case, "dim", 1, 0), _given(case, "index", 2, None)
+        read: Any = torch.gather if name == "scatter" else torch.index_select
+        return read(numbers, dim, index)
+    index: Any = _given(case, "index" if name == "put" else "indices", 1, None)
+    return numbers.take(index) if name == "put" else numbers[tuple(index) if isinstance(index, list) else index]
+
+
+_PLACED = {  # operator → position of what it writes
+    **{"scatter": 3, "index_copy": 3, "index_put": 2, "_unsafe_index_put": 2, "put": 2, "setitem": 2},
+}
+_SOURCES = {"scatter": "src", "index_copy": "source", "put": "source", "index_put": "values", "_unsafe_index_put": "values"}
 
 
 def evenly_spaced(case: Case) -> list[Judgement] | None:
@@ -334,6 +440,7 @@ _PROPERTIES: dict[str, Callable[[Case], list[Judgement] | None]] = {
     "argmin": extremum(False),
     **dict.fromkeys(["max", "min", "sort", "topk", "kthvalue", "median", "nanmedian", "mode", "msort"], chosen),
     "argsort": sorting,
+    **dict.fromkeys(_PLACED, overwriting),
     **dict.fromkeys(["arange", "linspace", "range"], evenly_spaced),
     **dict.fromkeys(["grid_sample", "grid_sampler", "grid_sampler_2d", "grid_sampler_3d"], nearest_cell),
     **dict.fromkeys([f"{kind}max_pool{d}d" for kind in ("", "adaptive_") for d in (1, 2, 3)], pooled),

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from trainprobe.engine.core.records import Call, Opaque, StepData, Value
-from trainprobe.engine.core.step_data import GENERATOR, WRITTEN, entry_name, leaves, numbers_of_rows
+from trainprobe.engine.core.step_data import AFTER, GENERATOR, WRITTEN, entry_name, leaves, numbers_of_rows
 from trainprobe.engine.storage.dumps import TensorStore, read
 from trainprobe.errors import FormatError, UnsafeFile
 from trainprobe.op_check.cases import Case, NotChecked, Tensor, laid, strides_of
@@ -72,6 +72,16 @@ class RecordedRank:
         self._store = store
         self._fingerprints: dict[str, str] = {}
         self._arrays: dict[str, npt.NDArray[Any]] = {}  # those of the call that is looked at
+        self._recognise()
+
+    def _recognise(self) -> None:
+        """Have what an argument still is after a call be the value that it was before it, as the calls that follow see it."""
+        for call in self.step_data.calls if self.folder is None else ():
+            beside = call.params if isinstance(call.params, dict) else {}
+            for before, after in (beside.get(AFTER) or {}).values():
+                self._arrays.clear()
+                if self.same(before, after):
+                    after.tensor = before.tensor
 
     @classmethod
     def read(cls, folder: Path) -> RecordedRank:
@@ -89,20 +99,17 @@ class RecordedRank:
 
     def units(self) -> Iterator[Unit]:
         """Yield all operator calls in order of execution: each forward, and each backward with its forward."""
-        forwards = {
-            (c.name, c.call, c.micro or 0): c
-            for c in self.step_data.calls
-            if c.kind == "op" and c.phase in ("forward", "optimizer")
-        }
+        ops = [c for c in self.step_data.calls if c.kind == "op"]
+        ops.sort(key=_with_gradient)  # the last of a name and number is the one that the backward belongs to
+        forwards = {(c.name, c.call, c.micro or 0): c for c in ops if c.phase != "backward"}
         around = _only_ops(self.step_data.calls)
         for call in self.step_data.calls:
             if call.kind == "op" and call.phase in ("forward", "optimizer"):
                 yield Unit(self._entry(call), _module(call), call)
             elif call.kind == "op" and call.phase == "backward":
-                forward = forwards.get((call.name, call.call, call.micro or 0))
-                if forward is not None:
-                    given, handed = _listed(call.args), _listed(call.out)
-                    yield Unit(self._entry(call), _module(forward), forward, "backward", given, handed)
+                forward = forwards.get((call.name, call.call, call.micro or 0), call)
+                given, handed = _listed(call.args), _listed(call.out)
+                yield Unit(self._entry(call), _module(forward), forward, "backward", given, handed)
         yield from self._of_modules(around)
 
     def _entry(self, call: Call) -> str:
@@ -137,12 +144,15 @@ class RecordedRank:
     def case(self, unit: Unit) -> Case:
         """Load what a unit was given and gave. Raises NotChecked where the dump lacks an argument."""
         call = unit.call
+        if call.phase == "backward":
+            raise NotChecked("its forward is not recorded: outside of modules a dump leaves out what is recomputed")
         args, kwargs = self._tree(call.args), self._tree(call.kwargs) or {}
         beside = call.params if isinstance(call.params, dict) else {}
         if api(call.name) in ("getitem", "setitem"):
             args[1] = tuple(args[1]) if isinstance(args[1], list) else args[1]
         given = [value for _, value in leaves([call.args, call.kwargs], "")]
         backward = unit.direction == "backward"
+        told = not any(_flat(call.out)) or _with_gradient(call) == 2  # else it ran once more, as reentrant checkpointing does
         return Case(
             call.name,
             tuple(args) if isinstance(args, list) else (args,) if args is not None else (),
@@ -150,14 +160,27 @@ class RecordedRank:
             [self._tensor_or_none(v) for v in _flat(call.out)],
             [self._tensor_or_none(v) for v in unit.gradients] if backward else None,
             [self._tensor_or_none(v) for v in unit.results] if backward else (),
-            [value.requires_grad is not False for value in given],
+            [value.requires_grad is not False or not told for value in given],
             unit.of_inputs,
             written={
                 place: [t for v in _flat(tree) if (t := self._tensor_or_none(v)) is not None]
                 for place, tree in (beside.get(WRITTEN) or {}).items()
             },
             generator=self._tensor_or_none(beside.get(GENERATOR)),
+            overwritten={} if backward else self._overwritten(beside.get(AFTER) or {}),
         )
+
+    def _overwritten(self, looked_at_twice: dict[str, list[Value]]) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return the arguments whose bits are others after the call, of those that were looked at before and after it."""
+        found: dict[str, tuple[Tensor, Tensor]] = {}
+        for place, (before, after) in looked_at_twice.items():
+            try:
+                a, b = (self._tensor_or_none(value) for value in (before, after))
+            except NotChecked:  # there was no room for it
+                continue
+            if a is not None and b is not None and before.tensor != after.tensor:
+                found[place] = a, b
+        return found
 
     def devices(self, unit: Unit) -> Iterator[str]:
         """Yield the devices of the tensors that a call was given."""
@@ -184,7 +207,8 @@ class RecordedRank:
     def key(self, unit: Unit) -> tuple[str, str]:
         """Return (what the call is given, what it gave) as fingerprints; of equal calls both are equal."""
         call = unit.call
-        gave = list(unit.results) if unit.direction == "backward" else [call.out, (call.params or {}).get(WRITTEN)]
+        beside = call.params or {}
+        gave = list(unit.results) if unit.direction == "backward" else [call.out, beside.get(WRITTEN), beside.get(AFTER)]
         return self._given(unit, self._fingerprint), repr(self._printed(gave, self._fingerprint))
 
     def knows_inputs(self, unit: Unit) -> bool:
@@ -322,6 +346,13 @@ def _module(call: Call) -> str:
     while isinstance(parent, Call) and parent.kind != "module":
         parent = parent.parent
     return parent.name if isinstance(parent, Call) else parent or ""
+
+
+def _with_gradient(call: Call) -> int:
+    """Return 2 where a result requires a gradient, else 1 for a call that was run again, as checkpointing does, and 0."""
+    if any(value.requires_grad is not False for value in _flat(call.out)):
+        return 2
+    return 1 if call.phase == "recompute" else 0
 
 
 def _only_ops(calls: Sequence[Call]) -> dict[int, Call]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,10 @@ from rich.text import Text
 
 from trainprobe.engine.storage.sheet_cells import write_rows
 from trainprobe.errors import OutputError
-from trainprobe.op_check.conclusion import Conclusion, beyond
+from trainprobe.op_check.conclusion import Conclusion, beyond, outcomes
 from trainprobe.op_check.dump import Row
 from trainprobe.op_check.judge import OUTCOMES
+from trainprobe.op_check.measure import NEAR
 
 WIDTH = 140
 _STYLE = {
@@ -51,10 +52,11 @@ def _table(rows: Sequence[Row]) -> Table:
     for row in rows:
         by_name[row.name, row.checked.direction].append(row)
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for head in ("operator", "direction", "calls", "judged against", "worst, in bounds", "verdicts"):
-        table.add_column(head, justify="right" if head in ("calls", "worst, in bounds") else "left", no_wrap=head != "operator")
+    worst_head = f"worst, of {NEAR:g} bounds"
+    for head in ("operator", "direction", "calls", "judged against", worst_head, "verdicts"):
+        table.add_column(head, justify="right" if head in ("calls", worst_head) else "left", no_wrap=head != "operator")
     for (name, direction), group in sorted(by_name.items(), key=lambda item: -max(map(_rank, item[1]))):
-        counts = Counter(row.worst.outcome for row in group)
+        counts = outcomes(group)
         verdicts = Text(", ").join(
             Text(f"{counts[outcome]} {outcome}", style=_STYLE.get(outcome, ""))
             for outcome in reversed(OUTCOMES)
@@ -62,8 +64,7 @@ def _table(rows: Sequence[Row]) -> Table:
         )
         sources = ", ".join(sorted({row.checked.source for row in group} - {""}))
         worst = max((row.worst.worst for row in group if row.worst.outcome != "not checked"), default=0.0)
-        calls = sum(1 + row.equal for row in group)
-        table.add_row(name, direction, str(calls), sources, beyond(worst), verdicts)
+        table.add_row(name, direction, str(counts.total()), sources, beyond(worst), verdicts)
     return table
 
 

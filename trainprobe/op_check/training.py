@@ -7,20 +7,22 @@ from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy.typing as npt
 
 from trainprobe.engine.core.records import Finding, Place, StepData
-from trainprobe.engine.core.step_data import leaves
+from trainprobe.engine.core.step_data import AFTER, leaves
 from trainprobe.engine.plan.selection import Names
 from trainprobe.engine.storage.dumps.tensor_files import SavedTensor
 from trainprobe.engine.storage.dumps.tensor_store import array_of
 from trainprobe.errors import FormatError, StopTraining, did_you_mean
-from trainprobe.op_check.conclusion import beyond, described
+from trainprobe.op_check.conclusion import beyond, described, outcomes
 from trainprobe.op_check.condition import condition_rank, sentences
 from trainprobe.op_check.condition import write as write_conditions
 from trainprobe.op_check.dump import DumpChecked, Row, check_rank, names_of
 from trainprobe.op_check.judge import OUTCOMES, Tolerance
+from trainprobe.op_check.measure import NEAR
 from trainprobe.op_check.plan import Kind, OpCheckPlan
 from trainprobe.op_check.recorded import RecordedRank, Unit
 from trainprobe.op_check.replay import write_replay
@@ -50,10 +52,15 @@ class HeldValues:
         self.most = most
         self._bytes = 0
         self._values: dict[str, SavedTensor] = {}
+        self._alike: dict[tuple[int, int], SavedTensor] = {}  # the first of this length and checksum
 
     def tensor(self, step: int, saved: SavedTensor) -> bool:
-        """Hold a value while there is room."""
-        if self._bytes + saved.nbytes <= self.most:
+        """Hold a value while there is room; what an argument still is after a call takes none."""
+        data = memoryview(saved.data)
+        alike = self._alike.setdefault((data.nbytes, crc32(data)), saved)
+        if f".{AFTER}." in saved.key and alike is not saved and memoryview(alike.data) == data:
+            self._values[saved.key] = SavedTensor(saved.key, saved.dtype, saved.shape, alike.data)
+        elif self._bytes + saved.nbytes <= self.most:
             self._values[saved.key] = saved
             self._bytes += saved.nbytes
         return True
@@ -76,13 +83,14 @@ class HeldValues:
     def hand_over(self) -> HeldValues:
         """Return an object of its own with all values, and hold none any more."""
         taken = HeldValues(self.most)
-        taken._values, taken._bytes = self._values, self._bytes
-        self._values, self._bytes = {}, 0
+        taken._values, taken._bytes = dict(self._values), self._bytes
+        self.drop()
         return taken
 
     def drop(self) -> None:
         """Forget all values."""
         self._values.clear()
+        self._alike.clear()
         self._bytes = 0
 
     def write(self, step_data: StepData) -> None:
@@ -157,10 +165,9 @@ class Verdicts:
         """Write and count the calls of one step; return a finding for each operator and direction that is wrong in it."""
         self.steps += 1
         for row in rows:
-            outcome = row.worst.outcome
-            self._counts[outcome] += 1
-            self._reasons[row.worst.reason] += outcome == "not checked"
+            self._reasons[row.worst.reason] += (1 + row.equal) * (row.worst.outcome == "not checked")
             self._say(line(row, self.verbose))
+        self._counts += outcomes(rows)
         return list(_findings(rows, step, place, self._advice))
 
     def summary(self, unmatched: Sequence[str] = ()) -> str:
@@ -168,7 +175,7 @@ class Verdicts:
         counts = ", ".join(f"{self._counts[outcome]} {outcome}" for outcome in OUTCOMES if self._counts[outcome])
         text = f"op_check: {self.steps} {'step' if self.steps == 1 else 'steps'} judged, {sum(self._counts.values())} calls"
         text += f" ({counts})" if counts else ""
-        why, count = next(iter(self._reasons.most_common(1)), ("", 0))
+        why, count = next(iter((+self._reasons).most_common(1)), ("", 0))
         text += f"; not checked for the most part because {why}" if count else ""
         return text + (f"; no operator is called {', '.join(unmatched)}" if unmatched and self.steps else "")
 
@@ -238,12 +245,13 @@ def line(row: Row, verbose: bool = False) -> str:
     if verbose and row.unit is not None:
         equal += f"\n    inputs {_shapes([row.unit.call.args, row.unit.call.kwargs])}; outputs {_shapes(row.unit.call.out)}"
     if worst.outcome == "bug":
-        return f"[ERROR] {head} fails: {described(row)}{equal}"
+        furthest = [f"Element at index {at} is not close: {got:.9g} vs {want:.9g}" for at, got, want in worst.furthest]
+        return "\n    ".join([f"[ERROR] {head} fails: {described(row)}{equal}", *furthest])
     if worst.outcome == "not checked":
         return f"[WARNING] {head} has not been tested: {worst.reason}{equal}"
     if worst.outcome == "suspicious":
         return f"[WARNING] {head}: {described(row)}{equal}"
-    distance = f", {beyond(worst.worst)} of its own rounding" if worst.worst else ""
+    distance = f", {beyond(worst.worst)} of its own rounding (limit {NEAR:g})" if worst.worst else ""
     return f"{head} succeeds: {worst.outcome}{distance}{f', {worst.reason}' if worst.reason else ''}{equal}"
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 from trainprobe.op_check.cases import Case, NotChecked, Tensor, flat
-from trainprobe.op_check.functions import api, function
+from trainprobe.op_check.error_locations import furthest
+from trainprobe.op_check.functions import api, function, writes
+from trainprobe.op_check.judge import Judgement
 
 _FUNCTIONAL = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
 _TORCH = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps")
@@ -46,3 +49,18 @@ def written_beside(case: Case) -> Case | None:
 
     name = f"Written.written_by_{api(case.name)}_"
     return replace(case, name=name, outputs=[*flat(dict(case.written))], written={}, function=writes)
+
+
+def overwritten_arguments(case: Case) -> list[Judgement]:
+    """Judge the arguments that a call changed and does not say it writes."""
+    if not case.overwritten:
+        return []
+    allowed = writes(case.name)
+    found: list[Judgement] = []
+    for place, (before, after) in case.overwritten.items():
+        if allowed is None or place.partition(".")[0] in allowed:
+            continue
+        wrong = (before != after) & ~(before.isnan() & after.isnan()) if before.is_floating_point() else before != after
+        text = f"it overwrote its argument {place}: {int(wrong.sum())} of {wrong.numel()} elements changed during the call"
+        found.append(Judgement("bug", text, math.inf, count=wrong.numel(), furthest=furthest(after, before)))
+    return found

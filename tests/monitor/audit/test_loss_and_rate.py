@@ -280,3 +280,30 @@ def test_a_plateau_scheduler_with_the_mode_of_another_metric_is_found(tmp_path, 
     wrong = how in ("a score in min", "a loss in max")
     assert rules == ([("plateau_direction", 23)] if wrong else [])
     assert not messages or f"mode {mode!r}" in messages[0]
+
+
+@pytest.mark.parametrize("how", ["made anew", "its own", "shared groups", "two networks", "made late"])
+def test_a_scheduler_that_moves_an_optimizer_which_does_not_step_is_found(tmp_path, how):
+    torch.manual_seed(0)
+    model, other = nn.Linear(8, 1), nn.Linear(8, 1)
+    first = torch.optim.AdamW(model.parameters(), 1e-2)
+    optimizer = first if how == "its own" else torch.optim.AdamW(model.parameters(), 1e-2)
+    if how == "shared groups":  # as wrappers do: the rates that the scheduler moves are those that are used
+        optimizer.param_groups = first.param_groups
+    if how == "two networks":  # a generator that rests while the discriminator is trained
+        first = torch.optim.AdamW(other.parameters(), 1e-2)
+    schedule = lr_scheduler.CosineAnnealingLR(first, 60)
+
+    def body(step):
+        nonlocal schedule
+        if how == "made late" and step == 5:
+            schedule = lr_scheduler.CosineAnnealingLR(optimizer, 60)
+        optimizer.zero_grad()
+        model(torch.randn(16, 8)).square().mean().backward()
+        optimizer.step()
+        schedule.step()
+
+    found, messages = watched(tmp_path, model, [optimizer], body, 45)
+    wrong = [message for message in messages if "does not reach the optimizer that steps" in message]
+    assert len(wrong) == (how == "made anew")
+    assert ("schedulers_stepped" in {rule.rpartition(".")[2] for rule, _ in found}) == (how == "made anew")

@@ -12,7 +12,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from trainprobe.config_check.capture.patches import Patches
 from trainprobe.config_check.capture.plain_values import plain
-from trainprobe.config_check.capture.setting_files import flat, source
+from trainprobe.config_check.capture.setting_files import ASTRAY, flat, source
+from trainprobe.engine.capture.audit.set_up import optimizer_of, updates_the_same
 from trainprobe.engine.core.guard import Guard
 
 _NOT_SETTINGS = frozenset({"params", "param_names"})
@@ -101,8 +102,15 @@ class OptimizerWatch:
             found.append(source("optimizer", str(index), {**flat(values), "lr_by_step": rates}))
         alive = [scheduler for ref in self._schedulers if (scheduler := ref()) is not None]
         for index, scheduler in enumerate(alive):
-            found.append(source("scheduler", str(index), flat(_scheduler_values(scheduler))))
+            astray = {} if self._reaches(scheduler) else {ASTRAY: True}
+            found.append(source("scheduler", str(index), flat(_scheduler_values(scheduler) | astray)))
         return found
+
+    def _reaches(self, scheduler: Any) -> bool:
+        """Return whether nothing shows that a scheduler moves an optimizer which another one steps in place of."""
+        own = optimizer_of(scheduler)
+        stepped = [optimizer for key, (ref, _) in self._seen.items() if key in self._rates and (optimizer := ref()) is not None]
+        return any(one is own for one in stepped) or not any(updates_the_same(one, own) for one in stepped)
 
 
 def _scheduler_values(scheduler: Any) -> dict[str, Any]:

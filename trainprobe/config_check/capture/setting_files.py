@@ -10,12 +10,14 @@ from typing import Any
 import yaml
 
 from trainprobe.config_check.capture.environment import capture_environment
+from trainprobe.config_check.capture.references import resolved
 from trainprobe.config_check.capture.shell_script import exported_variables, read_shell_script
 from trainprobe.config_check.names import masked
 from trainprobe.engine.storage.safe_files import open_to_read, yaml_documents
 from trainprobe.errors import FormatError
 
 LARGEST_FILE = 8 << 20  # bytes; a settings file has kilobytes
+ASTRAY = "astray"  # the key of a scheduler that moves an optimizer which another one steps in place of
 IDLE_LOADER = "idle loader"  # the kind of a data loader from which no captured step drew
 MOST_VALUES = 200_000  # after YAML anchors are expanded
 KINDS = {".sh": "shell", ".bash": "shell", ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".toml": "toml"}
@@ -39,7 +41,9 @@ def read_settings(path: str | Path) -> dict[str, Any]:
         environment = capture_environment(exported_variables(text, str(path)))["variables"]
     else:
         values = _parsed(path, text, {"yaml": _yaml, "json": _json, "toml": _toml}[kind])
-    return source(kind, path.name, flat(values, str(path))) | {"environment": environment}
+    settings = flat(values, str(path))
+    settings = resolved(settings) if kind == "yaml" else settings
+    return source(kind, path.name, settings) | {"environment": environment}
 
 
 def source(kind: str, name: str, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -98,7 +98,8 @@ def _nothing_found(checks: Sequence[Check]) -> str:
     not_compared = [check.name for check in checks if not check.compared]
     if len(not_compared) == len(checks):
         return "nothing could be compared"
-    rest = f" ({', '.join(not_compared)} not captured)" if not_compared else ""
+    held = any(check.findings for check in checks if not check.compared)
+    rest = f" ({', '.join(not_compared)} not {'compared' if held else 'captured'})" if not_compared else ""
     unknown = [f.text for check in checks for f in check.findings if f.topic == "variables"]
     if unknown:
         return f"no difference found in what was captured{rest}; {unknown[0]}"

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trainprobe.config_check.capture.setting_files import IDLE_LOADER
+from trainprobe.config_check.capture.setting_files import ASTRAY, IDLE_LOADER
 from trainprobe.config_check.compare.model_state import state_findings
 from trainprobe.config_check.compare.pair import BENCH, CMP, absent, rank_findings, rank_pairs
 from trainprobe.config_check.compare.step_schedule import schedule_findings
@@ -135,9 +135,19 @@ def _of_ranks(pairs: list[tuple[int, RankPack, RankPack]], ranks: list[int], sam
     ranks_of: dict[Finding, list[int]] = {}
     for rank, a, b in pairs:
         found = state_findings(a.single["hyperparameters"], b.single["hyperparameters"])
+        found += [*_astray(BENCH, a.single["hyperparameters"]), *_astray(CMP, b.single["hyperparameters"])]
         for finding in [*found, *(schedule_findings(a, b) if same_size else ())]:
             ranks_of.setdefault(finding, []).append(rank)
     return [replace(f, text=f"{f.text}{which_ranks(where, ranks)}") for f, where in ranks_of.items()]
+
+
+def _astray(side: str, content: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield the schedulers of one side that do not reach the optimizer which steps; the other side may have the same fault."""
+    for one in content.get("sources", []):
+        values = dict(one.get("values", {}))
+        if one.get("kind") == "scheduler" and values.get(ASTRAY) is True:
+            text = f"{values.get('class')} in {side} does not reach the optimizer that steps: it was made for another one"
+            yield Finding("error", text, f"key scheduler.astray {side}", ())
 
 
 def _items(content: Mapping[str, Any]) -> dict[tuple[str, int, str], _Item]:
@@ -148,6 +158,8 @@ def _items(content: Mapping[str, Any]) -> dict[tuple[str, int, str], _Item]:
         kind = str(one.get("kind"))
         number = counts[kind] = counts.get(kind, -1) + 1
         for key, value in dict(one.get("values", {})).items():
+            if key == ASTRAY:
+                continue
             found[kind, number, key] = _Item(kind, number, str(one.get("name")), key, value)
     return found
 

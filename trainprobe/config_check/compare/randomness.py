@@ -58,6 +58,10 @@ def compare_randomness(bench: Pack, cmp: Pack) -> Check:
     """Compare all that random numbers depend on."""
     if (early := absent("randomness", COLUMNS, bench, cmp)) is not None:
         return early
+    if bench.origin != cmp.origin:
+        other = next(pack.origin for pack in (bench, cmp) if pack.origin != "trainprobe")
+        text = f"randomness: not compared, as {other} counts fewer functions, over another time, and holds no seeds and states"
+        return Check("randomness", COLUMNS, findings=(Finding("note", text, "randomness of another tool"),), compared=False)
     pairs = list(rank_pairs(bench, cmp, "randomness"))
     ranks = [rank for rank, _, _ in pairs]
     ranks_of: dict[Finding, list[int]] = {}

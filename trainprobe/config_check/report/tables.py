@@ -16,7 +16,8 @@ def summary_rows(comparison: Comparison) -> list[tuple[str, str, str]]:
     for check in comparison.checks:
         texts = [f.text for f in check.findings if f.level != "note"] or [f.text for f in check.findings]
         text = "; ".join(dict.fromkeys(texts[:3])) + (f"; and {len(texts) - 3} more" if len(texts) > 3 else "")
-        verdict = check.verdict if check.compared or check.verdict != "pass" else "not captured"
+        missing = "not compared" if check.findings else "not captured"
+        verdict = check.verdict if check.compared or check.verdict != "pass" else missing
         rows.append((check.name, verdict, text))
     return rows
 

@@ -9,7 +9,7 @@ from rich.text import Text
 from trainprobe.config_check.compare.verdicts import Comparison
 from trainprobe.config_check.report.tables import summary_rows
 
-_COLOURS = {"pass": "green", "warning": "yellow", "error": "red", "not captured": "dim"}
+_COLOURS = {"pass": "green", "warning": "yellow", "error": "red", "not captured": "dim", "not compared": "yellow"}
 
 
 def show(comparison: Comparison, console: Console) -> None:

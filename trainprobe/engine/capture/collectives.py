@@ -23,7 +23,7 @@ from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.naming import chunks_of
 from trainprobe.engine.core.records import Call, Opaque
 from trainprobe.engine.core.stacks import Stacks
-from trainprobe.engine.tape import Tape
+from trainprobe.engine.tape import SAVE, Tape
 
 # method of ProcessGroup → (name of the public function, which argument goes in, which comes out)
 METHODS: dict[str, tuple[str, int | None, int | None]] = {
@@ -186,12 +186,19 @@ class CollectiveTap:
         call = tape.call("collective", entry, tape.count(entry, "forward"), "forward", parent=parent)
         if self._stacks is not None:
             call.stack = self._stacks.capture(-1, 0, 4)
-        call.args = tape.tree(given, self._flags)
+        call.args = tape.tree(given, self._flags, self._path(call, "input"))
         ranks = dist.get_process_group_ranks(group) if hasattr(group, "group_name") else []
         call.kwargs = {"group": Opaque("torch.distributed.ProcessGroup", None, {"group_ranks": ranks})}
         if operation is not None:
             call.kwargs["op"] = Opaque("torch.distributed.ReduceOp", operation)
         return call
+
+    def _path(self, call: Call, side: str) -> str | None:
+        return f"{call.name}.{call.call}.forward.{side}" if self._flags & SAVE else None
+
+    def keep_no_values(self) -> None:
+        """Store no values, whatever the plan says of them."""
+        self._flags &= ~SAVE
 
     def _known(self, call: Call) -> Call:
         if self._tape is not None:
@@ -209,7 +216,7 @@ class CollectiveTap:
 
         def look(place: int, t: Any) -> None:
             tape.touched(t)  # a collective writes without a trace in the version counter
-            found[place] = tape.value(t, self._flags)
+            found[place] = tape.tree(t, self._flags, self._path(call, f"output.{place}"))
             if None not in found:
                 call.out = found
                 self._unwritten.pop(id(call), None)
@@ -228,7 +235,7 @@ class CollectiveTap:
             written = _listed(args[out])
             for t in _flat(written):
                 tape.touched(t)  # a collective writes without a trace in the version counter
-            call.out = tape.tree(written, self._flags)
+            call.out = tape.tree(written, self._flags, self._path(call, "output"))
             tape.more_known(call)
 
 

@@ -94,6 +94,10 @@ class OpTap:
         self._specs[func] = spec
         return spec
 
+    def look_after(self) -> None:
+        """From the next step on look at the arguments of a call after it too: those that it does not say it writes."""
+        self._watch.looks_after = 1
+
     @property
     def parent(self) -> str | None:
         """Where calls outside every module belong: "optimizer", "clip_grad"."""

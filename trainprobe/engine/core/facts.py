@@ -79,7 +79,8 @@ class Schedule:
     stood at the update, or where none was seen, at first. rates: what it declares for that position, a number a group, or empty
     where that is not a function of the position alone. actual: what the optimizer used. between: advances and updates from the
     update that was looked at before to this one. end: the position at which it has annealed the rate to its least, and behind
-    which it raises it again; 0 of schedules that do not.
+    which it raises it again; 0 of schedules that do not. astray: how often it was stepped in all while its own optimizer never
+    was, and another one updated the same parameters with rates of its own.
     """
 
     kind: str
@@ -90,6 +91,7 @@ class Schedule:
     updates: int = 0
     between: tuple[int, int] = (0, 0)
     end: int = 0
+    astray: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ FORWARD = (("args", "input"), ("kwargs", "kwargs"), ("params", "parameters"), ("
 BACKWARD = (("args", "grad_output"), ("kwargs", "kwargs"), ("out", "grad_input"))
 # what `params` of an op holds where values are stored: arguments that it wrote and does not return, as they were after it, by
 # position or keyword; and the state of the generator on the host that it drew from, which is no value of the training
-WRITTEN, GENERATOR = "written", "generator"
+WRITTEN, GENERATOR, AFTER = "written", "generator", "after"
 BESIDE = (WRITTEN, GENERATOR)
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from trainprobe.engine.core.records import Call, Finding, Place, StepData
 from trainprobe.engine.core.step_data import entry_name, parameter_name
 from trainprobe.engine.plan.model import Plan
-from trainprobe.errors import PlanError
+from trainprobe.errors import PlanError, did_you_mean
 
 
 class Unmatched(NamedTuple):
@@ -49,6 +49,7 @@ class UnmatchedSelections:
         self._collected = False
         self._ops: set[str] = set()
         self._names: set[str] = set()  # of modules, parameters and ops
+        self._parts: set[str] = set()  # names of calls, and their parts, for suggestions
         self._entries = dict.fromkeys(plan.entries, False)  # text → whether some call's full name held it
 
     def saw(self, step_data: StepData) -> None:
@@ -57,11 +58,12 @@ class UnmatchedSelections:
             return
         self._collected = True
         if self._plan.ops != ("**",) or self._plan.tensors or self._plan.details:
-            self._ops.update(call.name for call in step_data.calls if call.kind == "op")
+            self._ops.update(call.name for call in step_data.calls if call.kind in ("op", "collective"))
             self._names.update(name for call in step_data.calls for name in _names(call))
         if not all(self._entries.values()):
             names = {entry_name(call, step_data.framework) for call in step_data.calls}
             self._entries |= {text: True for text in self._entries if any(text in name for name in names)}
+            self._parts.update(part for call in step_data.calls for part in (call.name, *call.name.split(".")))
 
     def findings(self, first_step: int | None, last_step: int, place: Place) -> Iterator[Finding]:
         """Yield what never came, as warnings. first_step, last_step: of the run, collected or not; None where it had none."""
@@ -81,7 +83,8 @@ class UnmatchedSelections:
 
     def _patterns(self) -> Iterator[Finding]:
         for text in (text for text, seen in self._entries.items() if not seen):
-            yield _warning(f"the plan's entries {text!r} occurs in no call name of any collected step")
+            hint = did_you_mean(text, sorted(self._parts))
+            yield _warning(f"the plan's entries {text!r} occurs in no call name of any collected step{hint}")
         level = self._plan.level
         asked = [("ops", "op", self._ops)] if level in ("L1", "mix") else []
         if level in ("L0", "L1", "mix"):

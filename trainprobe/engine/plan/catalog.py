@@ -120,8 +120,8 @@ def op_name(func: Callable[..., Any]) -> OpName | None:
             return None
         prefix = {"aten": "Aten", "npu": "NPU", "prims": "Prims"}.get(namespace, namespace)
     else:
-        if getattr(func, "__module__", None) == "torch.distributed.distributed_c10d":
-            return None
+        if getattr(func, "__module__", None) in ("torch.distributed.distributed_c10d", "torch.autograd"):
+            return None  # torch.autograd.grad runs a backward pass, whose operators are recorded
         prefix = _python_prefix(func)
         if prefix == "Torch" and api.startswith("__"):
             prefix = "Tensor"

@@ -114,7 +114,10 @@ def _expected(problem: Any) -> str:
 
 def _unknown(key: Any, known: list[str]) -> str:
     synonym = _SYNONYMS.get(str(key))
-    hint = f" — did you mean {synonym!r}?" if synonym in known else did_you_mean(str(key), known)
+    others = {other: here for other, here in _SYNONYMS.items() if here in known}
+    hint = f" — did you mean {synonym!r}?" if synonym in known else did_you_mean(str(key), [*known, *others])
+    near = next((f" — did you mean {other!r}, here {here!r}?" for other, here in others.items() if f"{other!r}?" in hint), hint)
+    hint = near if synonym not in known else hint
     if not hint:
         hint = f" (there are: {', '.join(known)})" if len(known) < 10 else " (`trainprobe plan --explain` lists the keys)"
     return f"unknown key {key!r}{hint}"

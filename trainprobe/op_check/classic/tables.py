@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -26,6 +28,7 @@ from trainprobe.op_check.classic.columns import (
     number,
 )
 from trainprobe.op_check.dump import Row
+from trainprobe.op_check.judge import OUTCOMES, Outcome
 from trainprobe.op_check.standards.limits import assigned
 from trainprobe.op_check.standards.measured import Output, without_metrics
 from trainprobe.op_check.standards.report import by_call
@@ -117,8 +120,15 @@ def summary(call: str, records: Sequence[Record]) -> Record:
         direction: overall([r[STATUS] for r in records if f".{direction}.output." in r[NAME]])
         for direction in ("forward", "backward")
     }
-    told = [r[MESSAGE] for r in records if r[STATUS] in (SKIP, ERROR)]
+    gravest = max((r[MESSAGE] for r in records), key=_gravity, default="")
+    told = [gravest, *(r[MESSAGE] for r in records if r[STATUS] in (SKIP, ERROR))]
     return dict(zip(RESULT_COLUMNS, (call, *statuses.values(), "\n".join(dict.fromkeys(told))), strict=True))
+
+
+def _gravity(message: str) -> int:
+    """Return how grave our verdict is, with which each message begins."""
+    said = re.match(rf"op-check: ({'|'.join(OUTCOMES)})", message)
+    return OUTCOMES.index(cast("Outcome", said[1])) if said else -1
 
 
 def overall(statuses: Sequence[str]) -> str:

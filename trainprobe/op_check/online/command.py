@@ -101,14 +101,14 @@ async def _serve(settings: Settings, listen: str, folder: Path | None, tls: Path
         with suppress(NotImplementedError):
             loop.add_signal_handler(number, stop.set)
     listener = None
-    waits = [stop.wait(), server.finished()]
+    if folder is not None and not folder.is_dir():
+        raise UsageError(f"{folder} is no folder: make it, where both machines see it")
     if listen or folder is None:
         listener = await _listen(server, listen or "127.0.0.1:7700", tls, insecure)
         host, port = listener.sockets[0].getsockname()[:2]
         say(f"listening on {host}:{port}{'' if tls else ' without TLS'}; reports go to {settings.output}")
+    waits = [stop.wait(), server.finished()]
     if folder is not None:
-        if not folder.is_dir():
-            raise UsageError(f"{folder} is no folder: make it, where both machines see it")
         say(f"looking into {folder}; reports go to {settings.output}")
         waits.append(server.serve_folder(folder))
     tasks = [asyncio.ensure_future(wait) for wait in waits]

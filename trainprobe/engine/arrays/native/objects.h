@@ -116,6 +116,7 @@ PyObject *tape_noted(Tape *self, PyObject *value, PyObject *note);
 
 int tape_is_plain(const Tape *self, PyObject *x); /* a tensor that needs no describing */
 void tape_touched(Tape *self, PyObject *t);
+Value *tape_unwritten(Tape *self, PyObject *t);
 
 /* Copies of small values on the host (arena.c). */
 typedef struct Arena Arena;

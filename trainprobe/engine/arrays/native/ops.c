@@ -13,7 +13,7 @@ typedef struct {
     OpHook **hooks;
     Py_ssize_t n_hooks, room;
     const void *stop;
-    int depth, forward, backward, inputs, kwargs, outputs, recompute;
+    int depth, forward, backward, inputs, kwargs, outputs, recompute, looks_after;
 } OpWatch;
 
 struct OpHook {
@@ -25,7 +25,7 @@ struct OpHook {
 
 PyTypeObject *op_hook_type;
 static PyTypeObject *watch_type;
-static PyObject *t_op, *t_forward, *t_recompute, *t_backward, *t_micro, *t_register, *t_written, *t_generator;
+static PyObject *t_op, *t_forward, *t_recompute, *t_backward, *t_micro, *t_register, *t_written, *t_generator, *t_after;
 /* ---- before and after a call --------------------------------------------------------------------------------------------- */
 
 static Py_ssize_t counted(OpWatch *self, PyObject *name) {
@@ -200,6 +200,43 @@ static int keep_written(OpWatch *self, Call *call, long written, long flags, PyO
     return failed ? -1 : 0;
 }
 
+/* Look again at an argument that the call does not say it writes. key: its place, taken over. */
+static int keep_again(OpWatch *self, Call *call, PyObject *tree, long flags, PyObject *x, PyObject *out, PyObject *key) {
+    Value *before = key && is_tensor(x) == 1 && x != out ? tape_unwritten(self->native, x) : NULL;
+    PyObject *at = before ? PyUnicode_FromFormat("%U.%zd.%U.after.%U", call->name, call->call, call->phase, key) : NULL;
+    PyObject *pair = NULL;
+    if (at) {
+        Py_INCREF((PyObject *)before); /* it is forgotten here */
+        tape_touched(self->native, x);
+        PyObject *now = tape_tree(self->native, x, flags, at, 0);
+        pair = now ? Py_BuildValue("[NN]", before, now) : NULL;
+        if (!now) Py_DECREF((PyObject *)before);
+    }
+    int failed = !key || PyErr_Occurred() || (pair && PyDict_SetItem(tree, key, pair));
+    Py_XDECREF(pair), Py_XDECREF(at), Py_XDECREF(key);
+    return failed ? -1 : 0;
+}
+
+/* The arguments of a call that it does not say it writes, before and after it, by position, place in a list, or keyword. */
+static int keep_after(OpWatch *self, Call *call, long written, long flags, PyObject *args, PyObject *kwargs, PyObject *out) {
+    PyObject *tree = PyDict_New(), *name, *value;
+    Py_ssize_t at = 0, n = PyTuple_Check(args) ? PyTuple_Size(args) : 0;
+    int failed = !tree;
+    for (Py_ssize_t i = 0; !failed && i < n; i++) {
+        PyObject *x = PyTuple_GetItem(args, i);
+        int tuple = PyTuple_CheckExact(x), list = PyList_CheckExact(x);
+        if (i < 32 && written >> i & 1) continue;
+        if (!tuple && !list) failed = keep_again(self, call, tree, flags, x, out, PyUnicode_FromFormat("%zd", i));
+        for (Py_ssize_t k = 0; !failed && (tuple || list) && k < (tuple ? PyTuple_Size(x) : PyList_Size(x)); k++)
+            failed = keep_again(self, call, tree, flags, tuple ? PyTuple_GetItem(x, k) : PyList_GetItem(x, k), out, PyUnicode_FromFormat("%zd.%zd", i, k));
+    }
+    while (!failed && PyDict_Check(kwargs) && PyDict_Next(kwargs, &at, &name, &value))
+        if (PyUnicode_CompareWithASCIIString(name, "out")) failed = keep_again(self, call, tree, flags, value, out, Py_NewRef(name));
+    if (!failed && PyDict_Size(tree) > 0) return keep_beside(self, call, t_after, tree);
+    Py_XDECREF(tree);
+    return failed ? -1 : 0;
+}
+
 static int after(OpWatch *self, PyObject *spec, long flags, Call *call, long long floor, PyObject *args, PyObject *kwargs, PyObject *out) {
     if (!self->native) return 0; /* the step has ended meanwhile */
     long written = PyLong_AsLong(PyTuple_GetItem(spec, 2));
@@ -217,6 +254,7 @@ static int after(OpWatch *self, PyObject *spec, long flags, Call *call, long lon
     if (written > 0 && flags & SAVE && self->forward && self->inputs && self->native &&
         keep_written(self, call, written, flags, args, kwargs, out))
         return -1;
+    if (self->looks_after && flags & SAVE && self->native && keep_after(self, call, written, flags, args, kwargs, out)) return -1;
     if (!self->backward || !self->native) return 0;
     OpHook *hook = NULL;
     int failed = 0;
@@ -424,6 +462,7 @@ static void watch_free(OpWatch *self) {
 
 static PyMemberDef watch_members[] = {{"parent", T_OBJECT, offsetof(OpWatch, parent), 0, "where calls outside every module belong"},
                                       {"depth", T_INT, offsetof(OpWatch, depth), READONLY, "how many calls are being handled"},
+                                      {"looks_after", T_INT, offsetof(OpWatch, looks_after), 0, "whether arguments are looked at again after a call"},
                                       {NULL, 0, 0, 0, NULL}};
 
 static PyMethodDef watch_methods[] = {
@@ -442,7 +481,8 @@ int ops_fill(PyObject *module) {
         PyObject **at;
         const char *text;
     } names[] = {{&t_op, "op"}, {&t_forward, "forward"}, {&t_recompute, "recompute"}, {&t_backward, "backward"}, {&t_micro, "micro"},
-                 {&t_register, "register_hook"}, {&t_written, "written"}, {&t_generator, "generator"}};
+                 {&t_register, "register_hook"}, {&t_written, "written"}, {&t_generator, "generator"},
+                 {&t_after, "after"}};
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         if (!(*names[i].at = PyUnicode_InternFromString(names[i].text))) return -1;
     watch_type = (PyTypeObject *)PyType_FromSpec(&watch_spec);

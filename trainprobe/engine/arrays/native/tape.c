@@ -425,6 +425,19 @@ static long long version_of(PyObject *t) {
     return version;
 }
 
+/* What is known of a tensor, as it is now: `requires_grad_()` may have come after it was looked at. A new reference. */
+static PyObject *as_used(Tape *self, PyObject *t, Value *value) {
+    PyObject *grad = tensor_attribute(t, REQUIRES_GRAD), *note = value->note ? value->note : Py_None;
+    if (!grad) return NULL;
+    Value *now = grad == value->requires_grad ? (Value *)Py_NewRef((PyObject *)value) : (Value *)tape_noted(self, (PyObject *)value, note);
+    if (now && now != value) {
+        Py_XDECREF(now->requires_grad);
+        now->requires_grad = Py_NewRef(grad);
+    }
+    Py_DECREF(grad);
+    return (PyObject *)now;
+}
+
 static PyObject *tape_look(Tape *self, PyObject *t, long flags, int held) {
     if (!tape_is_plain(self, t)) return by_python(self->special, t, flags);
     long long version = version_of(t);
@@ -436,9 +449,12 @@ static PyObject *tape_look(Tape *self, PyObject *t, long flags, int held) {
         const Seen *seen = reuse ? seen_find(&self->seen, t) : NULL;
         if (seen && seen->known && seen_is(seen, t) && seen->version == version && seen->data == at.data && seen->shape == shape) {
             if ((seen->flags & flags) == flags) {
+                PyObject *now = as_used(self, t, seen->value);
                 self->reused++;
+                if (now && now != (PyObject *)seen->value && seen_note(&self->seen, (Seen){t, NULL, shape, (Value *)now, at.data, version, seen->flags, seen->held}))
+                    Py_CLEAR(now);
                 Py_DECREF(shape);
-                return Py_NewRef((PyObject *)seen->value);
+                return now;
             }
             flags |= seen->flags;
         }
@@ -611,6 +627,14 @@ void tape_touched(Tape *self, PyObject *t) {
     Seen *seen = seen_find(&self->seen, t);
     if (seen) seen_forget(seen);
     views_clear(&self->views); /* which share memory with it, perhaps */
+}
+
+/* What a tensor was when it was looked at, where its version counter says that nothing was written since; a borrowed reference or NULL. */
+Value *tape_unwritten(Tape *self, PyObject *t) {
+    const Seen *seen = seen_find(&self->seen, t);
+    long long version = seen && seen->known && seen_is(seen, t) ? version_of(t) : -1;
+    if (version == -2) PyErr_Clear();
+    return version >= 0 && version == seen->version ? seen->value : NULL;
 }
 
 PyObject *tape_noted(Tape *self, PyObject *value, PyObject *note) {

@@ -144,6 +144,15 @@ def groups_of(optimizer: Any) -> Iterable[Any]:
     return groups if isinstance(groups, list | tuple) else ()
 
 
+def updates_the_same(optimizer: Any, other: Any) -> bool:
+    """Return whether two optimizers hold a parameter in common, and no group: with a group they would share its rate."""
+    groups, others = list(groups_of(optimizer)), list(groups_of(other))
+    if any(group is shared for group in groups for shared in others):
+        return False
+    held = {id(p) for group in groups for p in group["params"]}
+    return any(id(p) in held for group in others for p in group["params"])
+
+
 def optimizer_groups(optimizers: Sequence[Any], names: Mapping[int, str]) -> tuple[Group, ...]:
     """Return the parameter groups of all optimizers with their plain numbers."""
     return tuple(

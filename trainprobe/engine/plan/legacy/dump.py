@@ -27,7 +27,7 @@ _SECTIONS = {
     "nan_check": _SELECTING | {"tensor_list"},
     "structure": _SELECTING,
 }
-_RERUN = "inputs and outputs of ops are recorded, as with task tensor; `trainprobe op-check DUMP` judges them"
+_RERUN = "inputs and outputs of ops are recorded, as with task tensor: `trainprobe op-check DUMP` judges them"
 # tasks that a plan does not have → the task that records most of the same, and what is different then
 _TRANSLATED = {
     "acc_check": ("tensor", _RERUN),
@@ -49,7 +49,10 @@ _TRANSLATED = {
         "(`op_check.condition` of a plan, docs/op_check.md); without `step` step 0 alone",
     ),
 }
-_APART = "nothing is sent to another machine: record both runs, then `trainprobe dump-compare`"
+_APART = (
+    "not used: `trainprobe op-check serve` judges on another machine while the training runs, and the plan's "
+    "`op_check: {server: HOST:PORT}` sends it the calls (docs/op_check_online.md)"
+)
 # keys of their sections that nothing here takes over, and what there is to say
 _UNUSED = {
     "black_list": "not used: every op is recorded; white_list or list names those to record",
@@ -299,11 +302,29 @@ def _data_mode(out: Translation, modes: object, key: str) -> None:
     out.fields["data"] = data + (["parameter_gradients"] if "backward" in phases else [])
 
 
+# collectives as that tool calls them → as they are recorded here, by what runs
+_COLLECTIVES = {
+    **{"isend": ("send",), "irecv": ("recv",), "batch_isend_irecv": ("send", "recv"), "distributed": ("Distributed",)},
+    **{"_reduce_scatter_base": ("reduce_scatter_tensor",), "_all_gather_base": ("all_gather_into_tensor",)},
+}
+
+
+def _recorded_as(out: Translation, name: str, key: str) -> list[str]:
+    """Return the names that a name of a list has here, and say so where they are others."""
+    bare = name.removeprefix("Distributed.").partition(".")[0]
+    if bare not in _COLLECTIVES:
+        return [name]
+    found = [name.replace(bare, other, 1) for other in _COLLECTIVES[bare]]
+    out.note(key, f"{name!r}: recorded as {' and '.join(found)}")
+    return found
+
+
 def _list(out: Translation, names: list[str], key: str, whole: bool) -> None:
     """Select by the full names of calls, as that tool does; ops and modules that cannot match are not looked at.
 
     whole: they are, since a scope begins and ends at any of them.
     """
+    names = [here for name in names for here in _recorded_as(out, name, key)]
     out.fields["entries"] = names
     level = "" if whole else out.fields["level"]
     if level == "L1" and all(possible := [_possible_op(name) for name in names]):

@@ -1,9 +1,11 @@
-"""A scheduler that was made for an optimizer is stepped.
+"""A scheduler that was made for an optimizer is stepped, and one that is stepped moves the rates of an optimizer that steps.
 
-Relation: an optimizer for which a scheduler of torch was made, and for which none has been stepped, does not update at one and
+Relations: an optimizer for which a scheduler of torch was made, and for which none has been stepped, does not update at one and
 the same rate, to the bit, at four or more audited steps in a row and over the end of an epoch where that rate is at most half
 of the one that the schedule multiplies (the first of a warm-up), or over the ends of three epochs. Tolerance none.
-Judged where a trainer reports its epochs. Reported as a warning.
+Judged where a trainer reports its epochs. And no scheduler is stepped ten times while its own optimizer never is and another
+one, with groups of its own, updates the same parameters: the optimizer was wrapped, loaded or made anew after the scheduler
+was. Reported as warnings.
 Usually caused by manual optimization, where the trainer steps no scheduler (Lightning), or by a loop that was copied without
 the call. A scheduler that is stepped once an epoch cannot violate this.
 """
@@ -14,14 +16,18 @@ from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
 
 COST = frozenset({"host"})
-OBSERVERS = frozenset({"parameter_groups", "updates"})
+OBSERVERS = frozenset({"parameter_groups", "schedules", "updates"})
 EVERY = 10
 STAGE = "rate"
 _LOOKS, _EPOCHS, _WARMING = 4, 3, 0.5
+_ASTRAY = 10  # steps of a scheduler
 
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find the first optimizer whose scheduler rests."""
+    astray = _astray(evidence)
+    if astray:
+        return astray
     facts = evidence.facts
     epochs = facts.progress.epochs
     if len(facts.bases) != len(facts.rates) or not facts.updates or not epochs:
@@ -50,3 +56,23 @@ def check(evidence: Evidence) -> list[Finding]:
             )
         ]
     return []
+
+
+def _astray(evidence: Evidence) -> list[Finding]:
+    """Find the first scheduler that moves the rates of an optimizer which does not step."""
+    facts = evidence.facts
+    schedule = next((s for s in facts.schedules if s.astray >= _ASTRAY), None)
+    if schedule is None or not facts.updates:
+        return []
+    text = (
+        f"{schedule.kind} has been stepped {schedule.astray} times and does not reach the optimizer that steps: it moves the "
+        f"rates of another one, which holds the same parameters and never steps"
+    )
+    hint = "make the scheduler from the optimizer that steps, after that was wrapped, loaded or made anew"
+    rate = facts.rates[0] if facts.rates else 0.0
+    expected = "a rate that its scheduler moves"
+    return [
+        evidence.finding(
+            "schedulers_stepped", text, "lr", kind="scalar", measured=rate, expected=expected, severity="warning", next=hint
+        )
+    ]

@@ -16,7 +16,7 @@ from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from trainprobe.engine.capture.audit.observers import Audited, Observer
-from trainprobe.engine.capture.audit.set_up import optimizer_of, rates_of
+from trainprobe.engine.capture.audit.set_up import optimizer_of, rates_of, updates_the_same
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.capture.patching.step_hooks import StepListener
 from trainprobe.engine.core.facts import Schedule
@@ -35,9 +35,12 @@ class _Known:
         self.advances, self.updates = 0, 0
         self.advances_between, self.updates_between = 0, 0
         self.updated = False  # its optimizer has stepped since the scheduler was first seen
+        self.passed_by = False  # another optimizer has updated its optimizer's parameters, with rates of its own
+        self.astray = 0  # steps while only that is so
 
     def advanced(self) -> None:
         """The scheduler was stepped. What it steps before its optimizer does is a program's way to put it where it was."""
+        self.astray += self.passed_by and not self.updated
         if self.updated:
             self.advances += 1
             self.advances_between += 1
@@ -95,6 +98,8 @@ class ScheduleWatch(Observer):
         for scheduler, known in self._alive():
             if optimizer_of(scheduler) is optimizer:
                 known.was_updated()
+            elif not known.updated and not known.passed_by:
+                known.passed_by = updates_the_same(optimizer, optimizer_of(scheduler))
 
     def stop(self) -> None:
         """Put the originals back."""
@@ -125,7 +130,8 @@ class ScheduleWatch(Observer):
         out: list[Schedule] = []
         for scheduler, known in self._alive():
             seen = self._taken.get(id(scheduler)) or Schedule(_kind(scheduler), 0, known.stood, (), ())
-            out.append(replace(seen, advances=known.advances, updates=known.updates))
+            astray = 0 if known.updated else known.astray
+            out.append(replace(seen, advances=known.advances, updates=known.updates, astray=astray))
             known.advances, known.updates, known.stood = 0, 0, _position(scheduler)
         self._taken.clear()
         return {"schedules": tuple(out)}
