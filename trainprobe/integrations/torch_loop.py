@@ -107,7 +107,7 @@ class TorchLoop:
     def _take(self, model: Any, optimizers: list[Any], first: int) -> None:
         self._model = model
         self._owned = {id(module) for module in model.modules()}
-        self._parameters = {id(p): p for p in model.parameters()}
+        self._parameters = parameters_of(model)
         optimizers = [getattr(wrapper, "optimizer", wrapper) for wrapper in optimizers]  # Accelerate wraps the one that steps
         self.session.begin(model, optimizers, step=self._number, first=first, write_line=_log.warning)
         atexit.unregister(self.close)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.core.words import and_more
-from trainprobe.monitor.audit.evidence import Evidence, along, group_words
+from trainprobe.monitor.audit.evidence import Evidence, along, averaged_parameters, group_words, is_part_of
 from trainprobe.monitor.audit.messages import key_of
 
 COST = frozenset({"host"})
@@ -29,7 +29,8 @@ def check(evidence: Evidence) -> list[Finding]:
     chunks = {name: mode for name, mode in modes.items() if name.endswith(".")}  # "0." is a chunk, "0" a module of the model
     before = evidence.before.model.modes if evidence.before is not None else evidence.facts.set_up.modes
     changed = [name for name, mode in modes.items() if before.get(name, mode) != mode]
-    off = [name for name in changed if not modes[name]]
+    beside = averaged_parameters(evidence)
+    off = [name for name in changed if not modes[name] and not is_part_of(beside, name, evidence)]
     if off and evidence.before is not None:
         first = off[0] or "root"
         text = (
@@ -54,7 +55,7 @@ def check(evidence: Evidence) -> list[Finding]:
         in_eval_mode = {
             name: [p.rank for p in group if key_of(name, "rests") in p.rows] for name, mode in modes.items() if mode
         }
-        differing = [name for name, ranks in in_eval_mode.items() if ranks]
+        differing = [name for name, ranks in in_eval_mode.items() if ranks and not is_part_of(beside, name, evidence)]
         if not differing:
             return []  # ranks with other modules, or this one rests: the others tell
         first = next((name for name in differing if name), "root")
