@@ -46,6 +46,11 @@ def has_own_parameters(module: Any) -> bool:
     return all(isinstance(p, torch.nn.Parameter) for p in _held_by(modules_inside(module), {}).values())
 
 
+def has_data(p: Any) -> bool:
+    """Tell whether a parameter can be trained: it is no stand-in, on `meta` or fake, by which costs are counted."""
+    return not p.is_meta and not isinstance(p, torch._subclasses.FakeTensor)
+
+
 def _held_by(modules: Iterable[Any], shards: Shards) -> dict[int, Any]:
     known = (module for module in modules if "_parameters" in module.__dict__)
     return {id(p): p for module in known for _, p in members(module, shards)}
