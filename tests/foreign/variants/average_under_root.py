@@ -1,9 +1,9 @@
 """A moving average of a model that stands under one root with it.
 
 `task`: as the training tasks of timm hold it (a copy that requires gradients, in evaluation mode, twice under the root).
-`swa`: torch's AveragedModel, with running statistics. `teacher`: frozen, called in each step. Faults, all as `task`: `left_out`:
-the head is in no parameter group; `written`: something writes to the model behind step 0; `rests`: from step 23 on the model is
-in evaluation mode.
+`swa`: torch's AveragedModel, with running statistics. `teacher`: frozen, called in each step. Faults, all as `task`:
+`left_out`: the head is in no parameter group; `written`: something writes to the model behind step 0; `rests`: from step 23 on
+the model is in evaluation mode.
 """
 
 import sys

@@ -1,4 +1,7 @@
-"""The operations of a step are counted before the training: on a `meta` copy, or on the `model` itself. `nothing`: no training."""
+"""The operations of a step are counted before the training: on a `meta` copy, or on the `model` itself.
+
+`nothing`: there is no training.
+"""
 
 import sys
 

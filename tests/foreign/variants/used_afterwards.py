@@ -1,4 +1,7 @@
-"""The model generates behind the last step: in training mode (`training`), or in `evaluation` mode; `cut`: an error ends step 30."""
+"""The model generates behind the last step: in training mode (`training`), or in `evaluation` mode.
+
+`cut`: an error ends step 30.
+"""
 
 import sys
 

@@ -13,7 +13,19 @@ import pytest
 from tests.distributed.launch import free_port, launch
 from trainprobe.engine.storage.dumps.record_log import decode
 
-WAYS = ["off", "flag", "passive", "install", "script", "patched", "before", "after", "feature", "flag resumed", "script resumed"]
+WAYS = [
+    "off",
+    "flag",
+    "passive",
+    "install",
+    "script",
+    "patched",
+    "before",
+    "after",
+    "feature",
+    "flag resumed",
+    "script resumed",
+]
 WATCHED = ["flag", "install", "script", "before", "after", "feature"]
 PATCHED = ["patched", "before", "after", "feature"]
 pytestmark = [pytest.mark.slow, pytest.mark.frameworks]
