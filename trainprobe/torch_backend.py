@@ -14,6 +14,7 @@ from trainprobe.compiled import recording
 from trainprobe.composition import TapMaker
 from trainprobe.engine.core.gathering import Gathering
 from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.held_parameters import parameters_in
 from trainprobe.engine.core.naming import Rename, chunks_of
 from trainprobe.engine.core.records import Place
 from trainprobe.engine.core.stacks import Stacks
@@ -69,7 +70,7 @@ class TorchBackend(Backend):
         found = self.place()
         if found.world_size == 1:
             return None
-        parameters = (p for chunk in chunks_of(model) if hasattr(chunk, "parameters") for p in chunk.parameters())
+        parameters = parameters_in(chunk for chunk in chunks_of(model) if hasattr(chunk, "modules"))
         return replace(found, axes=axes_of_parameters(parameters, found))
 
     def gathering(self) -> Gathering:

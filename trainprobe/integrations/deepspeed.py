@@ -25,7 +25,7 @@ from trainprobe.integrations import announce, default_plan
 from trainprobe.integrations.auto_attach import called_from
 from trainprobe.integrations.deepspeed_layout import place_of, renaming
 from trainprobe.integrations.deepspeed_source import DeepSpeedSource, loss_scale, tensors_of
-from trainprobe.integrations.session import agreed
+from trainprobe.integrations.session import agreed, resumed_plan
 from trainprobe.watching import PlanSource, Probe
 
 CALLBACKS = ("lightning.pytorch", "pytorch_lightning", "transformers.trainer")  # their integrations find the engine themselves
@@ -43,8 +43,8 @@ def attach(engine: Any, plan: PlanSource = None, **overrides: Any) -> Any:
     if probe_of(engine) is not None:
         return engine
     loaded = load_plan(default_plan() if plan is None else plan, **overrides)
-    if engine.global_steps:  # the run that is resumed may have written there
-        loaded = load_plan(loaded, on_existing="continue")
+    if engine.global_steps:
+        loaded = resumed_plan(loaded)
     probe = Probe(loaded, place=place_of(engine), rename=renaming(engine.module))
     try:
         probe.open(engine.module, engine.basic_optimizer)

@@ -6,10 +6,12 @@ Only the dictionaries in which `torch.nn.Module` keeps its parameters and module
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
+
+from trainprobe.engine.core.held_parameters import Shards, members, shards_of
 
 
 def model_around(called: Any) -> Any:
@@ -35,21 +37,28 @@ def model_of(optimizer: Any) -> Any:
 
 def parameters_of(module: Any) -> dict[int, Any]:
     """Return id → parameter of a module and all modules inside it."""
-    return {id(p): p for p in _each_parameter(module)}
+    inside = list(modules_inside(module))
+    return _held_by(inside, shards_of(inside))
 
 
 def has_own_parameters(module: Any) -> bool:
     """Tell whether the parameters of a module are its own: while `functional_call` runs, other tensors stand in their place."""
-    return all(isinstance(p, torch.nn.Parameter) for p in _each_parameter(module))
+    return all(isinstance(p, torch.nn.Parameter) for p in _held_by(modules_inside(module), {}).values())
 
 
-def _each_parameter(module: Any) -> Iterator[Any]:
-    inside = (inner.__dict__.get("_parameters", {}) for inner in modules_inside(module))
-    return (p for held in inside for p in held.values() if p is not None)
+def has_data(p: Any) -> bool:
+    """Tell whether a parameter can be trained: it is no stand-in, on `meta` or fake, by which costs are counted."""
+    return not p.is_meta and not isinstance(p, torch._subclasses.FakeTensor)
+
+
+def _held_by(modules: Iterable[Any], shards: Shards) -> dict[int, Any]:
+    known = (module for module in modules if "_parameters" in module.__dict__)
+    return {id(p): p for module in known for _, p in members(module, shards)}
 
 
 def _best(modules: Collection[Any], held: set[int]) -> Any:
-    known = [(module, parameters_of(module).keys()) for module in modules]
+    shards = shards_of(modules)
+    known = [(module, _held_by(modules_inside(module), shards).keys()) for module in modules]
     return max(known, key=lambda pair: (len(held & pair[1]), -len(pair[1])), default=(None, ()))[0]
 
 

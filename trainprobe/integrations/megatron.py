@@ -23,11 +23,12 @@ from trainprobe.config_check.capture.on_import import ImportWatch
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.core.naming import chunks_of
 from trainprobe.engine.core.records import Place
+from trainprobe.engine.plan.loading import load_plan
 from trainprobe.errors import MissingExtra, StopTraining
 from trainprobe.integrations import announce, default_plan
 from trainprobe.integrations.megatron_layout import bare, held_parameters, parallel_axes, renaming
 from trainprobe.integrations.megatron_source import MegatronSource, loss_scaler
-from trainprobe.integrations.session import agreed
+from trainprobe.integrations.session import agreed, resumed_plan
 from trainprobe.watching import PlanSource, Probe
 
 TRAINING = "megatron.training.training"
@@ -321,6 +322,8 @@ def _follow_setup(training: Any, plan: PlanSource, only_with_flag: bool, overrid
 
 def follow_training(training: Any, model: Any, optimizer: Any, plan: PlanSource, **overrides: Any) -> MegatronProbe:
     """Watch the loop of `megatron.training.training`, whose steps are numbered as in its log, from 1."""
+    if getattr(training.get_args(), "iteration", 0):
+        plan, overrides = resumed_plan(load_plan(default_plan() if plan is None else plan, **overrides)), {}
     probe = attach(model, optimizer, plan, **overrides)
     loop_hooks = probe.loop_hooks
     if loop_hooks is None or loop_hooks.trainer_reports:

@@ -37,7 +37,7 @@ NOT_JUDGED = {
     **dict.fromkeys(("equal_rows", "gathered_features", "idle_experts", "stale_copies", "statistics_once"), _TENSORS),
     **dict.fromkeys(("input_scale", "padding_masks"), _ARGUMENTS),
     **dict.fromkeys(
-        ("divided_losses", "gradient_terms", "outer_products", "sampled_without_gradient"),
+        ("divided_losses", "gradient_terms", "outer_products", "sampled_without_gradient", "weighted_ranks"),
         "it is read from torch's autograd graph and calls, and MindSpore shows no graph",
     ),
     "adapters": "adapters are known of PEFT, which is for PyTorch",

@@ -17,6 +17,7 @@ from trainprobe.engine.core.facts import Progress
 from trainprobe.engine.core.naming import Rename
 from trainprobe.engine.core.records import Finding, Place, StepData
 from trainprobe.engine.plan.loading import load_plan
+from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.stats import finish
 from trainprobe.errors import StopTraining
 from trainprobe.integrations import announce, default_plan
@@ -80,7 +81,7 @@ class Session:
             return  # the callback was added twice: each event comes twice
         self.end(complete=False)
         if step > first and not self._trainings:
-            self.plan = load_plan(self.plan, output=resumed_output(self.plan.output))
+            self.plan = resumed_plan(self.plan)
         plan = self.plan
         if self._trainings or step > first:  # what this run or the one that it resumes wrote stays
             plan = load_plan(plan, on_existing="continue")
@@ -253,6 +254,11 @@ class Session:
         share = loss.detach() if hasattr(loss, "detach") else loss
         self._loss = share if self._loss is None else self._loss + share
         probe.note("loss", self._loss)
+
+
+def resumed_plan(plan: Plan) -> Plan:
+    """Return the plan of a training that goes on from a checkpoint: it writes to the earlier run, whose steps stay."""
+    return load_plan(plan, output=resumed_output(plan.output), on_existing="continue")
 
 
 def gradient_norm(step_data: StepData) -> float | None:

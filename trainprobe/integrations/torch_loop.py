@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import sys
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -27,7 +28,14 @@ from trainprobe.engine.plan.loading import load_plan
 from trainprobe.errors import ProbeError, StopTraining
 from trainprobe.integrations.auto_attach import called_from
 from trainprobe.integrations.left_out import LeftOut
-from trainprobe.integrations.live_modules import has_own_parameters, held_by_optimizers, model_around, model_of, parameters_of
+from trainprobe.integrations.live_modules import (
+    has_data,
+    has_own_parameters,
+    held_by_optimizers,
+    model_around,
+    model_of,
+    parameters_of,
+)
 from trainprobe.integrations.loop_gates import DRIVERS, Handle, backward_gate, driven, module_gates
 from trainprobe.integrations.loop_losses import Losses
 from trainprobe.integrations.loop_step import Step
@@ -108,7 +116,7 @@ class TorchLoop:
     def _take(self, model: Any, optimizers: list[Any], first: int) -> None:
         self._model = model
         self._owned = {id(module) for module in model.modules()}
-        self._parameters = {id(p): p for p in model.parameters()}
+        self._parameters = parameters_of(model)
         optimizers = [getattr(wrapper, "optimizer", wrapper) for wrapper in optimizers]  # Accelerate wraps the one that steps
         self.session.begin(model, optimizers, step=self._number, first=first, write_line=_log.warning)
         atexit.unregister(self.close)
@@ -131,8 +139,8 @@ class TorchLoop:
         self._leave_step()
         if updated and self.session.is_inside:
             self.session.step_ends()
-        elif self._no_forwards or goes_over:  # what began it may have been another model's backward, or an evaluation
-            self.session.drop_step()
+        elif self._no_forwards or goes_over or (step is not None and _only_called(step)):
+            self.session.drop_step()  # what began it may have been another model's backward, an evaluation, or a generation
         self._report_missed_steps()
         self.session.end(complete=False)
 
@@ -165,7 +173,7 @@ class TorchLoop:
         if self._asleep:
             return False
         if self._model is None:
-            trains = any(p.requires_grad for p in module.parameters()) and has_own_parameters(module)
+            trains = any(p.requires_grad and has_data(p) for p in module.parameters()) and has_own_parameters(module)
             if not trains or isinstance(module, ParametrizationList):  # a layer that is being parametrized is called, too
                 return False
             if driven(module):
@@ -418,3 +426,8 @@ class TorchLoop:
             self.session.probe.at_end(no_update(self._model, self._own_updates))
         for sentence in self._left_out.sentences(trained=not (self._given and self._updates), called=not self._given):
             self.session.probe.at_end(sentence)
+
+
+def _only_called(step: Step) -> bool:
+    """Tell whether nothing came behind the forward of a last step, in a program that no error has ended."""
+    return not step.backward and not step.stepped and getattr(sys, "last_value", None) is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -22,6 +23,7 @@ import torch.distributed as dist  # noqa: E402
 from patches_by_name import Manager  # noqa: E402
 
 from trainprobe.integrations import megatron, mindspeed  # noqa: E402
+from trainprobe.integrations.auto_attach import EARLIER, OUTPUT  # noqa: E402
 
 ARGUMENTS = "--hidden 32 --ffn 48 --heads 4 --groups 2 --layers 2 --seq 8 --vocab 60 --vocab-div 16 --steps 3 --micro 2"
 MONITOR = {"gradients": {"unreduced": True}, "optimizer_state": True, "activations": False}
@@ -69,14 +71,18 @@ def run(folder: Path, way: str) -> dict:
     """Train once, in a trainer that is imported afresh."""
     for name in [name for name in sys.modules if name.startswith("megatron.training")]:
         del sys.modules[name]
-    plan = {"output": str(folder / way), "level": "off", "sinks": ["jsonl"], "on_error": "raise", "monitor": MONITOR}
+    output = folder / ("script.2" if way == "script resumed" else way)
+    plan = {"output": str(output), "level": "off", "sinks": ["jsonl"], "on_error": "raise", "monitor": MONITOR}
     path = folder / f"{way}.plan.json"
     path.write_text(json.dumps(plan))
     arguments, provider, manager = ARGUMENTS.split(), None, Manager()
     Manager.FEATURES_LIST.clear()
     CALLED.clear()
     words = way.split()
-    if "resumed" in words:
+    if way == "script resumed":  # `trainprobe run` has put it next to the earlier run of that name
+        os.environ |= {OUTPUT: str(output), EARLIER: str(folder / "script")}
+        arguments += ["--iteration", "3", "--steps", "5"]
+    elif "resumed" in words:
         arguments += ["--iteration", "1"]
     if words[0] == "flag":
         provider = megatron.add_probe_args
@@ -122,8 +128,10 @@ def run(folder: Path, way: str) -> dict:
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
-    told["kept"] = sorted(path.name for path in (folder / way).rglob("rules_step*.json"))
-    files = sorted((folder / way).rglob("records.jsonl")) if (folder / way).exists() else []
+    told["written"] = output.exists()
+    folder = folder / words[0] if way == "script resumed" else folder / way
+    told["kept"] = sorted(path.name for path in folder.rglob("rules_step*.json"))
+    files = sorted(folder.rglob("records.jsonl")) if folder.exists() else []
     told["records"] = [line for f in files for line in f.read_text().splitlines()]
     return told
 

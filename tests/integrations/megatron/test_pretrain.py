@@ -13,7 +13,19 @@ import pytest
 from tests.distributed.launch import free_port, launch
 from trainprobe.engine.storage.dumps.record_log import decode
 
-WAYS = ["off", "flag", "passive", "install", "script", "patched", "before", "after", "feature", "flag resumed"]
+WAYS = [
+    "off",
+    "flag",
+    "passive",
+    "install",
+    "script",
+    "patched",
+    "before",
+    "after",
+    "feature",
+    "flag resumed",
+    "script resumed",
+]
 WATCHED = ["flag", "install", "script", "before", "after", "feature"]
 PATCHED = ["patched", "before", "after", "feature"]
 pytestmark = [pytest.mark.slow, pytest.mark.frameworks]
@@ -28,7 +40,7 @@ def told(require, tmp_path_factory) -> dict[str, dict]:
 
 
 @pytest.mark.proves("Megatron-core", {"flag": "--probe-plan", "script": "a script that is not edited", "install": "attach"})
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "flag resumed"])
+@pytest.mark.parametrize("way", [way for way in WAYS if "resumed" not in way])
 def test_the_training_is_the_same_whoever_watches(told, way):
     assert (told[way]["log"], told[way]["weights"]) == (told["off"]["log"], told["off"]["weights"])
 
@@ -75,6 +87,14 @@ def test_the_trainer_has_its_own_functions_back_when_it_has_trained(told, way):
 @pytest.mark.proves("Megatron-core", "resume")
 def test_a_resumed_run_goes_on_with_its_numbers(told):
     assert [decode(line.encode()).step for line in told["flag resumed"]["records"]] == [2, 3]
+
+
+def test_a_run_of_trainprobe_run_that_is_resumed_goes_on_in_the_earlier_folder(told):
+    """It was written next to that: `trainprobe run` cannot know that the program will load a checkpoint."""
+    again = told["script resumed"]
+    assert [decode(line.encode()).step for line in again["records"]] == [1, 2, 3, 4, 5]
+    assert not again["written"]
+    assert again["kept"] == ["rules_step3.json", "rules_step5.json"]
 
 
 def test_what_the_rules_remember_is_kept_with_a_checkpoint(told):

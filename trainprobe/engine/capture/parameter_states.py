@@ -17,6 +17,7 @@ from trainprobe.engine.capture.turns import Turns
 from trainprobe.engine.core.facts import SavedShard
 from trainprobe.engine.core.flat_parameters import FlatSlice, flat_slices_of, handles_of
 from trainprobe.engine.core.guard import attempt
+from trainprobe.engine.core.held_parameters import parameters_in
 from trainprobe.engine.core.naming import chunks_of
 from trainprobe.engine.core.records import Call, StepData, Value
 from trainprobe.engine.core.sources import SORTS, Part, PlainSource, Source, sort_of
@@ -91,8 +92,8 @@ class ParameterStateTap:
 
     def _list(self, optimizers: list[Any]) -> None:
         names = self._names()
-        parameters = {id(p): p for model in self._models for p in model.parameters() if id(p) in names}
-        self._plain = PlainSource(names, list(parameters.values()), optimizers, *_flattened(self._models, names))
+        parameters = [p for p in parameters_in(self._models) if id(p) in names]
+        self._plain = PlainSource(names, parameters, optimizers, *_flattened(self._models, names))
         self._anywhere = None
 
     def change(self, request: StatesRequest) -> None:

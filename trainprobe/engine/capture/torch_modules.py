@@ -26,6 +26,7 @@ from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.capture.requests import ModuleRequest
 from trainprobe.engine.core.flat_parameters import is_flattened
 from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.held_parameters import members, shards_of
 from trainprobe.engine.core.naming import INNER, ROOT, Rename, chunks_of, count_outer_wrappers, is_outer_wrapper, logical_name
 from trainprobe.engine.core.position import Position
 from trainprobe.engine.core.records import Call
@@ -136,7 +137,9 @@ class ModuleTap:
             handle.remove()
         self._accumulators.clear()
         self._saves = False
-        self._structure = ModelStructure(module for model in self._models for module in model.modules())
+        every_module = [module for model in self._models for module in model.modules()]
+        shards = shards_of(every_module)
+        self._structure = ModelStructure(every_module, shards)
         for chunk, model in enumerate(self._models):
             prefix = str(chunk) if len(self._models) > 1 else ""
             modules = list(model.named_modules())
@@ -146,7 +149,7 @@ class ModuleTap:
                     continue  # the model inside is recorded: the same names and numbers with and without a wrapper
                 plain = ".".join(filter(None, (prefix, logical_name(raw, outer_wrappers=outer))))
                 name = self._rename(plain) if self._rename is not None else plain  # sees the chunk: it may number over all
-                every = [(n, p, f"{name}.{n}" if name else n) for n, p in module._parameters.items() if p is not None]
+                every = [(n, p, f"{name}.{n}" if name else n) for n, p in members(module, shards)]
                 for _, p, whole in every:
                     self.parameter_names.setdefault(id(p), whole)
                 own = tuple((n, p) for n, p, whole in every if self.request.parameter(whole))

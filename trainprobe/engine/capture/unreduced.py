@@ -18,6 +18,7 @@ from trainprobe.engine.capture.gradients import edge_of
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.core.flat_parameters import handles_of, is_flattened
 from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.held_parameters import parameters_in
 from trainprobe.engine.core.naming import chunks_of, in_training
 from trainprobe.engine.tape import Tape
 
@@ -63,7 +64,7 @@ class UnreducedTap:
             flat = handle.flat_param
             if flat.requires_grad:
                 self._hooked.append((flat, flat.register_hook(partial(self._arrived, flat))))
-        for p in {id(p): p for model in self._models for p in model.parameters()}.values():
+        for p in parameters_in(self._models):
             edge = edge_of(p) if p.is_leaf and not is_flattened(p) else None
             if edge is not None:
                 self._hooked.append((edge[0], edge[0].register_prehook(partial(self._hook, p))))

@@ -303,8 +303,34 @@ def _prolonged(known: Streak | None, value: float | bool, at: int) -> Streak:
 
 
 def untrained_parameters(evidence: Evidence) -> frozenset[str]:
-    """Return the parameters that nothing here trains: frozen ones, which an optimizer leaves as they are if it holds them."""
-    return frozenset(p.name for p in evidence.model.parameters if not p.trainable)
+    """Return the parameters that nothing here trains: frozen ones, which an optimizer leaves as they are if it holds them, and
+    those that no optimizer holds and no loss reaches.
+    """
+    seen = evidence.tensors
+    return frozenset(
+        p.name for p in evidence.model.parameters if not p.trainable or (p.owned is False and (p.name, "grad") not in seen)
+    )
+
+
+def averaged_parameters(evidence: Evidence) -> frozenset[str]:
+    """Return the names of parameters beside those that are trained, such as those of a moving average: trainable ones that
+    nothing here trains, and frozen ones that something moves.
+    """
+    untrained, driven = untrained_parameters(evidence), evidence.history.driven
+    beside = (p for p in evidence.model.parameters if p.name in untrained and (p.trainable or driven.get(p.name, 0) > 0))
+    return frozenset(name for p in beside for name in p.names)
+
+
+def is_part_of(chosen: frozenset[str], place: str, evidence: Evidence) -> bool:
+    """Tell whether the nearest module around a place that has parameters has none but the chosen ones."""
+    if not chosen:
+        return False
+    names = [name for p in evidence.model.parameters for name in p.names]
+    while True:
+        inside = [name for name in names if name.startswith(f"{place}." if place else "")]
+        if inside:
+            return all(name in chosen for name in inside)
+        place = place.rpartition(".")[0]
 
 
 def along(evidence: Evidence, axes: frozenset[str]) -> list[Peer]:

@@ -13,6 +13,7 @@ from trainprobe.engine.capture.audit.set_up import model_facts, parameters_of
 from trainprobe.engine.capture.parameter_states import ParameterStateTap
 from trainprobe.engine.core.facts import ModelFacts, Progress, StepFacts
 from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.held_parameters import parameters_in
 from trainprobe.engine.core.naming import chunks_of
 from trainprobe.engine.core.records import StepData
 from trainprobe.engine.stats.partials import CHECKSUM, STATS
@@ -153,4 +154,4 @@ class AuditTap:
 
     def _parameters_changed(self) -> bool:
         names: Mapping[int, str] = self._audited.names()
-        return any(id(p) not in names for model in self._audited.models for p in model.parameters())
+        return any(id(p) not in names for p in parameters_in(self._audited.models))

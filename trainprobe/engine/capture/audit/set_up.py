@@ -8,6 +8,7 @@ from typing import Any
 from trainprobe.engine.capture.audit.registered import hidden_parameters, repeated_hooks
 from trainprobe.engine.core.facts import Base, Group, ModelFacts, ParameterFact
 from trainprobe.engine.core.guard import attempt
+from trainprobe.engine.core.held_parameters import Shards, members, shards_of
 from trainprobe.engine.core.naming import count_outer_wrappers, in_training, logical_name
 
 
@@ -20,13 +21,13 @@ def model_facts(
     """
     held = {id(p): p for optimizer in optimizers for p in parameters_of(optimizer)}
     everything: dict[int, tuple[Any, list[str]]] = {}
+    shards = shards_of(module for model in models for module in model.modules())
     for plain, module in _named_modules(models):
-        for short, p in module._parameters.items():
-            if p is not None:
-                everything.setdefault(id(p), (p, []))[1].append(f"{plain}.{short}" if plain else short)
+        for short, p in members(module, shards):
+            everything.setdefault(id(p), (p, []))[1].append(f"{plain}.{short}" if plain else short)
     for number, model in enumerate(models):
         prefix, outer = _prefix(models, number), _outer(model)
-        for raw, p in _every_name(model):
+        for raw, p in _every_name(model, shards):
             name = prefix + logical_name(raw, outer_wrappers=outer)
             known = everything.setdefault(id(p), (p, []))[1]
             if name not in known:
@@ -49,21 +50,21 @@ def model_facts(
         frozenset(name for name, module in _named_modules(models) if _drops(module)),
         frozenset(_named(names.get(key), everything[key][1])[0] for key in _adapters(models) if key in everything),
         any(getattr(m, "broadcast_buffers", False) for m in models if type(m).__name__ == "DistributedDataParallel"),
-        frozenset(_named(names.get(key), everything[key][1])[0] for key in _embeddings(models) if key in everything),
+        frozenset(_named(names.get(key), everything[key][1])[0] for key in _embeddings(models, shards) if key in everything),
     )
 
 
-def _every_name(model: Any) -> Iterator[tuple[str, Any]]:
+def _every_name(model: Any, shards: Shards) -> Iterator[tuple[str, Any]]:
     """Yield each parameter by each of its names; a model's own `named_parameters` may leave some out and lack arguments."""
     for path, module in model.named_modules(remove_duplicate=False):
-        yield from ((f"{path}.{name}" if path else name, p) for name, p in module._parameters.items() if p is not None)
+        yield from ((f"{path}.{name}" if path else name, p) for name, p in members(module, shards))
 
 
-def _embeddings(models: Sequence[Any]) -> Iterator[int]:
+def _embeddings(models: Sequence[Any], shards: Shards) -> Iterator[int]:
     """Yield the ids of the weights of embeddings."""
     for _, module in _named_modules(models):
         if any(kind.__name__ == "Embedding" for kind in type(module).__mro__) and hasattr(module, "weight"):
-            yield id(module.weight)
+            yield id(shards.get((id(module), "weight"), module.weight))
 
 
 def _adapters(models: Sequence[Any]) -> Iterator[int]:

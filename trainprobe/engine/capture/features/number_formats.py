@@ -19,6 +19,7 @@ from torch import Tensor
 from trainprobe.engine.arrays.torch_exponents import CountedMagnitudes, OnHost, Spread
 from trainprobe.engine.capture.features.feature import Quiet, Surroundings, tensors_of, whole, without_autograd
 from trainprobe.engine.capture.gradients import edge_of
+from trainprobe.engine.core.held_parameters import parameters_in
 from trainprobe.engine.stats.histogram import exponent_range
 from trainprobe.engine.stats.low_precision import FORMATS, Format, amax_scale, limits_of, limits_under
 from trainprobe.engine.tape import Tape
@@ -99,7 +100,7 @@ class FormatFeature(Quiet):
 
     def _look_at_parameters(self, slot: str, of: Callable[[Any], Any]) -> None:
         names = self._parameters()
-        for p in {id(p): p for model in self._models for p in model.parameters()}.values():
+        for p in parameters_in(self._models):
             name, t = names.get(id(p)), of(p)
             if name is not None and t is not None and self._chosen(name):
                 self._look(name, slot, t)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from trainprobe.engine.capture.features.feature import Quiet, Surroundings, whole
+from trainprobe.engine.core.held_parameters import parameters_in
 from trainprobe.engine.tape import Tape
 
 FIRST = 24
@@ -43,7 +44,7 @@ class WeightSpectra(Quiet):
         """Look at the weights as they are when the step begins."""
         super().begin(tape, models)
         names = self._parameters()
-        for p in {id(p): p for model in models for p in model.parameters()}.values():
+        for p in parameters_in(models):
             name = names.get(id(p))
             if name is None or not self._chosen(name):
                 continue

@@ -7,6 +7,8 @@ from itertools import chain
 from operator import attrgetter, is_, methodcaller
 from typing import Any
 
+from trainprobe.engine.core.held_parameters import Shards, members
+
 
 class ModelStructure:
     """Remembers the members of modules by identity. Nothing is read of a tensor but whether it wants a gradient.
@@ -15,15 +17,15 @@ class ModelStructure:
     in each step, so it calls no function of Python for a module or a parameter.
     """
 
-    def __init__(self, modules: Iterable[Any]) -> None:
+    def __init__(self, modules: Iterable[Any], shards: Shards) -> None:
         held: list[dict[str, Any]] = []
         wanting: list[Any] = []
         for module in modules:
-            own = list(module._parameters.values())
+            own = [p for _, p in members(module, shards)]
             sharded = any(hasattr(p, "_local_tensor") for p in own)
-            members = (module._modules,) if sharded else (module._modules, module._parameters)
-            held += [each for each in members if isinstance(each, dict)]  # a script module has others
-            wanting += [p for p in own if p is not None]
+            holds = (module._modules,) if sharded else (module._modules, module._parameters)
+            held += [each for each in holds if isinstance(each, dict)]  # a script module has others
+            wanting += own
         self._held, self._sizes, self._before = tuple(held), tuple(map(len, held)), _flat(held)
         self._wanting, self._required = tuple(wanting), tuple(map(_requires_grad, wanting))
 

@@ -4,6 +4,8 @@ Torch refuses to have a hook taken away while it walks over them, and a loop who
 hook. So torch holds one hook of each kind, and a listener leaves a list of ours at once. What torch holds goes when nobody
 listens any more and no walk is under way. After a step that ended in a hook, or where another collected step follows, that is
 when `settle` is called.
+
+Nobody hears of an update that only makes the state of a fresh optimizer (`makes_state`).
 """
 
 from __future__ import annotations
@@ -11,8 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch._C import DisableTorchFunction
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from trainprobe.engine.capture.gradients import sequence_number
 
 Before = Callable[[Any, Any, Any], "tuple[Any, Any] | None"]
 After = Callable[[Any, Any, Any], None]
@@ -44,6 +50,8 @@ class StepListener:
 _listeners: list[StepListener] = []
 _handles: list[Any] = []
 _walks = 0  # how many walks over torch's hooks are under way
+_graphs = 0  # nodes of autograd that this thread had made at the last update
+_unheard: set[int] = set()  # ids of the optimizers whose updates that nobody hears of are under way
 
 
 def settle() -> None:
@@ -54,8 +62,34 @@ def settle() -> None:
         _handles.clear()
 
 
+def makes_state(optimizer: Any) -> bool:
+    """Tell whether an update trains nothing: no backward before it, no state yet, and every rate and every gradient is 0.
+
+    `torch.distributed.checkpoint` makes such a one, under `no_grad`, so that there is state to load into. That no backward came
+    before it is told by what is the same on all ranks, as the shards of one may have gradients of 0: no graph was made since
+    the last update, or gradients are disabled.
+    """
+    groups = optimizer.param_groups
+    rates = [group["lr"] for group in groups if "lr" in group]
+    if getattr(optimizer, "state", True) or not rates or not all(map(_is_zero, rates)):
+        return False
+    if torch.is_grad_enabled() and sequence_number() != _graphs:
+        return False
+    with torch.no_grad(), DisableTorchFunction():
+        gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]
+        return bool(gradients) and not any(bool(getattr(g, "_local_tensor", g).any()) for g in gradients)
+
+
+def _is_zero(rate: Any) -> bool:
+    return (isinstance(rate, float | int) or (isinstance(rate, torch.Tensor) and rate.is_cpu)) and float(rate) == 0
+
+
 @_disable_dynamo
 def _all_before(optimizer: Any, args: Any, kwargs: Any) -> Any:
+    if makes_state(optimizer):
+        _unheard.add(id(optimizer))
+        return None
+    _unheard.discard(id(optimizer))
     changed = None
     at = 0
     while at < len(_listeners):  # not over a copy: a listener may begin a step, whose own listeners hear of this update too
@@ -69,8 +103,11 @@ def _all_before(optimizer: Any, args: Any, kwargs: Any) -> Any:
 
 @_disable_dynamo
 def _all_after(optimizer: Any, args: Any, kwargs: Any) -> None:
-    global _walks
-    _walks += 1
+    global _walks, _graphs
+    if id(optimizer) in _unheard:
+        _unheard.discard(id(optimizer))
+        return
+    _walks, _graphs = _walks + 1, sequence_number()
     try:
         for listener in tuple(_listeners):
             if listener.after is not None and listener.on:

@@ -1,7 +1,9 @@
 """Training and evaluation modes agree: over steps, chunks and ranks.
 
 Relation: in a step with a backward pass the model is in training mode; modules are in the mode they were in at the audited
-step before; chunks of one model, and ranks that hold the same part of it, have the same modes. Tolerance none.
+step before; chunks of one model, and ranks that hold the same part of it, have the same modes. Tolerance none. Modules
+of a moving average beside the model are left out. Where no module is in training mode as any backward pass begins, layers that
+drop or keep running statistics, beside trained parameters, are named in a warning.
 Usually caused by an evaluation that did not switch back (or switched only one chunk), which turns dropout off and freezes the
 running statistics of batch normalisation.
 """
@@ -12,11 +14,11 @@ from collections.abc import Sequence
 
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.core.words import and_more
-from trainprobe.monitor.audit.evidence import Evidence, along, group_words
+from trainprobe.monitor.audit.evidence import Evidence, along, averaged_parameters, group_words, is_part_of
 from trainprobe.monitor.audit.messages import key_of
 
 COST = frozenset({"host"})
-OBSERVERS = frozenset({"backward_starts", "training_modes"})
+OBSERVERS = frozenset({"backward_starts", "buffers", "training_modes", "updates"})
 EVERY = 10
 STAGE = "forward"
 
@@ -29,7 +31,8 @@ def check(evidence: Evidence) -> list[Finding]:
     chunks = {name: mode for name, mode in modes.items() if name.endswith(".")}  # "0." is a chunk, "0" a module of the model
     before = evidence.before.model.modes if evidence.before is not None else evidence.facts.set_up.modes
     changed = [name for name, mode in modes.items() if before.get(name, mode) != mode]
-    off = [name for name in changed if not modes[name]]
+    beside = averaged_parameters(evidence)
+    off = [name for name in changed if not modes[name] and not is_part_of(beside, name, evidence)]
     if off and evidence.before is not None:
         first = off[0] or "root"
         text = (
@@ -48,13 +51,19 @@ def check(evidence: Evidence) -> list[Finding]:
                 "one mode",
             )
         ]
+    if resting := _resting(evidence, beside):
+        text = (
+            "the whole model trains in evaluation mode, in which dropout drops nothing and running statistics stand still: "
+            f"{and_more(resting)}"
+        )
+        return [_finding(evidence, text, resting[0], "evaluation mode", "training mode", resting, severity="warning")]
     axes = frozenset({"dp", "cp", "tp"})
     group = along(evidence, axes)
     if len({peer.marks["modes"] for peer in group}) > 1:
         in_eval_mode = {
             name: [p.rank for p in group if key_of(name, "rests") in p.rows] for name, mode in modes.items() if mode
         }
-        differing = [name for name, ranks in in_eval_mode.items() if ranks]
+        differing = [name for name, ranks in in_eval_mode.items() if ranks and not is_part_of(beside, name, evidence)]
         if not differing:
             return []  # ranks with other modules, or this one rests: the others tell
         first = next((name for name in differing if name), "root")
@@ -67,7 +76,20 @@ def check(evidence: Evidence) -> list[Finding]:
     return []
 
 
-def _finding(evidence: Evidence, text: str, name: str, measured: str, expected: str, names: Sequence[str] = ()) -> Finding:
+def _resting(evidence: Evidence, beside: frozenset[str]) -> list[str]:
+    """Return the layers of a model without any module in training mode that would do something else in it, and are trained."""
+    if not evidence.seen("rests", False) or not evidence.facts.updates:
+        return []
+    kept = {name.rpartition(".")[0] for name in evidence.facts.buffers if name.rpartition(".")[2] == "running_mean"}
+    trained = [name for p in evidence.model.parameters if p.trainable for name in p.names if name not in beside]
+    layers = (layer for layer in evidence.model.modes if layer in kept or layer in evidence.model.dropouts)
+    around = ((layer, layer.rpartition(".")[0]) for layer in layers)
+    return [layer for layer, module in around if any(name.startswith(f"{module}." if module else "") for name in trained)]
+
+
+def _finding(
+    evidence: Evidence, text: str, name: str, measured: str, expected: str, names: Sequence[str] = (), severity: str = "error"
+) -> Finding:
     return evidence.finding(
         "modes",
         text,
@@ -76,6 +98,7 @@ def _finding(evidence: Evidence, text: str, name: str, measured: str, expected: 
         measured=measured,
         expected=expected,
         kind="module",
+        severity=severity,
         names=[other or "root" for other in names],
         next="call model.train() after every evaluation, on every chunk and rank",
     )

@@ -1,7 +1,8 @@
 """The optimizer owns every live trainable parameter.
 
 Relation: the set of parameter objects that the optimizers step contains every parameter of the model that requires a
-gradient, but for those that other ranks of its replica group step and hand over. Tolerance none. One of which an optimizer
+gradient and gets one, but for those that other ranks of its replica group step and hand over (a copy beside the model, such as
+a moving average, gets none). Tolerance none. One of which an optimizer
 holds a copy of its shape and another dtype has a master weight; where an optimizer holds none of them and nothing that looks
 like them, nothing is known. Parameters that a module keeps in a plain list or dict are no parameters of the model: where
 one of them has a gradient and no optimizer holds it, it is reported.
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.core.words import and_more
-from trainprobe.monitor.audit.evidence import Evidence
+from trainprobe.monitor.audit.evidence import Evidence, untrained_parameters
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"updates"})
@@ -41,7 +42,8 @@ def _hidden(evidence: Evidence) -> list[Finding]:
 
 
 def _lost(evidence: Evidence) -> list[Finding]:
-    trainable = [p for p in evidence.model.parameters if p.trainable]
+    beside = untrained_parameters(evidence)
+    trainable = [p for p in evidence.model.parameters if p.trainable and p.name not in beside]
     lost = [p for p in trainable if p.owned is False and p.name not in evidence.mastered | evidence.history.handed_over]
     strays = set(evidence.model.strays)
     stale = [p for p in lost if (p.shape, p.dtype) in strays]

@@ -21,7 +21,7 @@ from trainprobe.monitor.audit.messages import digest, key_of
 from trainprobe.monitor.audit.peers import Peer
 
 COST = frozenset({"fingerprints", "ranks"})
-OBSERVERS = frozenset({"buffers", "model_calls"})
+OBSERVERS = frozenset({"buffers", "model_calls", "random_states"})
 EVERY = 10
 STAGE = "reduction"
 NOT_STATE = {"value", "main_value", "grad", "grad_unclipped", "grad_unreduced"}
@@ -165,7 +165,7 @@ def _finding(evidence: Evidence, slot: str, names: list[str], scaled: bool = Fal
         measured=f"fingerprints {', '.join(list(seen)[:4])}",
         expected="one fingerprint",
         floor=0.0,
-        next=_advice(slot, evidence.step, group),
+        next=_advice(evidence, slot, first, group),
         names=names,
     )
 
@@ -186,6 +186,10 @@ def _cause(evidence: Evidence, slot: str, names: list[str], group: list[Peer], k
             f"; it is all zeros on rank {', '.join(map(str, empty))}: a collective lost its payload, or this rank took no part"
         )
     if slot in ("grad", "grad_unclipped"):
+        if _draw_apart(evidence, slot, names[0], group):
+            return (
+                "; the ranks have other random states and the forward draws: dropout masks of what they share are not the same"
+            )
         everything = len(names) >= 0.9 * sum(1 for _ in evidence.tensors.with_slot(slot))
         if everything and evidence.facts.bypassed and evidence.model.wrapped:
             return f"; {evidence.model.wrapped} was not called, but the model inside it, so it reduced nothing"
@@ -197,8 +201,16 @@ def _cause(evidence: Evidence, slot: str, names: list[str], group: list[Peer], k
     return ""
 
 
-def _advice(slot: str, step: int, group: list[Peer]) -> str:
+def _draw_apart(evidence: Evidence, slot: str, name: str, group: list[Peer]) -> bool:
+    """Tell whether ranks that share their data drew other random numbers in the forward."""
+    shared = evidence.axes & copied_over(evidence, name, slot) <= {"tp"} and len({peer.batches for peer in group}) == 1
+    return shared and len({peer.marks["random"] for peer in group}) > 1 and any(peer.marks["drawn"] for peer in group)
+
+
+def _advice(evidence: Evidence, slot: str, name: str, group: list[Peer]) -> str:
+    if slot in ("grad", "grad_unclipped") and _draw_apart(evidence, slot, name, group):
+        return "give all ranks of a tensor-parallel group one seed, and those regions that are split one for each rank"
     if slot in ("grad", "grad_unclipped"):
         return "check that this parameter's gradient is all-reduced over the group before clipping and the update"
-    a, b = (f"again/step{step}/rank{peer.rank}" for peer in (group[0], group[-1]))
-    return f"record the step again (level: mix, step: [{step}], output: again); `trainprobe dump-compare {a} {b}`"
+    a, b = (f"again/step{evidence.step}/rank{peer.rank}" for peer in (group[0], group[-1]))
+    return f"record the step again (level: mix, step: [{evidence.step}], output: again); `trainprobe dump-compare {a} {b}`"

@@ -5,9 +5,10 @@ weight and every tensor of its state, bit for bit; checked when the audited step
 statistics of normalisation layers from the last update to the next forward, judged on the first rank of each data-parallel
 group, whose buffers wrappers hand to the others before a forward. Where other steps lie between, such a layer has averaged as
 many batches in each of them (`num_batches_tracked`) as in each audited step, of which there were three or more, and no more.
-Frozen parameters that something moves from the start (the average of a student) and those that other ranks hand over are left
-out, and so is state that neither of the two updates changed of any parameter: it is not the update's own, but kept there for
-something else (the weights from before an ascent). Tolerance zero. For weights that are turned into others and back it is 1e-5
+Frozen parameters that something moves from the start (the average of a student), those that no optimizer holds and no loss
+reaches, with the statistics of their layers, and those that other ranks hand over are left out, and so is state that neither of
+the two updates changed of any parameter: it is not the update's own, but kept there for something else (the weights from before
+an ascent). Tolerance zero. For weights that are turned into others and back it is 1e-5
 of the norm, in norm, max and min: for an ascent in this step, or by an optimizer whose groups have a `train_mode`
 (schedule-free ones do so for an evaluation).
 Usually caused by state that was lost, reset or mixed up in saving and loading, by weights that were overwritten in place, by
@@ -21,7 +22,7 @@ from typing import Any
 
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.core.words import and_more, plural
-from trainprobe.monitor.audit.evidence import Evidence, untrained_parameters
+from trainprobe.monitor.audit.evidence import Evidence, averaged_parameters, is_part_of, untrained_parameters
 
 COST = frozenset({"fingerprints"})
 OBSERVERS = frozenset({"buffers", "gradient_use", "parameter_groups", "updates"})
@@ -118,8 +119,9 @@ def _moved_outside(evidence: Evidence, text: str, names: list[str], measured: st
 def _of_others(evidence: Evidence) -> frozenset[str]:
     """Return the parameters that other ranks step and hand over, and frozen ones that something has moved before."""
     here = frozenset(name for group in evidence.facts.groups for name in group.names)
-    untrained = untrained_parameters(evidence)
-    return (evidence.history.handed_over - here) | {name for name in untrained if evidence.history.driven.get(name, 0) >= 0}
+    driven, beside = evidence.history.driven, averaged_parameters(evidence)
+    from_start = {name for name in untrained_parameters(evidence) if driven.get(name, 0) >= 0}
+    return (evidence.history.handed_over - here) | from_start | beside
 
 
 def _turned_back(evidence: Evidence, before: Evidence, names: list[str]) -> frozenset[str]:
@@ -144,6 +146,10 @@ def _statistics(evidence: Evidence, before: Evidence) -> list[Finding]:
         return []
     was, now = before.facts.buffers, evidence.facts.begun
     moved = [name for name in now if name.rpartition(".")[2] in _STATISTICS and was.get(name, now[name]) != now[name]]
+    beside = averaged_parameters(evidence) | {
+        n for n in untrained_parameters(evidence) if _changed(evidence, before, n, "value")
+    }
+    moved = [name for name in moved if not is_part_of(beside, name.rpartition(".")[0], evidence)]
     if not moved:
         return []
     text = (

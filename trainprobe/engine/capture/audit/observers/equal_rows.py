@@ -10,6 +10,7 @@ import torch
 from trainprobe.engine.arrays.without_dispatch import without_dispatch
 from trainprobe.engine.capture.audit.observers import Audited, Observer
 from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.held_parameters import parameters_in
 from trainprobe.engine.core.library import Deferred
 from trainprobe.engine.core.records import StepData
 from trainprobe.engine.tape import Tape
@@ -39,7 +40,7 @@ class EqualRows(Observer):
         if self._looked:
             return
         names, self._looked = self._audited.names(), True
-        chosen = {id(p): p for model in self._audited.models for p in model.parameters() if id(p) in names and _is_matrix(p)}
+        chosen = {id(p): p for p in parameters_in(self._audited.models) if id(p) in names and _is_matrix(p)}
         self._names = [names[key] for key in chosen]
         with without_dispatch(), torch.no_grad():
             for p in chosen.values():

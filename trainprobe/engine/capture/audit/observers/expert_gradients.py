@@ -10,6 +10,7 @@ import torch
 from trainprobe.engine.arrays.without_dispatch import without_dispatch
 from trainprobe.engine.capture.audit.observers import Audited, Observer
 from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.held_parameters import parameters_in
 from trainprobe.engine.core.library import Deferred
 from trainprobe.engine.core.records import StepData
 from trainprobe.engine.tape import Tape
@@ -35,7 +36,7 @@ class ExpertGradients(Observer):
             return
         names, self._looked = self._audited.names(), True
         with without_dispatch(), torch.no_grad():
-            for p in (p for model in self._audited.models for p in model.parameters() if _holds_experts(names.get(id(p)), p)):
+            for p in (p for p in parameters_in(self._audited.models) if _holds_experts(names.get(id(p)), p)):
                 largest = torch.linalg.vector_norm(p.grad, float("inf"), dim=(1, 2))  # no copy of the gradient
                 self._deferred[names[id(p)]] = tape.defer((largest != 0).float())
 

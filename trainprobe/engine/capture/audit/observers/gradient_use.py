@@ -14,6 +14,7 @@ from trainprobe.engine.capture.audit.observers import Audited, Observer
 from trainprobe.engine.capture.audit.observers.backward_starts import BackwardStarts
 from trainprobe.engine.capture.audit.values import mean_of, norm_of
 from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.held_parameters import parameters_in
 from trainprobe.engine.core.records import StepData, Value
 from trainprobe.engine.stats.partials import STATS
 from trainprobe.engine.tape import Tape
@@ -112,7 +113,7 @@ class GradientUse(Observer):
 
     def _look_for_older(self, tape: Tape, models: Sequence[Any]) -> None:
         """Take down the gradients that are there although the weights were written since the pass before began."""
-        trained = [p for model in models for p in model.parameters() if p.requires_grad and p.is_leaf and not p.is_inference()]
+        trained = [p for p in parameters_in(models) if p.requires_grad and p.is_leaf and not p.is_inference()]
         known, self._versions = self._versions, {id(p): int(p._version) for p in trained}
         written = sum(known.get(key, version) != version for key, version in self._versions.items())
         moved, self._moved = self._moved, False
@@ -139,8 +140,8 @@ class GradientUse(Observer):
         if _writes(models) != self._written:
             return True  # what came was used: by a step that no optimizer of torch makes (SAM climbs first)
         groups = getattr(owner, "param_groups", None)
-        own = {id(p) for p in (_of_groups(groups) if groups is not None else owner.parameters())}
-        held = [p for model in models for p in model.parameters() if p.requires_grad and p.is_leaf and p.grad is not None]
+        own = {id(p) for p in (_of_groups(groups) if groups is not None else parameters_in([owner]))}
+        held = [p for p in parameters_in(models) if p.requires_grad and p.is_leaf and p.grad is not None]
         if not held or any(id(p) not in own for p in held):
             return False  # some stay: it belongs to another loss
         self._dropped, self._lost = [(p, int(p._version)) for p in held], unused
@@ -202,7 +203,7 @@ class GradientUse(Observer):
 
 def _writes(models: Sequence[Any]) -> int:
     """Return how often the parameters have been written to, by their version counters."""
-    return sum(int(p._version) for model in models for p in model.parameters() if not p.is_inference())
+    return sum(int(p._version) for p in parameters_in(models) if not p.is_inference())
 
 
 def _of_groups(groups: Iterable[Mapping[str, Any]]) -> Iterable[Any]:

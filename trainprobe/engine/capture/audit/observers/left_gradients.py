@@ -12,6 +12,7 @@ from trainprobe.engine.capture.audit.observers.backward_starts import BackwardSt
 from trainprobe.engine.capture.audit.set_up import parameters_of
 from trainprobe.engine.capture.audit.values import checksum_of, norm_of
 from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.held_parameters import parameters_in
 from trainprobe.engine.core.records import StepData, Value
 from trainprobe.engine.stats.partials import CHECKSUM, STATS
 
@@ -37,10 +38,9 @@ class LeftGradients(Observer):
         if tape is None or not self._audited.plain:
             return
         with DisableTorchFunction():
-            for model in self._audited.models:
-                for p in model.parameters():
-                    if id(p) in names and p.is_leaf and p.grad is not None:
-                        self._left[names[id(p)]] = (p.grad, tape.value(p.grad, STATS | CHECKSUM))
+            for p in parameters_in(self._audited.models):
+                if id(p) in names and p.is_leaf and p.grad is not None:
+                    self._left[names[id(p)]] = (p.grad, tape.value(p.grad, STATS | CHECKSUM))
 
     def steps(self, optimizer: Any) -> None:
         """See which of them the optimizer is about to use."""
@@ -62,5 +62,5 @@ class LeftGradients(Observer):
     def _still(self, name: str, grad: Any) -> bool:
         """Tell whether the gradient that was there is the tensor that is there now."""
         names = self._audited.names()
-        parameters = (p for model in self._audited.models for p in model.parameters())
+        parameters = parameters_in(self._audited.models)
         return any(p.is_leaf and p.grad is grad for p in parameters if names.get(id(p)) == name)

@@ -46,6 +46,7 @@ class ModelCalls(Observer):
     def __init__(self, guard: Guard, audited: Audited) -> None:
         super().__init__(guard, audited)
         self.batches: list[list[Value]] = []
+        self._resting: list[list[Value]] = []  # the same of calls in evaluation mode, of a model that trains so
         self.evaluations: list[Evaluation] = []
         self.bypassed = False
         self.drawn = False
@@ -84,7 +85,7 @@ class ModelCalls(Observer):
         """Look at the calls of a step."""
         self._tape = self._audited.tape
         self._reports = {event: self._audited.observers.hears(event) for event in _OF_MODULES}
-        self.batches, self.bypassed, self.drawn = [], False, False
+        self.batches, self._resting, self.bypassed, self.drawn = [], [], False, False
         self.called = {}
         self._depth = self.within = 0
         self._install()
@@ -110,6 +111,7 @@ class ModelCalls(Observer):
 
     def facts(self, step_data: StepData) -> Mapping[str, Any]:
         """Return what the model was called with in the step, and the evaluations since the last one."""
+        self.batches = self.batches or self._resting
         self.fingerprints = tuple(joined_of(step_data, values) for values in self.batches)
         return {
             "batches": self.fingerprints,
@@ -194,7 +196,7 @@ class ModelCalls(Observer):
                 self._guard.run(self._audited.notify, "other_called", module)
             return original(module, *args, **kwargs)
         if not in_training(module):
-            return self._evaluate(original, module, args, kwargs) if self._left else original(module, *args, **kwargs)
+            return self._rest(original, module, args, kwargs)
         if self._tape is None or not torch.is_grad_enabled():
             return original(module, *args, **kwargs)
         self._guard.run(self._take, module, wrappers, args, kwargs)
@@ -206,13 +208,30 @@ class ModelCalls(Observer):
             self._depth -= 1
             self.drawn |= before != self._guard.run(random_fingerprint)
 
+    def _rest(self, original: Any, module: Any, args: Any, kwargs: Any) -> Any:
+        """Run a call in evaluation mode: an evaluation, or a model that trains so."""
+        keeps_graph = self._tape is not None and torch.is_grad_enabled()
+        if keeps_graph:
+            self._guard.run(self._take_inputs, self._resting, args, kwargs)
+        if self._left:
+            return self._evaluate(original, module, args, kwargs)
+        self._depth += keeps_graph
+        try:
+            return original(module, *args, **kwargs)
+        finally:
+            self._depth -= keeps_graph
+
+    def _take_inputs(self, batches: list[list[Value]], args: Any, kwargs: Any) -> None:
+        assert self._tape is not None
+        with DisableTorchFunction():
+            batches.append([self._tape.value(t, STATS | CHECKSUM) for t in tensors_of((args, kwargs))])
+
     def _take(self, module: Any, wrappers: int, args: Any, kwargs: Any) -> None:
         assert self._tape is not None
         if not self.batches:
             self._audited.notify("first_forward")
         self.bypassed |= wrappers > 0
-        with DisableTorchFunction():
-            self.batches.append([self._tape.value(t, STATS | CHECKSUM) for t in tensors_of((args, kwargs))])
+        self._take_inputs(self.batches, args, kwargs)
         if self._audited.observers.hears("model_called"):
             inner = list(unwrapped(module))[-1]
             self._audited.notify("model_called", inner, named_arguments(inner, args, kwargs))

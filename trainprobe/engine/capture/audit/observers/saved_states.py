@@ -25,6 +25,7 @@ from trainprobe.engine.capture.random_state import random_fingerprints
 from trainprobe.engine.capture.saved_shards import HeldShards
 from trainprobe.engine.core.facts import SavedShard, SavedTensors
 from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.held_parameters import parameters_in
 from trainprobe.engine.core.records import Place, StepData
 from trainprobe.engine.stats.partials import CHECKSUM, STATS
 from trainprobe.engine.storage.safe_files import LARGEST_STATE, read_bounded, write_whole
@@ -180,7 +181,7 @@ class SavedStates(Observer):
         if audited.tape is not None:
             return {}
         tape, names = audited.run.new_tape(), audited.names()
-        trained = {names.get(id(p)) for model in audited.models for p in model.parameters() if p.requires_grad}
+        trained = {names.get(id(p)) for p in parameters_in(audited.models) if p.requires_grad}
         values = [(key, value) for key, value in audited.states.held(tape) if key[0] in trained]
         values += [((name, "buffer"), tape.value(b, STATS | CHECKSUM)) for name, b in saved_buffers(audited.models)]
         sums = tape.drain(-1, Place(), framework="", level="off", task="statistics").checksums

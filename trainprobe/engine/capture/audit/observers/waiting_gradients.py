@@ -6,13 +6,14 @@ the unsharded parameter. Where these private fields are not found, nothing is re
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from trainprobe.engine.capture.audit.observers import Audited, Observer
 from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.held_parameters import managed_by
 from trainprobe.engine.core.records import StepData
 from trainprobe.engine.tape import Tape
 
@@ -41,16 +42,9 @@ class WaitingGradients(Observer):
 
 def waiting_gradients(models: Sequence[Any], names: Mapping[int, str]) -> tuple[str, ...]:
     """Return the names of the parameters whose gradient waits for a reduction. names: id of parameter → recorded name."""
-    held = [p for p in _sharded(models) if id(p.sharded_param) in names]
+    modules = (module for model in models if isinstance(model, torch.nn.Module) for module in model.modules())
+    held = [p for p in managed_by(modules) if id(p.sharded_param) in names]
     return tuple(names[id(p.sharded_param)] for p in held if _waits(p))
-
-
-def _sharded(models: Sequence[Any]) -> Iterator[Any]:
-    for module in (module for model in models if isinstance(model, torch.nn.Module) for module in model.modules()):
-        state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None  # pyright: ignore[reportCallIssue]
-        single = getattr(state, "_fsdp_param_group", None) if not hasattr(state, "_fsdp_param_groups") else None
-        for group in getattr(state, "_fsdp_param_groups", [single] if single is not None else []):
-            yield from (p for p in group.fsdp_params if hasattr(p, "sharded_param"))
 
 
 def _waits(p: Any) -> bool:

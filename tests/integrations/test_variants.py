@@ -1,0 +1,103 @@
+"""Programs in manners that others write them, under `trainprobe run default`: healthy ones get no word, faults keep their name.
+
+Each runs in processes of its own, with the observer of `tests/foreign` and without trainprobe first: no bit may change.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.foreign import running
+from tests.foreign.catalog import Program
+
+VARIANTS = Path(__file__).parents[1] / "foreign" / "variants"
+RANKS = "torchrun --standalone --nproc_per_node 2 {here}/"
+pytestmark = [pytest.mark.slow, pytest.mark.frameworks]
+
+# start → steps that are recorded, over all ranks
+HEALTHY = {
+    f"{RANKS}fsdp2_evaluated.py before": 60,
+    f"{RANKS}fsdp2_evaluated.py between": 60,
+    f"{RANKS}fsdp2_evaluated.py nested": 60,
+    "{here}/dummy_update.py dcp": 45,
+    "{here}/dummy_update.py hand": 45,
+    "{here}/dummy_update.py tried": 45,
+    "{here}/dummy_update.py warm": 45,
+    "{here}/average_under_root.py task": 60,
+    "{here}/average_under_root.py swa": 60,
+    "{here}/average_under_root.py teacher": 60,
+    "{here}/counted_on_meta.py meta": 45,
+    "{here}/counted_on_meta.py model": 45,
+    f"{RANKS}two_ranks.py fsdp2 healthy": 120,
+    f"{RANKS}two_ranks.py ddp parts": 120,
+    f"{RANKS}tensor_parallel.py healthy": 60,
+    "{here}/used_afterwards.py training": 45,
+    "{here}/used_afterwards.py evaluation": 45,
+}
+# start → rules that are to report something, and words of one of them
+FAULTS = {
+    f"{RANKS}fsdp2_evaluated.py written": ({"untouched_between_steps"}, "the weight of 0.weight changed"),
+    "{here}/dummy_update.py autocast": ({"ambient_state"}, "autocast at the update is bfloat16"),
+    "{here}/average_under_root.py left_out": (
+        {"ownership", "movement", "frozen"},
+        "owns 4 of 6 live trainable parameters: model.4",
+    ),
+    "{here}/average_under_root.py written": ({"untouched_between_steps"}, "the weight of model.0.weight changed"),
+    "{here}/average_under_root.py rests": ({"modes", "evaluation"}, "the whole model"),
+    f"{RANKS}two_ranks.py fsdp2 evaluation": ({"modes"}, "the whole model trains in evaluation mode"),
+    f"{RANKS}two_ranks.py ddp evaluation": ({"modes"}, "the whole model trains in evaluation mode"),
+    f"{RANKS}two_ranks.py fsdp2 same": ({"modes", "distinct_data"}, "ranks 0, 1 train on the same data"),
+    f"{RANKS}two_ranks.py ddp twice": ({"weighted_ranks"}, "the loss of rank 1 is multiplied by 2"),
+    f"{RANKS}two_ranks.py fsdp2 twice": ({"weighted_ranks"}, "the loss of rank 1 is multiplied by 2"),
+    f"{RANKS}tensor_parallel.py seed": ({"replicas"}, "other random states"),
+}
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Return what runs a program both ways, and what was seen of it."""
+    nowhere = str(tmp_path / "nothing")
+    (tmp_path / "nothing" / "lmdata").mkdir(parents=True)
+    where = {"data": nowhere, "site": nowhere, "core": nowhere, "here": str(VARIANTS)}
+    monkeypatch.setattr(running, "_places", lambda: where)
+    monkeypatch.setattr(running, "RESULTS", tmp_path / "results")
+
+    def run(start: str) -> running.Result:
+        return running.run(
+            Program("variant", "torch==2", "", start, updates=0, launcher=start.startswith("torchrun")), tmp_path
+        )
+
+    return run
+
+
+@pytest.mark.parametrize("start", HEALTHY)
+def test_a_healthy_program_gets_no_word(watched, start):
+    result = watched(start)
+    assert result.codes == (0, 0)
+    assert result.difference == ""
+    assert result.losses > 0
+    assert [finding for finding in result.findings if finding[1] != "info"] == []
+    assert (result.steps, "cut short" in result.ending) == (HEALTHY[start], False)
+
+
+@pytest.mark.parametrize("start", FAULTS)
+def test_a_fault_is_named_and_nothing_else(watched, start):
+    rules, words = FAULTS[start]
+    result = watched(start)
+    assert (result.codes, result.difference) == ((0, 0), "")
+    assert {rule for rule, _, _ in result.findings} == rules
+    assert any(words in message for _, _, message in result.findings), result.findings
+
+
+def test_a_step_that_an_error_ends_is_told_as_cut_short(watched):
+    result = watched("{here}/used_afterwards.py cut")
+    assert (result.codes, result.difference, result.steps) == ((1, 1), "", 30)
+    assert "1 cut short" in result.ending
+
+
+def test_where_only_a_model_without_data_runs_nothing_is_said_to_be_watched(watched):
+    result = watched("{here}/counted_on_meta.py nothing")
+    assert (result.codes, result.steps, result.models) == ((0, 0), 0, 0)
+    assert "nothing was watched" in result.ending
