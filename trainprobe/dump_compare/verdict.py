@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainprobe.dump_compare.arguments import given_alone
+from trainprobe.dump_compare.arguments import given_alone, tensor_alone
 from trainprobe.dump_compare.between_steps import Left, changed, left_by, who_changed
 from trainprobe.dump_compare.distances import SLACK, Distance
 from trainprobe.dump_compare.intervals import Interval
@@ -77,7 +77,7 @@ def judge_runs(ranks: Sequence[Compared], missing: Sequence[str]) -> Verdict:
     if first is not None:
         rank, judged = first
         surely = "the runs part at" if judged.outcome != "suspicious" else "the runs may part at"
-        between = _between_steps(ranks, rank, judged) or _between_modules(rank, judged)
+        between = _between_steps(ranks, rank, judged) or _between_modules(rank, judged) or _also_alone(rank, judged)
         details = [*between[1:], *_hints(rank, judged), *details]
         what = "".join([_what(judged, changed(judged, _left_before(ranks, rank))), *between[:1]])
         return Verdict(2, f"{surely} {_where(rank, judged)}: {what}", details, first, counts)
@@ -158,8 +158,34 @@ def first_of(
         inner = [judged for judged in wrong if id(judged.pair.a) not in outer]
         found = min([*arrives, *inner], key=_place, default=None)
         if found is not None:
-            return found
+            return _given_alone_around(calls, found) or found
     return None
+
+
+def _given_alone_around(calls: Sequence[Judged], found: Judged) -> Judged | None:
+    """Return the call that one side alone gives a tensor, within which another is the first to be given something else."""
+    given = given_another(found)
+    if given is None or given.slot.startswith("parameters") or found.outcome in ("bug", "suspicious"):
+        return None
+    around = {id(call) for call in enclosing(found.pair.a)}
+    getting = [one for one in calls if id(one.pair.a) in around and one.outcome != "identical" and _tensor_alone(one)]
+    return max(getting, key=_place, default=None)
+
+
+def _tensor_alone(judged: Judged) -> str:
+    a, b = judged.pair.a, judged.pair.b
+    return "" if a is None or b is None else tensor_alone(a, b)
+
+
+def _also_alone(rank: Compared, judged: Judged) -> list[str]:
+    """Return what else around a call one side alone gives its tensor, and what it changes first within the call."""
+    said = _tensor_alone(judged)
+    around = {id(call) for call in enclosing(judged.pair.a)} if said else set[int]()
+    also = next((one for one in rank.calls if id(one.pair.a) in around and _tensor_alone(one) == said), None)
+    told = "" if also is None else f"; {entry_name(also.call, rank.framework)}, which it runs within, is given it there too"
+    within = (one for one in rank.calls if said and any(call is judged.pair.a for call in enclosing(one.pair.a)))
+    inner = next(((one, given) for one in within if (given := given_another(one)) is not None), None)
+    return [told, *([f"the first that changes within it is {_far(inner[1])} of {_where(rank, inner[0])}"] if inner else [])]
 
 
 def _between_steps(ranks: Sequence[Compared], rank: Compared, judged: Judged) -> list[str]:
@@ -196,7 +222,12 @@ def _between_modules(rank: Compared, judged: Judged) -> list[str]:
     given = given_another(judged)
     if outer is None or given is None or given.slot.startswith("parameters") or judged.outcome in ("bug", "suspicious"):
         return []
-    if outer.call.kind != "module" or not outer.values or given_another(outer, _is_no_weight) is not None:
+    if (
+        outer.call.kind != "module"
+        or not outer.values
+        or _tensor_alone(outer)
+        or given_another(outer, _is_no_weight) is not None
+    ):
         return []
     return [
         f"; {entry_name(outer.call, rank.framework)}, which it runs within, is given the same: it arises there, between modules"
