@@ -29,6 +29,7 @@ class Case:
     of_inputs: results are the gradients of the call's own tensor arguments, in order, rather than those of its autograd node.
     written: position or keyword of arguments that the call wrote and did not return → what they were after it, flat.
     generator: state of the host's generator before the call, of operators that draw numbers there.
+    unwritten: whether what came out is memory that nobody had written.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Case:
     function: Callable[..., Any] | None = None
     written: Mapping[str, Sequence[Tensor]] = field(default_factory=dict[str, Sequence[Tensor]])
     generator: Tensor | None = None
+    unwritten: bool = False
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors among the arguments, in order."""

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trainprobe.engine.core.records import Call, Opaque, StepData, Value
+from trainprobe.engine.core.records import NOT_WRITTEN, Call, Opaque, StepData, Value
 from trainprobe.engine.core.step_data import GENERATOR, WRITTEN, entry_name, leaves, numbers_of_rows
 from trainprobe.engine.storage.dumps import TensorStore, read
 from trainprobe.errors import FormatError, UnsafeFile
@@ -143,11 +143,12 @@ class RecordedRank:
             args[1] = tuple(args[1]) if isinstance(args[1], list) else args[1]
         given = [value for _, value in leaves([call.args, call.kwargs], "")]
         backward = unit.direction == "backward"
+        gave = _flat(call.out)
         return Case(
             call.name,
             tuple(args) if isinstance(args, list) else (args,) if args is not None else (),
             kwargs,
-            [self._tensor_or_none(v) for v in _flat(call.out)],
+            [self._tensor_or_none(v) for v in gave],
             [self._tensor_or_none(v) for v in unit.gradients] if backward else None,
             [self._tensor_or_none(v) for v in unit.results] if backward else (),
             [value.requires_grad is not False for value in given],
@@ -157,6 +158,7 @@ class RecordedRank:
                 for place, tree in (beside.get(WRITTEN) or {}).items()
             },
             generator=self._tensor_or_none(beside.get(GENERATOR)),
+            unwritten=bool(gave) and all(value.note == NOT_WRITTEN for value in gave),
         )
 
     def devices(self, unit: Unit) -> Iterator[str]:
@@ -190,7 +192,8 @@ class RecordedRank:
     def knows_inputs(self, unit: Unit) -> bool:
         """Return whether every value that a call is given was looked at; sparse ones, for one, are not."""
         given = [unit.call.args, unit.call.kwargs, list(unit.gradients)]
-        return all(value.tensor is not None or value.row >= 0 for _, value in leaves(given, ""))
+        known = (value.tensor is not None or value.row >= 0 or value.note == NOT_WRITTEN for _, value in leaves(given, ""))
+        return all(known)
 
     def sketch(self, unit: Unit) -> str:
         """Return a part of what the call is given, which is quick to take and equal in calls that are given the same."""
@@ -263,6 +266,8 @@ class RecordedRank:
         )
 
     def _tensor(self, value: Value) -> Tensor:
+        if value.note == NOT_WRITTEN:  # whatever it holds: the call writes there
+            return made(value, (0.0, 0.0))
         tensor, strides = (self._maker or self._stored)(value), strides_of(value)
         return tensor if strides is None else laid(tensor, strides)
 
