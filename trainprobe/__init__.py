@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from trainprobe.compare_with_cpu import open_module_tracker as open_module_tracker
     from trainprobe.config_check import ConfigChecker as ConfigChecker
     from trainprobe.debugger import PrecisionDebugger as PrecisionDebugger
+    from trainprobe.engine.core.records import Place as Place
     from trainprobe.engine.plan.model import Plan as Plan
     from trainprobe.op_check.saved import compare_for_single_op as compare_for_single_op
     from trainprobe.op_check.saved import nan_inf_track_for_single_op as nan_inf_track_for_single_op
@@ -26,6 +27,7 @@ _PUBLIC = {
     "CompareWithCPU": "trainprobe.compare_with_cpu",
     "ConfigChecker": "trainprobe.config_check",
     "NanInfTracker": "trainprobe.compare_with_cpu",
+    "Place": "trainprobe.engine.core.records",
     "Plan": "trainprobe.engine.plan.model",
     "PrecisionDebugger": "trainprobe.debugger",
     "Probe": "trainprobe.watching",
@@ -41,6 +43,7 @@ __all__ = [
     "CompareWithCPU",
     "ConfigChecker",
     "NanInfTracker",
+    "Place",
     "Plan",
     "PrecisionDebugger",
     "Probe",

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from trainprobe.engine.core.naming import chunks_of
+from trainprobe.engine.core.records import Place
+from trainprobe.engine.core.topology import check_place
 from trainprobe.probe import PlanSource as PlanSource
 from trainprobe.probe import Probe as Probe
 
@@ -22,8 +24,19 @@ def probe_class(model: Any) -> type[Probe]:
     return MindSporeProbe
 
 
+def is_split_by_megatron(model: Any) -> bool:
+    """Return whether a model is one of megatron.core, whose parallel state says how it is split."""
+    state: Any = sys.modules.get("megatron.core.parallel_state")
+    if state is None or not state.model_parallel_is_initialized():
+        return False
+    parameters = (p for chunk in chunks_of(model) if hasattr(chunk, "parameters") for p in chunk.parameters())
+    return any(hasattr(p, "tensor_model_parallel") for p in parameters)
+
+
 @contextmanager
-def watch(model: Any, optimizer: Any = None, plan: PlanSource = None, **overrides: Any) -> Generator[Probe]:
+def watch(
+    model: Any, optimizer: Any = None, plan: PlanSource = None, *, place: Place | None = None, **overrides: Any
+) -> Generator[Probe]:
     """Watch a plain training loop of PyTorch, or of MindSpore where `model` is a cell.
 
         with trainprobe.watch(model, optimizer, plan="plan.yaml") as probe:
@@ -34,8 +47,19 @@ def watch(model: Any, optimizer: Any = None, plan: PlanSource = None, **override
 
     plan: path, dict, Plan or None; `overrides` are plan fields. Everything is written when the block ends. Warnings and errors
     are printed when they happen, and one line when the block ends, unless the plan says `console: false`.
+
+    place: where this rank stands on the parallel axes, `trainprobe.Place(rank, world_size, {"dp": (0, 2), "tp": (1, 4)})`;
+    without it, what Megatron's parallel state, the meshes of DTensors or torch.distributed say. Raises UsageError for a place
+    that cannot be.
     """
-    with probe_class(model)(plan, **overrides) as probe:
+    if place is not None:
+        check_place(place)
+    about: dict[str, Any] = {"place": place}
+    if is_split_by_megatron(model):
+        from trainprobe.integrations.megatron_layout import told_by_megatron
+
+        about = told_by_megatron(model, place)
+    with probe_class(model)(plan, **about, **overrides) as probe:
         probe.open(model, optimizer)
         probe.watches_own_loop()
         if probe.framework != "pytorch":
