@@ -5,13 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainprobe.engine.core.naming import chunks_of
 from trainprobe.engine.core.records import Place
 from trainprobe.engine.core.topology import check_place
 from trainprobe.probe import PlanSource as PlanSource
 from trainprobe.probe import Probe as Probe
+
+if TYPE_CHECKING:
+    from trainprobe.integrations.torch_pipeline import Pipeline
 
 
 def probe_class(model: Any) -> type[Probe]:
@@ -31,6 +34,16 @@ def is_split_by_megatron(model: Any) -> bool:
         return False
     parameters = (p for chunk in chunks_of(model) if hasattr(chunk, "parameters") for p in chunk.parameters())
     return any(hasattr(p, "tensor_model_parallel") for p in parameters)
+
+
+def pipeline_of(model: Any) -> Pipeline | None:
+    """Return the stages of torch.distributed.pipelining that run a model here, None where there are none."""
+    if "torch.distributed.pipelining" not in sys.modules:
+        return None
+    from trainprobe.integrations.torch_pipeline import Pipeline
+
+    found = Pipeline(model)
+    return found if found.stages else None
 
 
 @contextmanager
@@ -59,6 +72,9 @@ def watch(
         from trainprobe.integrations.megatron_layout import told_by_megatron
 
         about = told_by_megatron(model, place)
+    pipeline = pipeline_of(model)
+    if pipeline is not None and place is None:
+        about["place"] = pipeline.place()
     with probe_class(model)(plan, **about, **overrides) as probe:
         probe.open(model, optimizer)
         probe.watches_own_loop()
@@ -69,6 +85,8 @@ def watch(
 
         for finding in probe.guard.run(lambda *given: list(wrong_optimizers(*given)), model, optimizer) or ():
             probe.report_once(finding)
+        if pipeline is not None:
+            pipeline.rest_while_learning(probe)
         del optimizer  # one that the training replaces is not kept
         checks = LoopChecks(model, probe.guard)
         try:
@@ -78,3 +96,5 @@ def watch(
                 probe.at_end(sentence)
         finally:
             checks.close()
+            if pipeline is not None:
+                pipeline.close()

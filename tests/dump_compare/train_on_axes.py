@@ -80,15 +80,13 @@ def main() -> None:
     place = trainprobe.Place(rank, world, {"dp": (data, world // size), "tp": (tensor, size)})
     where = {} if change == "silent" else {"place": place}
     plan = {"level": "L0", "step": [0], "summary": "both", "monitor": {"parameters": True, "gradients": True}}
-    with trainprobe.watch(model, optimizer, output=folder, console=False, on_error="raise", **where, **plan) as probe:
-        with probe.step():
-            batch = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1)).chunk(world // size)[data]
-            model(batch).pow(2).mean().backward()
-            for p in model.parameters():
-                if world > size:
-                    dist.all_reduce(p.grad, group=_across(tensor))
-                    p.grad /= world // size
-            optimizer.step()
+    with trainprobe.watch(model, optimizer, output=folder, on_error="raise", **where, **plan) as probe, probe.step():
+        batch = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1)).chunk(world // size)[data]
+        model(batch).pow(2).mean().backward()
+        for p in model.parameters() if world > size else ():
+            dist.all_reduce(p.grad, group=_across(tensor))
+            p.grad /= world // size
+        optimizer.step()
     dist.destroy_process_group()
 
 

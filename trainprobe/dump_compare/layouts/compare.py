@@ -245,7 +245,7 @@ class _Maker:
         Gradients of weights are those of all ranks together, as one side may show them reduced.
         """
         a, b = self._tables
-        if key[0] == "parameter" and max(len(a.pieces) - a.micros, len(b.pieces) - b.micros) > 0:
+        if key[0] == "parameter" and not self._together and max(len(a.pieces) - a.micros, len(b.pieces) - b.micros) > 0:
             groups = by_micro_batch(a, b)
         whole = set(mine) == set(a.pieces) and set(theirs) == set(b.pieces)
         if not whole or in_expert(key[1]):

@@ -85,7 +85,8 @@ def _boxes_of_range(begin: int, end: int, shape: tuple[int, ...]) -> Iterator[tu
 def declared_shard(parameter: Any, axes: Mapping[str, tuple[int, int]]) -> Shard | None:
     """Return which part of the whole a parameter is that says how it is cut, as Megatron's do; None for one that says nothing.
 
-    That is `tensor_model_parallel`, `partition_dim`, and `partition_stride`: so many blocks, each cut over the ranks. axes: parallel axis → (index of this rank, size).
+    That is `tensor_model_parallel`, `partition_dim`, and `partition_stride`: so many blocks, each cut over the ranks.
+    axes: parallel axis → (index of this rank, size).
     """
     index, size = axes.get("tp", (0, 1))
     dim = getattr(parameter, "partition_dim", -1) if getattr(parameter, "tensor_model_parallel", False) else -1
