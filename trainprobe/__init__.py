@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from trainprobe.compare_with_cpu import open_module_tracker as open_module_tracker
     from trainprobe.config_check import ConfigChecker as ConfigChecker
     from trainprobe.debugger import PrecisionDebugger as PrecisionDebugger
+    from trainprobe.engine.core.records import Place as Place
     from trainprobe.engine.plan.model import Plan as Plan
     from trainprobe.op_check.saved import compare_for_single_op as compare_for_single_op
     from trainprobe.op_check.saved import nan_inf_track_for_single_op as nan_inf_track_for_single_op
@@ -30,6 +31,7 @@ _PUBLIC = {
     "ConfigChecker": "trainprobe.config_check",
     "ModuleInfo": "trainprobe.compare_with_cpu",
     "NanInfTracker": "trainprobe.compare_with_cpu",
+    "Place": "trainprobe.engine.core.records",
     "Plan": "trainprobe.engine.plan.model",
     "PrecisionDebugger": "trainprobe.debugger",
     "Probe": "trainprobe.watching",
@@ -46,6 +48,7 @@ __all__ = [
     "ConfigChecker",
     "ModuleInfo",
     "NanInfTracker",
+    "Place",
     "Plan",
     "PrecisionDebugger",
     "Probe",

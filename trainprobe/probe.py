@@ -16,6 +16,7 @@ from trainprobe.engine.capture import part_of
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.naming import Rename, chunks_of
 from trainprobe.engine.core.records import Finding, Place
+from trainprobe.engine.core.shards import ShardOf, declared_shard
 from trainprobe.engine.core.stacks import Stacks
 from trainprobe.engine.core.unmatched import names_not_there
 from trainprobe.engine.plan.loading import load_plan
@@ -41,7 +42,9 @@ class Probe(EngineProbe):
 
     plan: a Plan, a path to a YAML or JSON file, a dict, or None for the defaults; `overrides` are plan fields on top.
     rename: turns a module's name within this process into its global one (layer and expert numbers). place: where this
-    process stands, from an integration that knows; by default learned from torch.distributed or the environment.
+    process stands, by default learned from torch.distributed or the environment. shard_of: returns which part of the whole a
+    plain parameter is, by default what the parameter declares (see declared_shard). parameter_names: id of parameter → name
+    over all processes, where `rename` does not tell it.
     Raises PlanError for a plan that cannot be carried out, MissingExtra when torch is not installed, and MissingCompiledPart
     when the package was installed without its compiled part.
     """
@@ -49,7 +52,14 @@ class Probe(EngineProbe):
     backend: Backend = TorchBackend()
 
     def __init__(
-        self, plan: PlanSource = None, *, rename: Rename | None = None, place: Place | None = None, **overrides: Any
+        self,
+        plan: PlanSource = None,
+        *,
+        rename: Rename | None = None,
+        place: Place | None = None,
+        shard_of: ShardOf | None = None,
+        parameter_names: Mapping[int, str] | None = None,
+        **overrides: Any,
     ) -> None:
         require()
         backend = self.backend
@@ -59,7 +69,7 @@ class Probe(EngineProbe):
         self._maker = backend.taps(loaded, guard, stacks, rename)
         self.parts, schedules = compose(loaded, self._maker)
         self._by_name = programs_of(Making(loaded, self.parts, schedules, backend, rename))
-        self._place_given = place is not None
+        self._place_given, self._shard_of, self._parameter_names = place is not None, shard_of, parameter_names or {}
         self._control: ControlFile | None = None
         self._end_reported = False
         super().__init__(
@@ -116,6 +126,9 @@ class Probe(EngineProbe):
         if why:
             self.guard.trip(UsageError(why))
             return
+        if self.parts.states is not None:
+            self.parts.states.shard_of = self._shard_of or partial(declared_shard, axes=self.place.axes)
+            self.parts.states.named = self._parameter_names
         super()._open(model, optimizer, place)
         self._open_console()
         for program in self._at("opened"):

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from trainprobe.engine.core.naming import chunks_of
+from trainprobe.engine.core.records import Place
+from trainprobe.engine.core.topology import check_place
 from trainprobe.errors import ProbeError
 from trainprobe.probe import PlanSource as PlanSource
 from trainprobe.probe import Probe as Probe
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from trainprobe.engine.plan.fields import PlanFields
+    from trainprobe.integrations.torch_pipeline import Pipeline
 
 
 def probe_class(model: Any) -> type[Probe]:
@@ -29,8 +32,43 @@ def probe_class(model: Any) -> type[Probe]:
     return MindSporeProbe
 
 
+def is_split_by_megatron(model: Any) -> bool:
+    """Return whether a model is one of megatron.core, whose parallel state says how it is split."""
+    state: Any = sys.modules.get("megatron.core.parallel_state")
+    if state is None or not state.model_parallel_is_initialized():
+        return False
+    parameters = (p for chunk in chunks_of(model) if hasattr(chunk, "parameters") for p in chunk.parameters())
+    return any(hasattr(p, "tensor_model_parallel") for p in parameters)
+
+
+def pipeline_of(model: Any) -> Pipeline | None:
+    """Return the stages of torch.distributed.pipelining that run a model here, None where there are none."""
+    if "torch.distributed.pipelining" not in sys.modules:
+        return None
+    from trainprobe.integrations.torch_pipeline import Pipeline
+
+    found = Pipeline(model)
+    return found if found.stages else None
+
+
+def _about(model: Any, place: Place | None, pipeline: Pipeline | None) -> dict[str, Any]:
+    """Return what a probe is told of where this rank stands, besides its plan."""
+    if is_split_by_megatron(model):
+        from trainprobe.integrations.megatron_layout import told_by_megatron
+
+        return told_by_megatron(model, place)
+    return {"place": pipeline.place() if pipeline is not None and place is None else place}
+
+
 @contextmanager
-def watch(model: Any, optimizer: Any = None, plan: PlanSource = None, **overrides: Unpack[PlanFields]) -> Generator[Probe]:
+def watch(
+    model: Any,
+    optimizer: Any = None,
+    plan: PlanSource = None,
+    *,
+    place: Place | None = None,
+    **overrides: Unpack[PlanFields],
+) -> Generator[Probe]:
     """Watch a plain training loop of PyTorch, or of MindSpore where `model` is a cell.
 
         with trainprobe.watch(model, optimizer, plan="plan.yaml") as probe:
@@ -41,9 +79,16 @@ def watch(model: Any, optimizer: Any = None, plan: PlanSource = None, **override
 
     plan: path, dict, Plan or None; `overrides` are plan fields. Everything is written when the block ends. Warnings and errors
     are printed when they happen, and one line when the block ends, unless the plan says `console: false`.
+
+    place: where this rank stands on the parallel axes, `trainprobe.Place(rank, world_size, {"dp": (0, 2), "tp": (1, 4)})`;
+    without it, what Megatron's parallel state, the meshes of DTensors or torch.distributed say. Raises UsageError for a place
+    that cannot be.
     """
+    if place is not None:
+        check_place(place)
     try:
-        probe = probe_class(model)(plan, **overrides)
+        pipeline = pipeline_of(model)
+        probe = probe_class(model)(plan, **_about(model, place, pipeline), **overrides)
         if probe.framework == "pytorch":
             from trainprobe.integrations.loop_checks import LoopChecks, wrong_optimizers
     except (OSError, ProbeError) as fault:
@@ -60,6 +105,8 @@ def watch(model: Any, optimizer: Any = None, plan: PlanSource = None, **override
             return
         for finding in probe.guard.run(lambda *given: list(wrong_optimizers(*given)), model, optimizer) or ():
             probe.report_once(finding)
+        if pipeline is not None:
+            pipeline.rest_while_learning(probe)
         del optimizer  # one that the training replaces is not kept
         checks = LoopChecks(model, probe.guard)
         try:
@@ -69,3 +116,5 @@ def watch(model: Any, optimizer: Any = None, plan: PlanSource = None, **override
                 probe.at_end(sentence)
         finally:
             checks.close()
+            if pipeline is not None:
+                pipeline.close()

@@ -360,3 +360,13 @@ def test_a_fused_sgd_that_is_skipped_or_begins_is_judged(found: float, momentum:
     assert outcome(one) in RIGHT
     given[0][0][1, 1] += 1e-3
     assert outcome(one) == "bug"
+
+
+def test_memory_that_a_call_is_to_write_is_no_value_that_is_missing(tmp_path, capsys):
+    with trainprobe.watch(torch.nn.Identity(), output=tmp_path, level="L1", task="tensor", step=[0]) as probe, probe.step():
+        x = torch.arange(12.0).view(3, 4)
+        into = torch.empty(12).view(3, 4)
+        torch.mul(x, 3, out=into)
+        torch.empty(3, 4).copy_(into)
+    assert main(["op-check", str(tmp_path)]) == 0
+    assert "7 calls judged (6 exact, 1 unspecified)" in capsys.readouterr().out

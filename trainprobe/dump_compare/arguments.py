@@ -48,11 +48,9 @@ def given_alone(left: Call, right: Call) -> str:
     An argument is the same by place and by keyword. What is left out has the default of the call, which no dump tells, so this
     is a reason for a difference and no difference in itself.
     """
-    tensors = [[slot for slot, _ in slots(call) if slot.partition(".")[0] in ("input", "kwargs")] for call in (left, right)]
-    for side, mine, theirs in (("A", *tensors), ("B", *reversed(tensors))):
-        if len(mine) > len(theirs):
-            lone = [slot for slot in mine if slot not in theirs]
-            return f"{(lone or mine)[-1].removeprefix('kwargs.')} is given in {side} alone"
+    tensor = tensor_alone(left, right)
+    if tensor:
+        return tensor
     mine, theirs = plain_arguments(left), plain_arguments(right)
     lone = [[(at, x) for at, x in one.items() if at not in other] for one, other in ((mine, theirs), (theirs, mine))]
     for at, x in list(lone[0]):
@@ -62,6 +60,16 @@ def given_alone(left: Call, right: Call) -> str:
             del lone[1][same]
     said = [f"{at} is {x!r} in {side}" for side, rest in zip("AB", lone, strict=True) for at, x in rest[:1]]
     return f"{said[0]} and not given in {'B' if lone[0] else 'A'}" if len(said) == 1 else ", ".join(said)
+
+
+def tensor_alone(left: Call, right: Call) -> str:
+    """Return which tensor only one side gives to a call, as text or ""."""
+    tensors = [[slot for slot, _ in slots(call) if slot.partition(".")[0] in ("input", "kwargs")] for call in (left, right)]
+    for side, mine, theirs in (("A", *tensors), ("B", *reversed(tensors))):
+        if len(mine) > len(theirs):
+            lone = [slot for slot in mine if slot not in theirs]
+            return f"{(lone or mine)[-1].removeprefix('kwargs.')} is given in {side} alone"
+    return ""
 
 
 def plain_arguments(call: Call) -> dict[str, Any]:

@@ -255,6 +255,7 @@ def compare_rank(
         recorded=recorded,
         by_statistics=alike,
         world=sides[0].step_data.place.world_size,
+        cut=(not sides[0].step_data.complete, not sides[1].step_data.complete),
     )
 
 

@@ -15,13 +15,13 @@ from trainprobe.dump_compare.own_rounding import WITHIN, Beyond, is_kernel
 from trainprobe.dump_compare.pairing import CallPair
 from trainprobe.dump_compare.parameter_states import is_made
 from trainprobe.engine.compare.number_formats import FORMATS, coarser
-from trainprobe.engine.core.records import Value
+from trainprobe.engine.core.records import NOT_WRITTEN, Value
+from trainprobe.engine.plan.catalog import OVERWRITING
 
 _AT_ONCE = 4096  # calls
 SLACK = 10.0  # times the noise, before a difference is worth a look
 Paired = tuple[str, Value | None, Value | None]  # slot, value of A, value of B
 _ELSEWHERE = "are one tensor: at input"  # in the note of engine.capture.module_gradients
-_WRITES = frozenset(["__setitem__", "copy_", "fill_", "zero_"])
 _EMPTY = ("empty", "new_empty")
 
 
@@ -186,7 +186,7 @@ def _measured(pair: CallPair, matched: _Matched, found: Iterator[Interval], know
         if far is None:
             continue
         if far.high:
-            if (result and empty) or (writes and slot == "input.0"):
+            if (result and empty) or (writes and slot == "input.0") or slot.startswith("kwargs.out"):
                 far = SAME
             elif result and far is MASKED:
                 far = ALIKE  # little is known of a result; of what is given, doubt is for the call
@@ -219,14 +219,14 @@ def _matched(pair: CallPair) -> _Matched:
     (names, left), (others, right) = named_values(pair.a), named_values(pair.b)
     shapes = tuple([value.shape for value in left])
     backward_of_op = pair.a.kind == "op" and pair.a.phase == "backward"
-    elsewhere = any([value.row < 0 for value in left])  # noqa: C419  (a third faster)
+    elsewhere = any([value.row < 0 for value in (*left, *right)])  # noqa: C419  (a third faster)
     if names == others and not (backward_of_op or elsewhere):
         return _Matched(names, left, right, _results(pair.a.kind, names), shapes)
     together = list(_together(dict(zip(names, left, strict=True)), dict(zip(others, right, strict=True))))
     if backward_of_op:
         together = _of_the_same_nodes(together, is_kernel(pair.a))
     if elsewhere:
-        together = [each for each in together if not _is_told_elsewhere(each)]
+        together = [each for each in together if not (_is_told_elsewhere(each) or _is_not_written(each))]
     names = tuple([slot for slot, _, _ in together])
     return _Matched(names, [x for _, x, _ in together], [y for _, _, y in together], _results(pair.a.kind, names), shapes)
 
@@ -245,6 +245,11 @@ def _results(kind: str, names: tuple[str, ...]) -> tuple[bool, ...]:
 def _is_told_elsewhere(paired: Paired) -> bool:
     """Return whether both dumps say that a gradient stands at another input, as both inputs are one tensor."""
     return all(value is not None and value.row < 0 and _ELSEWHERE in (value.note or "") for value in paired[1:])
+
+
+def _is_not_written(paired: Paired) -> bool:
+    """Return whether a dump says that it is memory which nobody has written."""
+    return any(value is not None and value.row < 0 and value.note == NOT_WRITTEN for value in paired[1:])
 
 
 def _of_the_same_nodes(together: list[Paired], kernel: bool) -> list[Paired]:
@@ -266,7 +271,7 @@ def _overwrites(op: str) -> tuple[bool, bool]:
     say nothing of a call. What else the tensor held was compared where it was made, and is compared where it is used.
     """
     last = op.rpartition(".")[2]
-    return last in _WRITES, last.startswith(_EMPTY)
+    return last in OVERWRITING, last.startswith(_EMPTY)
 
 
 def _together(a: Mapping[str, Value], b: Mapping[str, Value]) -> Iterator[Paired]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trainprobe.dump_compare.arguments import given_alone
@@ -15,6 +15,7 @@ from trainprobe.dump_compare.distances import SLACK, Distance
 from trainprobe.dump_compare.factors import times
 from trainprobe.dump_compare.intervals import Interval
 from trainprobe.dump_compare.judge import Judged, Outcome, enclosing
+from trainprobe.dump_compare.one_sided import cut_short, given_alone_around, lone_module_before, side_alone, tensor_of_one
 from trainprobe.dump_compare.pairing import RankPair
 from trainprobe.engine.core.naming import ROOT
 from trainprobe.engine.core.records import Call
@@ -34,6 +35,7 @@ class Compared:
     world: how many ranks A's run had. by_statistics: how many values are equal in all statistics that both dumps hold, where
     nothing else tells of them.
     recorded: "optimizer" where A holds operators of the optimizer, "states" where it holds gradients as that sees them.
+    cut: whether the dumps of A and of B say that the step did not end.
     joined: whether these are calls of all ranks of two layouts, joined; `at` then names A's lowest rank and the steps' folders.
     """
 
@@ -50,6 +52,7 @@ class Compared:
     recorded: frozenset[str] = frozenset()
     by_statistics: int = 0
     world: int = 1
+    cut: tuple[bool, bool] = False, False
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,20 @@ class Verdict:
 
 def judge_runs(ranks: Sequence[Compared], missing: Sequence[str]) -> Verdict:
     """Return what to say of all ranks and steps. missing: steps and ranks that only one side has."""
+    found = _judge_runs(ranks, missing)
+    short = [text for rank in ranks if (text := _cut_short(rank))]
+    if not short:
+        return found
+    more = f", and {len(short) - 1} more steps or ranks end early" if len(short) > 1 else ""
+    return replace(found, code=max(found.code, 3) if found.code != 2 else 2, sentence=f"{short[0]}{more}: {found.sentence}")
+
+
+def _cut_short(rank: Compared) -> str:
+    where = f"step {rank.at.step}, rank {rank.at.rank}"
+    return "" if rank.joined else cut_short(rank.calls, sum(rank.agreeing.values()), rank.cut, where)
+
+
+def _judge_runs(ranks: Sequence[Compared], missing: Sequence[str]) -> Verdict:
     counts: Counter[Outcome] = Counter(judged.outcome for rank in ranks for judged in rank.calls)
     for rank in ranks:
         counts.update(rank.agreeing)
@@ -79,7 +96,7 @@ def judge_runs(ranks: Sequence[Compared], missing: Sequence[str]) -> Verdict:
     if first is not None:
         rank, judged = first
         surely = "the runs part at" if judged.outcome != "suspicious" else "the runs may part at"
-        between = _between_steps(ranks, rank, judged) or _between_modules(rank, judged)
+        between = _between_steps(ranks, rank, judged) or _between_modules(rank, judged) or _also_alone(rank, judged)
         details = [*between[1:], *_hints(rank, judged), *details]
         told = causes(rank.calls, judged.pair.place)
         because = [f"; before it, {cause}" for cause in told if not cause.startswith(f"{judged.call.name} has no gradient")]
@@ -163,8 +180,27 @@ def first_of(
         inner = [judged for judged in wrong if id(judged.pair.a) not in outer]
         found = min([*arrives, *inner], key=_place, default=None)
         if found is not None:
-            return found
+            return _comes_from(calls, found)
     return None
+
+
+def _comes_from(calls: Sequence[Judged], found: Judged) -> Judged:
+    """Return what one side alone has that a call which is given something else follows from, or else that call."""
+    given = given_another(found)
+    if given is None or given.slot.startswith("parameters") or found.outcome in ("bug", "suspicious"):
+        return found
+    return given_alone_around(calls, found) or lone_module_before(calls, found) or found
+
+
+def _also_alone(rank: Compared, judged: Judged) -> list[str]:
+    """Return what else around a call one side alone gives its tensor, and what it changes first within the call."""
+    said = tensor_of_one(judged)
+    around = {id(call) for call in enclosing(judged.pair.a)} if said else set[int]()
+    also = next((one for one in rank.calls if id(one.pair.a) in around and tensor_of_one(one) == said), None)
+    told = "" if also is None else f"; {entry_name(also.call, rank.framework)}, which it runs within, is given it there too"
+    within = (one for one in rank.calls if said and any(call is judged.pair.a for call in enclosing(one.pair.a)))
+    inner = next(((one, given) for one in within if (given := given_another(one)) is not None), None)
+    return [told, *([f"the first that changes within it is {_far(inner[1])} of {_where(rank, inner[0])}"] if inner else [])]
 
 
 def _between_steps(ranks: Sequence[Compared], rank: Compared, judged: Judged) -> list[str]:
@@ -201,7 +237,12 @@ def _between_modules(rank: Compared, judged: Judged) -> list[str]:
     given = given_another(judged)
     if outer is None or given is None or given.slot.startswith("parameters") or judged.outcome in ("bug", "suspicious"):
         return []
-    if outer.call.kind != "module" or not outer.values or given_another(outer, _is_no_weight) is not None:
+    if (
+        outer.call.kind != "module"
+        or not outer.values
+        or tensor_of_one(outer)
+        or given_another(outer, _is_no_weight) is not None
+    ):
         return []
     return [
         f"; {entry_name(outer.call, rank.framework)}, which it runs within, is given the same: it arises there, between modules"
@@ -299,6 +340,8 @@ def _also_called(rank: Compared, judged: Judged) -> str:
 
 
 def _what(judged: Judged, since: tuple[Distance, float] | None = None) -> str:
+    if side_alone(judged):
+        return f"only {side_alone(judged)} runs this module"
     value = since[0] if since is not None else given_another(judged, _is_a_weight) or given_another(judged)
     if judged.outcome not in ("bug", "suspicious") and value is not None:
         source = "the weights differ" if value.slot.startswith("parameters") else "it is given something else"
@@ -375,8 +418,7 @@ def _hints(rank: Compared, judged: Judged) -> list[str]:
     alone = [other for other in rank.calls if other.pair.a is None or other.pair.b is None]
     before = [other for other in alone if other.pair.place < place]
     if before:
-        side = "A" if before[-1].pair.b is None else "B"
-        said.append(f"before it, only {side} runs {entry_name(before[-1].call, rank.framework)}")
+        said.append(f"before it, only {side_alone(before[-1])} runs {entry_name(before[-1].call, rank.framework)}")
     return said
 
 
@@ -401,8 +443,9 @@ def _about_missing(missing: Sequence[tuple[Compared, Judged]]) -> list[str]:
     said: list[str] = []
     alone = [found for found in missing if found[1].pair.a is None or found[1].pair.b is None]
     if alone:
-        side = "A" if alone[0][1].pair.b is None else "B"
-        said = [f"{len(alone)} calls have no partner; the first is {_where(*alone[0])}, which is in {side} alone"]
+        count = "1 call has" if len(alone) == 1 else f"{len(alone)} calls have"
+        side = side_alone(alone[0][1])
+        said = [f"{count} no partner; the first is {_where(*alone[0])}, which is in {side} alone"]
     results = [(at, value) for at in missing for value in at[1].values if value.interval.evidence == "absent"]
     if results:
         at, value = results[0]

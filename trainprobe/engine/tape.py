@@ -25,7 +25,7 @@ from trainprobe.engine.core.containers import MOST, children
 from trainprobe.engine.core.guard import attempt, fault_text
 from trainprobe.engine.core.library import Deferred, Library, Reading, StatsRows
 from trainprobe.engine.core.naming import utf8
-from trainprobe.engine.core.records import Call, Feature, Kind, Opaque, Phase, Place, StepData, Value
+from trainprobe.engine.core.records import NOT_WRITTEN, Call, Feature, Kind, Opaque, Phase, Place, StepData, ToBeWritten, Value
 from trainprobe.engine.core.shards import Shard, is_cut, mesh_shard
 from trainprobe.engine.stats.checksum import MASK, joined
 from trainprobe.engine.stats.partials import CHECKSUM, PARTIALS, STATS, finish
@@ -85,6 +85,7 @@ class Tape:
         self.micro = 0
         self.micro_given = False
         self.awaits: Awaits | None = None  # takes what is still written, to look at it once it is there (see capture/awaited)
+        self.written: Callable[[Any], None] = lambda _: None  # is told of tensors that a collective has written
         self.looks_again = False  # at every forward of the outermost module, at what was seen before it
         self._save = save
         self._plain = library.plain
@@ -279,6 +280,9 @@ class Tape:
     def _look_into(self, x: Any, flags: int, path: str | None, depth: int) -> Any:
         if type(x) is int:
             return x if x.bit_length() <= _BITS else Opaque("int", f"a number of {x.bit_length()} bits")
+        if type(x) is ToBeWritten:
+            t = x.tensor
+            return Value(-1, self._dtypes[t.dtype], _shape(t), requires_grad=bool(t.requires_grad), note=NOT_WRITTEN)
         if self.library.is_tensor(x):
             value = self._special(x, flags & KINDS)
             if path is not None and flags & SAVE:

@@ -22,7 +22,7 @@ from typing import Any
 from trainprobe.config_check.capture.on_import import ImportWatch
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.core.naming import chunks_of
-from trainprobe.engine.core.records import Place
+from trainprobe.engine.core.topology import place_from_environment
 from trainprobe.engine.plan.loading import load_plan
 from trainprobe.errors import MissingExtra, StopTraining
 from trainprobe.integrations import announce, default_plan
@@ -94,7 +94,9 @@ def attach(
     _require_megatron()
     models = [bare(chunk) for chunk in chunks]
     axes = parallel_axes(len(chunks))
-    probe = MegatronProbe(default_plan() if plan is None else plan, rename=renaming(models), place=_place(axes), **overrides)
+    probe = MegatronProbe(
+        default_plan() if plan is None else plan, rename=renaming(models), place=place_from_environment(axes), **overrides
+    )
     source = MegatronSource(list(held_parameters(models, axes)), optimizer)
     try:
         probe.use_source(source)
@@ -376,13 +378,6 @@ def _keep_memories(training: Any, probe: Probe, loop_hooks: LoopHooks) -> None:
     if resumed:
         probe.guard.run(monitor.go_on_from, resumed)
     loop_hooks.around(training, "save_checkpoint", save_checkpoint)
-
-
-def _place(axes: Mapping[str, tuple[int, int]]) -> Place:
-    import torch.distributed as dist
-
-    ready = dist.is_available() and dist.is_initialized()
-    return Place(dist.get_rank() if ready else 0, dist.get_world_size() if ready else 1, dict(axes))
 
 
 def _require_megatron() -> None:

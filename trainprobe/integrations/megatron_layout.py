@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from trainprobe.engine.core.naming import Rename
+from trainprobe.engine.core.naming import Rename, chunks_of
+from trainprobe.engine.core.records import Place
 from trainprobe.engine.core.shards import Shard
+from trainprobe.engine.core.topology import place_from_environment
 
 Axes = Mapping[str, tuple[int, int]]
 TIED = "embedding.word_embeddings.weight"
@@ -43,6 +45,21 @@ def parallel_axes(chunks: int = 1) -> dict[str, tuple[int, int]]:
     if expert_tensor is not None and expert_tensor() not in (axes["tp"][1], 0):
         axes["etp"] = (state.get_expert_tensor_parallel_rank(), expert_tensor())
     return {axis: place for axis, place in axes.items() if place[1] > 1 or axis == "etp"}
+
+
+def told_by_megatron(model: Any, place: Place | None = None) -> dict[str, Any]:
+    """Return what a probe is to know of chunks of a model: place, names over all processes, rectangles of parameters."""
+    chunks = chunks_of(model)
+    models = [bare(chunk) for chunk in chunks]
+    axes = parallel_axes(len(chunks)) if place is None else place.axes
+    held = list(held_parameters(models, axes))
+    shards = {id(each.parameter): each.shard for each in held}
+    return {
+        "place": place or place_from_environment(axes),
+        "rename": renaming(models),
+        "shard_of": lambda p: shards.get(id(p)),
+        "parameter_names": {id(each.parameter): each.name for each in held},
+    }
 
 
 # ---- names -------------------------------------------------------------------------------------------------------------

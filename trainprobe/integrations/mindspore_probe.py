@@ -180,8 +180,6 @@ class MindSporeProbe(Probe):
             inside = (cell for chunk in chunks_of(model) for _, cell in getattr(chunk, "cells_and_names", tuple)())
             optimizer = [cell for cell in inside if is_optimizer(cell)] or None
         super()._open(model, optimizer, place)
-        if self.parts.states is not None:
-            self.parts.states.axes = self.place.axes
 
     def save(self, value: Any, name: str, save_backward: bool = True) -> None:
         """Record a value under a name; see `Probe.save`. In PyNative mode only: a graph does not call Python."""

@@ -30,6 +30,7 @@ class Case:
     written: position or keyword of arguments that the call wrote and did not return → what they were after it, flat.
     overwritten: position or keyword of arguments that changed, and that it does not say it writes → before and after it.
     generator: state of the host's generator before the call, of operators that draw numbers there.
+    unwritten: whether what came out is memory that nobody had written.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Case:
     written: Mapping[str, Sequence[Tensor]] = field(default_factory=dict[str, Sequence[Tensor]])
     generator: Tensor | None = None
     overwritten: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict[str, "tuple[Tensor, Tensor]"])
+    unwritten: bool = False
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors among the arguments, in order."""

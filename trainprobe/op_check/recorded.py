@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trainprobe.engine.core.records import Call, Opaque, StepData, Value
+from trainprobe.engine.core.records import NOT_WRITTEN, Call, Opaque, StepData, Value
 from trainprobe.engine.core.step_data import AFTER, GENERATOR, WRITTEN, entry_name, leaves, numbers_of_rows
 from trainprobe.engine.storage.dumps import TensorStore, read
 from trainprobe.errors import FormatError, UnsafeFile
@@ -153,11 +153,12 @@ class RecordedRank:
         given = [value for _, value in leaves([call.args, call.kwargs], "")]
         backward = unit.direction == "backward"
         told = not any(_flat(call.out)) or _with_gradient(call) == 2  # else it ran once more, as reentrant checkpointing does
+        gave = _flat(call.out)
         return Case(
             call.name,
             tuple(args) if isinstance(args, list) else (args,) if args is not None else (),
             kwargs,
-            [self._tensor_or_none(v) for v in _flat(call.out)],
+            [self._tensor_or_none(v) for v in gave],
             [self._tensor_or_none(v) for v in unit.gradients] if backward else None,
             [self._tensor_or_none(v) for v in unit.results] if backward else (),
             [value.requires_grad is not False or not told for value in given],
@@ -168,6 +169,7 @@ class RecordedRank:
             },
             generator=self._tensor_or_none(beside.get(GENERATOR)),
             overwritten={} if backward else self._overwritten(beside.get(AFTER) or {}),
+            unwritten=bool(gave) and all(value.note == NOT_WRITTEN for value in gave),
         )
 
     def _overwritten(self, looked_at_twice: dict[str, list[Value]]) -> dict[str, tuple[Tensor, Tensor]]:
@@ -214,7 +216,8 @@ class RecordedRank:
     def knows_inputs(self, unit: Unit) -> bool:
         """Return whether every value that a call is given was looked at; sparse ones, for one, are not."""
         given = [unit.call.args, unit.call.kwargs, list(unit.gradients)]
-        return all(value.tensor is not None or value.row >= 0 for _, value in leaves(given, ""))
+        known = (value.tensor is not None or value.row >= 0 or value.note == NOT_WRITTEN for _, value in leaves(given, ""))
+        return all(known)
 
     def sketch(self, unit: Unit) -> str:
         """Return a part of what the call is given, which is quick to take and equal in calls that are given the same."""
@@ -287,6 +290,8 @@ class RecordedRank:
         )
 
     def _tensor(self, value: Value) -> Tensor:
+        if value.note == NOT_WRITTEN:  # whatever it holds: the call writes there
+            return made(value, (0.0, 0.0))
         tensor, strides = (self._maker or self._stored)(value), strides_of(value)
         return tensor if strides is None else laid(tensor, strides)
 

@@ -14,6 +14,7 @@ from trainprobe.dump_compare.intervals import ALIKE
 from trainprobe.dump_compare.judge import Judged, judge_calls
 from trainprobe.dump_compare.layouts.collectives import TERMS_OF_ROWS, Collectives
 from trainprobe.dump_compare.layouts.cuts import Cut, cut_of_boxes
+from trainprobe.dump_compare.layouts.expert_numbers import number_experts
 from trainprobe.dump_compare.layouts.fused import Beside, FusedRows, beside, matrix
 from trainprobe.dump_compare.layouts.grouping import (
     Group,
@@ -66,6 +67,7 @@ def compare_layouts(
     as far as it is known how their values lie over the ranks (see operators). rename: is given each name of A. make: as for
     `compare_rank`. known: what is known of how values lie over ranks.
     """
+    numbered = number_experts(a, b)
     tables = table_of(a), table_of(b)
     sides = JoinedSide("A", a), JoinedSide("B", b)
     summed = settle_averaging(*tables) if all(rank.step_data.states for rank in (*a, *b)) else ""
@@ -91,6 +93,7 @@ def compare_layouts(
     made = {name: each(at, judged, sides) for name, each in make.items()}
     notes = [
         said,
+        *numbered,
         *([summed] if summed else []),
         *structure.note(),
         *maker.notes(),
@@ -247,7 +250,7 @@ class _Maker:
         Gradients of weights are those of all ranks together, as one side may show them reduced.
         """
         a, b = self._tables
-        if key[0] == "parameter" and max(len(a.pieces) - a.micros, len(b.pieces) - b.micros) > 0:
+        if key[0] == "parameter" and not self._together and max(len(a.pieces) - a.micros, len(b.pieces) - b.micros) > 0:
             groups = by_micro_batch(a, b)
         whole = set(mine) == set(a.pieces) and set(theirs) == set(b.pieces)
         if not whole or in_expert(key[1]):

@@ -127,7 +127,8 @@ def settle_averaging(a: Table, b: Table) -> str:
     """Find out whether one side adds up the gradients of its ranks instead of averaging them; return a sentence if it does.
 
     It then divides the loss beforehand, or the sum behind (as Megatron does for a loss per token), so that gradients before the
-    reduction are that many times smaller. Those behind it tell whether the whole is right.
+    reduction are that many times smaller. Or it divides by the micro-batches behind all of them, as torch's pipelines do, so
+    that gradients before are that many times larger. Those behind it tell whether the whole is right.
     """
     norms = [_norm_of_loss_gradients(table) for table in (a, b)]
     if not all(norms):
@@ -140,6 +141,12 @@ def settle_averaging(a: Table, b: Table) -> str:
             )
             table.averaged = 1
             return said
+        if table.micros > 1 and abs((1 / ratio if name == "B" else ratio) / table.micros - 1) < _ALIKE:
+            table.averaged *= table.micros
+            return (
+                f"gradients of {name} before the end of the step are divided by its {table.micros} micro-batches, "
+                "as its schedule divides their sum"
+            )
     return ""
 
 

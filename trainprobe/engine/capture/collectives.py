@@ -21,7 +21,7 @@ from trainprobe.engine.capture.functional_collectives import OPERATORS, group_in
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.naming import chunks_of
-from trainprobe.engine.core.records import Call, Opaque
+from trainprobe.engine.core.records import Call, Opaque, ToBeWritten
 from trainprobe.engine.core.stacks import Stacks
 from trainprobe.engine.tape import SAVE, Tape
 
@@ -79,7 +79,7 @@ class CollectiveTap:
         self._tape: Tape | None = None
         self._replaced: list[Replaced] = []
         self._wait: Replaced | None = None
-        self._pending: dict[int, tuple[Any, Call, Any]] = {}
+        self._pending: dict[int, tuple[Any, Call, Any, Any]] = {}
         self._unwritten: dict[int, Call] = {}  # functional collectives that nobody has waited for yet, by the id of the call
 
     def open(self, model: Any, optimizer: Any = None) -> None:
@@ -119,7 +119,7 @@ class CollectiveTap:
         if self._wait is not None:
             self._wait.back()
             self._wait = None
-        for call in (*(call for _, call, _ in self._pending.values()), *self._unwritten.values()):
+        for call in (*(call for _, call, *_ in self._pending.values()), *self._unwritten.values()):
             call.out = Opaque("pending", "not waited for before the step ended")
         self._pending.clear()
         self._unwritten.clear()
@@ -134,7 +134,7 @@ class CollectiveTap:
             call = None if asleep else self._guard.run(self._before, method, group, args)
             work = original(group, *args, **kwargs)
             if call is not None and work is not None:
-                self._pending[id(work)] = (work, call, args)
+                self._pending[id(work)] = (work, call, group, args)
             return work
 
         return collective
@@ -144,7 +144,7 @@ class CollectiveTap:
             result = original(work, *args, **kwargs)
             pending = self._pending.pop(id(work), None)
             if pending is not None and self._tape is not None:
-                self._guard.run(self._after, pending[1], pending[2])
+                self._guard.run(self._after, *pending[1:])
             return result
 
         return wait
@@ -163,6 +163,8 @@ class CollectiveTap:
         name, given, _ = METHODS[method]
         with DisableTorchFunction():
             sent = _listed(args[given]) if given is not None and len(args) > given else []
+            if name == "broadcast" and _is_not_the_root(group, args):
+                sent = [ToBeWritten(t) for t in _flat(sent)]
             operation = getattr(args[-1] if args else None, "reduceOp", None)
             said = None if operation is None else str(getattr(operation, "op", operation))
             call = self._made(name, sent, group, said)
@@ -225,18 +227,27 @@ class CollectiveTap:
         for place, t in enumerate(results):
             tape.awaits(t, partial(look, place))
 
-    def _after(self, call: Call, args: Any) -> None:
+    def _after(self, call: Call, group: Any, args: Any) -> None:
         tape = self._tape
         assert tape is not None
-        out = METHODS[call.node or ""][2]
+        name, _, out = METHODS[call.node or ""]
         if out is None or len(args) <= out:
             return
         with DisableTorchFunction():
             written = _listed(args[out])
             for t in _flat(written):
                 tape.touched(t)  # a collective writes without a trace in the version counter
+                tape.written(t)
+            if name == "reduce" and _is_not_the_root(group, args):
+                written = [ToBeWritten(t) for t in _flat(written)]
             call.out = tape.tree(written, self._flags, self._path(call, "output"))
             tape.more_known(call)
+
+
+def _is_not_the_root(group: Any, args: Any) -> bool:
+    """Return whether a rank is given nothing by its tensors, or gets nothing there: it is not the one that its options name."""
+    root = getattr(args[-1] if args else None, "rootRank", None)
+    return root is not None and root != group.rank()
 
 
 def _listed(x: Any) -> Any:

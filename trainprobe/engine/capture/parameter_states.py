@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +20,7 @@ from trainprobe.engine.core.guard import attempt
 from trainprobe.engine.core.held_parameters import parameters_in
 from trainprobe.engine.core.naming import chunks_of
 from trainprobe.engine.core.records import Call, StepData, Value
+from trainprobe.engine.core.shards import ShardOf
 from trainprobe.engine.core.sources import SORTS, Part, PlainSource, Source, sort_of
 from trainprobe.engine.core.unscaling import Scaled, unscale
 from trainprobe.engine.stats.partials import CHECKSUM, STATS
@@ -60,11 +61,14 @@ class ParameterStateTap:
 
     source: set by an integration; otherwise the plain one, made from the model and the optimizer at `open` (without an
     optimizer, the ones that step while the model is watched are taken as they come). more: flags of the tape that are
-    wanted of everything, whatever the plan selects (the audit's).
+    wanted of everything, whatever the plan selects (the audit's). shard_of: returns which part of the whole a plain
+    parameter is. named: id of parameter → its name over all processes, where that is another.
     """
 
     def __init__(self, request: StatesRequest, names: Callable[[], dict[int, str]]) -> None:
         self.source: Source | None = None
+        self.shard_of: ShardOf = lambda p: None
+        self.named: Mapping[int, str] = {}
         self.more = 0
         self._request = request
         self._names = names
@@ -92,8 +96,10 @@ class ParameterStateTap:
 
     def _list(self, optimizers: list[Any]) -> None:
         names = self._names()
+        names = {**names, **{number: name for number, name in self.named.items() if number in names}}
         parameters = [p for p in parameters_in(self._models) if id(p) in names]
         self._plain = PlainSource(names, parameters, optimizers, *_flattened(self._models, names))
+        self._plain.shard_of = self.shard_of
         self._anywhere = None
 
     def change(self, request: StatesRequest) -> None:

@@ -24,6 +24,7 @@ from trainprobe.engine.capture.random_state import generator_state
 from trainprobe.engine.capture.repeated_ops import RepeatedOps
 from trainprobe.engine.capture.requests import OpRequest
 from trainprobe.engine.capture.torch_modules import ModuleTap
+from trainprobe.engine.capture.unwritten_memory import Spec, UnwrittenMemory
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.records import Call
 from trainprobe.engine.core.stacks import Stacks
@@ -58,9 +59,8 @@ class OpTap:
         self._question: Replaced | None = None
         self._repeated = RepeatedOps()
         self._parent: str | None = None
-        self._specs: dict[
-            Any, tuple[str, int, int, bool, bool] | None
-        ] = {}  # what `request_for` returns, as the compiled watch reads it
+        self._unwritten = UnwrittenMemory()
+        self._specs: dict[Any, Spec | None] = {}  # what `request_for` returns, as the compiled watch reads it
         self._watch: Any = self._recorder(request)
 
     def _recorder(self, request: OpRequest) -> Any:
@@ -75,6 +75,7 @@ class OpTap:
             inside=self._inside,
             stop=self._module_code,
             generator=generator_state,
+            memory=self._unwritten,
             forward=request.forward,
             backward=request.backward,
             inputs="input" in request.data,
@@ -83,14 +84,15 @@ class OpTap:
             recompute=request.recompute,
         )
 
-    def _learn(self, func: Any) -> tuple[str, int, int, bool, bool] | None:
+    def _learn(self, func: Any) -> Spec | None:
         found = self._guard.run(self.request_for, func)
         if func in _HAND_OUT_MEMORY:
             return None
         spec = None
         if found is not None:
             name, flags = found
-            spec = (name.name, flags, name.written, name.unwritten, name.random)
+            about = name.movement, name.overwritten, name.filled_later
+            spec = (name.name, flags, name.written, name.unwritten, name.random, *about)
         self._specs[func] = spec
         return spec
 
@@ -131,6 +133,7 @@ class OpTap:
             take_off(self._mode)  # where a fault ended a step inside a torch call, torch put the mode back after that
         self._tape = tape
         self._repeated.begin(tape)
+        self._unwritten.begin(tape)
         self._watch.begin(tape, tape.native, tape.calls)
         self._mode = _Mode(self._watch)
         autograd: Any = torch.autograd
@@ -210,6 +213,7 @@ class OpTap:
         """
         self._tape = None
         self._repeated.end()
+        self._unwritten.end()
         forget(self)
         if not again:
             node_hooks.let_go(self)

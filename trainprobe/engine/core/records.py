@@ -116,6 +116,16 @@ class Value:
         return twin
 
 
+NOT_WRITTEN = "not written yet"  # note of memory that a call is handed to be written, or that nobody has written
+
+
+@dataclass(frozen=True, slots=True)
+class ToBeWritten:
+    """Stands in a tree of arguments for a tensor whose memory is no value yet."""
+
+    tensor: Any
+
+
 class Call:
     """One forward or backward of a module or op, or one group of parameter values.
 

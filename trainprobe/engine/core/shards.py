@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,9 @@ class Shard:
         """Return it as a dump has it."""
         told: dict[str, Any] = {"offset": self.offset, "shape": self.shape, "whole": self.whole, "replicas": self.replicas}
         return told if self.within is None else {**told, "within": self.within.described()}
+
+
+ShardOf = Callable[[Any], Shard | None]
 
 
 def is_cut(shard: Shard) -> bool:
@@ -77,6 +80,26 @@ def _boxes_of_range(begin: int, end: int, shape: tuple[int, ...]) -> Iterator[tu
         yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
     for offset, part in _boxes_of_range(0, end - last * inner, shape[1:]):
         yield (last, *offset), (1, *part)
+
+
+def declared_shard(parameter: Any, axes: Mapping[str, tuple[int, int]]) -> Shard | None:
+    """Return which part of the whole a parameter is that says how it is cut, as Megatron's do; None for one that says nothing.
+
+    That is `tensor_model_parallel`, `partition_dim`, and `partition_stride`: so many blocks, each cut over the ranks.
+    axes: parallel axis → (index of this rank, size).
+    """
+    index, size = axes.get("tp", (0, 1))
+    dim = getattr(parameter, "partition_dim", -1) if getattr(parameter, "tensor_model_parallel", False) else -1
+    stride = getattr(parameter, "partition_stride", 1)
+    shape = list(parameter.shape)
+    if size == 1 or not 0 <= dim < len(shape) or stride < 1 or shape[dim] % stride:
+        return None
+    if stride > 1:
+        shape[dim : dim + 1] = [stride, shape[dim] // stride]
+        dim += 1
+    offset = tuple(index * n if d == dim else 0 for d, n in enumerate(shape))
+    whole = tuple(size * n if d == dim else n for d, n in enumerate(shape))
+    return Shard(offset, tuple(shape), whole, tuple(axis for axis in axes if axis not in ("tp", "pp")))
 
 
 def mesh_shard(t: Any) -> Shard | None:

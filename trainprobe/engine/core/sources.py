@@ -7,12 +7,12 @@ that knows; the taps and the audit ask only Sources. A Source hands out tensors 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 from trainprobe.engine.core.flat_parameters import FlatSlice
-from trainprobe.engine.core.shards import Shard, mesh_shard
+from trainprobe.engine.core.shards import Shard, ShardOf, mesh_shard
 
 SORTS = frozenset({"value", "gradient", "state"})
 GRADIENTS = frozenset({"grad", "grad_unreduced", "grad_unclipped"})
@@ -65,8 +65,9 @@ class PlainSource:
 
     DTensor shards are handed on as they are. Of parameters that `FullyShardedDataParallel` flattened, the slices that this
     process holds. names: id of parameter → logical name. slices: id of what the optimizer steps → those slices.
-    flat: id of a flat parameter → all of its own. others: ids of what other optimizers step, which is left out. Where
-    optimizers step copies of another dtype, these and their state are reported as those of the parameters (see `masters`).
+    flat: id of a flat parameter → all of its own. shard_of: returns which part of the whole a plain parameter is.
+    others: ids of what other optimizers step, which is left out. Where optimizers step copies of another dtype, these and
+    their state are reported as those of the parameters (see `masters`).
     """
 
     names: Mapping[int, str]
@@ -75,6 +76,7 @@ class PlainSource:
     slices: Mapping[int, list[FlatSlice]] = field(default_factory=dict[int, list[FlatSlice]])
     flat: Mapping[int, list[FlatSlice]] = field(default_factory=dict[int, list[FlatSlice]])
     others: set[int] = field(default_factory=set[int])
+    shard_of: ShardOf = lambda p: None
     _masters: tuple[Any, dict[int, Any]] = field(default=((), {}), init=False, repr=False)
 
     def learn(self, optimizer: Any) -> None:
@@ -103,7 +105,7 @@ class PlainSource:
         for p in self.stepped() if values or gradients or states else ():
             name = "" if id(p) in self.slices else self.names[id(p)]  # empty for one that is flattened
             if name and values:
-                yield Part(name, "value", p, mesh_shard(p) if _spread(type(p)) else None)
+                yield Part(name, "value", p, mesh_shard(p) if _spread(type(p)) else self.shard_of(p))
             elif values:
                 yield from self._pieces(p, "value", p)
             if gradients:
@@ -112,11 +114,11 @@ class PlainSource:
             if master is not None and id(master) in self.others:
                 continue
             if master is not None and values:
-                yield Part(self.names[id(p)], "main_value", master)
+                yield self._part(p, "main_value", master)
             for state in states:
                 for slot, tensor in (state.get(id(p if master is None else master)) or {}).items():
                     if name and hasattr(tensor, "shape"):
-                        yield Part(name, str(slot), tensor)
+                        yield self._part(p, str(slot), tensor)
                     elif hasattr(tensor, "shape"):
                         yield from self._pieces(p, str(slot), tensor)
 
@@ -154,8 +156,15 @@ class PlainSource:
     def _pieces(self, p: Any, slot: str, tensor: Any) -> Iterable[Part]:
         slices = self.slices.get(id(p))
         if slices is None:
-            return (Part(self.names[id(p)], slot, tensor),)
+            return (self._part(p, slot, tensor),)
         return self._sliced(p, slot, tensor, slices)
+
+    def _part(self, p: Any, slot: str, tensor: Any) -> Part:
+        """Return a tensor of a parameter, and which part of the whole it is where it has the parameter's shape."""
+        shard = self.shard_of(p) if not _spread(type(tensor)) and tensor.shape == p.shape else None
+        if shard is not None and slot == "grad_unreduced":
+            shard = replace(shard, replicas=())
+        return Part(self.names[id(p)], slot, tensor, shard)
 
     def _sliced(self, p: Any, slot: str, tensor: Any, slices: list[FlatSlice]) -> Iterator[Part]:
         for flat_slice in slices:

@@ -9,6 +9,7 @@ from math import prod
 from typing import Any
 
 from trainprobe.engine.core.records import Place
+from trainprobe.errors import UsageError
 
 AXES = ("dp", "tp", "pp", "vpp", "ep", "cp", "sp")
 _MESH_NAMES = {
@@ -30,6 +31,27 @@ def place_from_environment(axes: Mapping[str, tuple[int, int]] | None = None) ->
     if axes is None:
         axes = {"dp": (rank, world)} if world > 1 else {}
     return Place(rank=rank, world_size=world, axes=dict(axes))
+
+
+def check_place(place: Place) -> None:
+    """Raise UsageError for a place that cannot be, or is not that of this process."""
+    known = (*AXES, "etp")
+    given: Mapping[str, Any] = place.axes
+    for axis, position in given.items():
+        whole = isinstance(position, tuple | list) and len(position) == 2 and all(type(n) is int for n in position)
+        if axis not in known:
+            raise UsageError(f"place: {axis!r} is no parallel axis; known are {', '.join(known)}")
+        if not whole or not 0 <= position[0] < position[1]:
+            raise UsageError(f"place: {axis} is {position!r}; write (index, size) of this rank, with 0 <= index < size")
+    split = prod(size for axis, (_, size) in place.axes.items() if axis in ("dp", "tp", "pp", "cp"))
+    if not 0 <= place.rank < place.world_size or place.world_size % split:
+        axes = " ".join(f"{axis}{size}" for axis, (_, size) in place.axes.items())
+        raise UsageError(f"place: rank {place.rank} of {place.world_size} cannot be split as {axes or 'one'}")
+    here = place_from_environment()
+    if here.world_size > 1 and (here.rank, here.world_size) != (place.rank, place.world_size):
+        raise UsageError(
+            f"place: it says rank {place.rank} of {place.world_size}, and this process is rank {here.rank} of {here.world_size}"
+        )
 
 
 def axes_of_parameters(parameters: Iterable[Any], place: Place) -> dict[str, tuple[int, int]]:

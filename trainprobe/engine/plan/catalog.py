@@ -7,7 +7,7 @@ registered custom ops. Nothing here imports torch: functions are recognised by t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,14 @@ _SILENT = frozenset(
 )
 # Their outputs are memory that has not been written yet: a statistic of it would be a random number.
 _UNWRITTEN = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted", "resize_"})
+# They overwrite what they are called on: what that held before does not matter.
+OVERWRITING = frozenset(
+    """
+    __setitem__ copy_ fill_ zero_ normal_ uniform_ bernoulli_ random_ exponential_ geometric_ cauchy_ log_normal_
+    """.split()  # noqa: SIM905
+)
+# Positions of arguments that are written in part, and that a collective fills later; the results there are the same memory.
+_FILLED_LATER = {"all_gather_copy_in": (1,)}
 # Positions of arguments that are written without a trace in their version counters, by functions that are no methods in place;
 # torch.batch_norm has its running statistics at 3 and 4, torch.nn.functional.batch_norm at 1 and 2.
 _WRITTEN = {
@@ -88,7 +96,8 @@ _COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d")  # name
 class OpName:
     """How a callable is recorded. written: bits of the positions of arguments that it may write in place, without a trace.
 
-    random: it may draw random numbers.
+    random: it may draw random numbers. overwritten: bits of the positions of arguments whose values before do not matter.
+    filled_later: of those among them, and of the results, that a later call fills.
     """
 
     name: str
@@ -96,6 +105,8 @@ class OpName:
     written: int
     movement: bool
     random: bool = False
+    overwritten: int = 0
+    filled_later: int = 0
 
     def in_scope(self, scope: str) -> bool:
         """Tell whether a plan's `ops_scope` ("all", "focus" or "core") records this op."""
@@ -129,8 +140,24 @@ def op_name(func: Callable[..., Any]) -> OpName | None:
     if not api or bare in _SILENT:
         return None
     in_place = (bare.endswith("_") and not bare.endswith("__")) or bare in ("__setitem__", "set_") or bare.startswith("__i")
-    written = sum(1 << i for i in _WRITTEN.get(bare, (0,) if in_place else ()))
-    return OpName(f"{prefix}.{api}", bare in _UNWRITTEN, written, bare in _MOVEMENT, bare in _RANDOM)
+    mutated, later = _bits(_mutated(func)), _bits(_FILLED_LATER.get(bare, ()))
+    written = _bits(_WRITTEN.get(bare, (0,) if in_place else ())) or mutated
+    overwritten = mutated | later | (bare in OVERWRITING)
+    return OpName(f"{prefix}.{api}", bare in _UNWRITTEN, written, bare in _MOVEMENT, bare in _RANDOM, overwritten, later)
+
+
+def _bits(positions: Iterable[int]) -> int:
+    return sum(1 << i for i in positions)
+
+
+def _mutated(func: Any) -> tuple[int, ...]:
+    """Return the positions of arguments that a registered op which is not torch's says it writes."""
+    if str(func).startswith("aten."):
+        return ()
+    names = getattr(func, "overloads", list[str])()
+    schema = getattr(getattr(func, names[0]) if names else func, "_schema", None)
+    arguments = [argument for argument in getattr(schema, "arguments", ()) if not argument.kwarg_only]
+    return tuple(i for i, argument in enumerate(arguments) if getattr(argument.alias_info, "is_write", False))
 
 
 def _python_prefix(func: Callable[..., Any]) -> str:

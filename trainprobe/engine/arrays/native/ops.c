@@ -6,7 +6,7 @@ typedef struct OpHook OpHook;
 
 typedef struct {
     PyObject_HEAD
-    PyObject *names, *learn, *fault, *repeats, *stacks, *inside, *generator, *parent;
+    PyObject *names, *learn, *fault, *repeats, *stacks, *inside, *generator, *memory, *unwritten, *parent;
     PyObject *tape, *calls, *counts; /* of the step that is being collected, NULL otherwise */
     Tape *native;
     MicroGate gate;
@@ -25,7 +25,8 @@ struct OpHook {
 
 PyTypeObject *op_hook_type;
 static PyTypeObject *watch_type;
-static PyObject *t_op, *t_forward, *t_recompute, *t_backward, *t_micro, *t_register, *t_written, *t_generator, *t_after;
+static PyObject *t_op, *t_forward, *t_recompute, *t_backward, *t_micro, *t_register, *t_written, *t_generator, *t_after,
+    *t_given, *t_result, *t_out;
 /* ---- before and after a call --------------------------------------------------------------------------------------------- */
 
 static Py_ssize_t counted(OpWatch *self, PyObject *name) {
@@ -58,6 +59,21 @@ static int look_at_inputs(OpWatch *self, Call *call, long flags, PyObject *args,
         if (!call->kwargs) return -1;
     }
     return 0;
+}
+
+/* Whether a call is handed memory that is no value yet, or hands some out (see engine/capture/unwritten_memory.py). */
+static int meets_unwritten(OpWatch *self, PyObject *spec, PyObject *kwargs) {
+    if (PyTuple_GetItem(spec, 3) == Py_True || PyObject_IsTrue(PyTuple_GetItem(spec, 7)) > 0) return 1;
+    return PyDict_Size(self->unwritten) > 0 || (PyDict_Check(kwargs) && PyDict_GetItemWithError(kwargs, t_out));
+}
+
+/* The inputs as they are to be recorded. */
+static int look_at_given(OpWatch *self, Call *call, PyObject *spec, long flags, PyObject *args, PyObject *kwargs) {
+    if (!meets_unwritten(self, spec, kwargs)) return look_at_inputs(self, call, flags, args, kwargs);
+    PyObject *shown = PyObject_CallMethodObjArgs(self->memory, t_given, spec, args, kwargs, NULL);
+    int failed = !shown || look_at_inputs(self, call, flags, PyTuple_GetItem(shown, 0), PyTuple_GetItem(shown, 1));
+    Py_XDECREF(shown);
+    return failed ? -1 : 0;
 }
 
 /* Keep a tree beside the arguments of a call under a name of its own. Takes the reference. */
@@ -111,7 +127,7 @@ static Call *before(OpWatch *self, PyObject *spec, long flags, PyObject *args, P
     call = call_new(t_op, name, number, recompute ? t_recompute : t_forward, NULL, micro, parent, stack);
     if (!call || !self->forward) goto done;
     int draws = flags & SAVE && PyTuple_GetItem(spec, 4) == Py_True;
-    if (look_at_inputs(self, call, flags, args, kwargs) || (draws && keep_generator(self, call, args, kwargs)) ||
+    if (look_at_given(self, call, spec, flags, args, kwargs) || (draws && keep_generator(self, call, args, kwargs)) ||
         ((!recompute || self->recompute) && self->calls && PyList_Append(self->calls, (PyObject *)call))) {
         Py_DECREF((PyObject *)call);
         call = NULL;
@@ -237,27 +253,37 @@ static int keep_after(OpWatch *self, Call *call, long written, long flags, PyObj
     return failed ? -1 : 0;
 }
 
+static int look_at_results(OpWatch *self, Call *call, long flags, PyObject *out) {
+    PyObject *at = flags & SAVE ? joined(call->name, call->call, call->phase, ".output") : NULL;
+    if (flags & SAVE && !at) return -1;
+    PyObject *tree = tape_tree(self->native, out, flags, at, 0);
+    Py_XDECREF(at);
+    if (!tree) return -1;
+    Py_XDECREF(call->out);
+    call->out = tree;
+    if (self->native && (call->phase == t_forward || self->recompute)) tape_report(self->native, call, OUT);
+    return 0;
+}
+
 static int after(OpWatch *self, PyObject *spec, long flags, Call *call, long long floor, PyObject *args, PyObject *kwargs, PyObject *out) {
     if (!self->native) return 0; /* the step has ended meanwhile */
     long written = PyLong_AsLong(PyTuple_GetItem(spec, 2));
     if (written > 0) forget_written(self->native, written, args, kwargs);
-    if (self->forward && self->outputs && PyTuple_GetItem(spec, 3) != Py_True) {
-        PyObject *at = flags & SAVE ? joined(call->name, call->call, call->phase, ".output") : NULL;
-        if (flags & SAVE && !at) return -1;
-        PyObject *tree = tape_tree(self->native, out, flags, at, 0);
-        Py_XDECREF(at);
-        if (!tree) return -1;
-        Py_XDECREF(call->out);
-        call->out = tree;
-        if (self->native && (call->phase == t_forward || self->recompute)) tape_report(self->native, call, OUT);
+    int unwritten = PyTuple_GetItem(spec, 3) == Py_True, failed = 0;
+    PyObject *shown = NULL;
+    if (meets_unwritten(self, spec, kwargs)) {
+        shown = PyObject_CallMethodObjArgs(self->memory, t_result, spec, args, kwargs, out, NULL);
+        if (!shown) return -1;
     }
+    if (self->forward && self->outputs && !unwritten) failed = look_at_results(self, call, flags, shown ? shown : out);
+    Py_XDECREF(shown);
+    if (failed) return -1;
     if (written > 0 && flags & SAVE && self->forward && self->inputs && self->native &&
         keep_written(self, call, written, flags, args, kwargs, out))
         return -1;
     if (self->looks_after && flags & SAVE && self->native && keep_after(self, call, written, flags, args, kwargs, out)) return -1;
     if (!self->backward || !self->native) return 0;
     OpHook *hook = NULL;
-    int failed = 0;
     if (PyTuple_Check(out) || PyList_Check(out)) {
         PyObject *made = PyList_New(0);
         Py_ssize_t n = PySequence_Size(out);
@@ -417,18 +443,20 @@ static PyObject *watch_begin(OpWatch *self, PyObject *args) {
 
 static PyObject *watch_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"names", "learn", "fault", "repeats", "micro", "stacks", "inside", "stop",
-                            "generator", "forward", "backward", "inputs", "kwargs", "outputs", "recompute", NULL};
-    PyObject *o[8], *stop;
+                            "generator", "memory", "forward", "backward", "inputs", "kwargs", "outputs", "recompute", NULL};
+    PyObject *o[9], *stop;
     OpWatch w;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OOOOOO!OOpppppp", names, &PyDict_Type, &o[0], &o[1], &o[2], &o[3], &o[4], &o[5],
-                                     &PyList_Type, &o[6], &stop, &o[7], &w.forward, &w.backward, &w.inputs, &w.kwargs, &w.outputs,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OOOOOO!OOOpppppp", names, &PyDict_Type, &o[0], &o[1], &o[2], &o[3], &o[4], &o[5],
+                                     &PyList_Type, &o[6], &stop, &o[7], &o[8], &w.forward, &w.backward, &w.inputs, &w.kwargs, &w.outputs,
                                      &w.recompute))
         return NULL;
     OpWatch *self = (OpWatch *)PyType_GenericAlloc(type, 0);
     if (!self) return NULL;
     PyObject **places[] = {&self->names, &self->learn, &self->fault, &self->repeats, &self->gate.function, &self->stacks, &self->inside,
-                           &self->generator};
-    for (int i = 0; i < 8; i++) *places[i] = Py_NewRef(o[i]);
+                           &self->generator, &self->memory};
+    for (int i = 0; i < 9; i++) *places[i] = Py_NewRef(o[i]);
+    self->unwritten = PyObject_GetAttrString(self->memory, "taken");
+    if (!self->unwritten) return Py_DECREF((PyObject *)self), NULL;
     self->stop = PyLong_AsVoidPtr(stop);
     if (!self->stop) self->stop = self; /* no frame and no code object */
     self->forward = w.forward, self->backward = w.backward, self->inputs = w.inputs, self->kwargs = w.kwargs;
@@ -439,7 +467,7 @@ static PyObject *watch_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 static int watch_traverse(OpWatch *self, visitproc visit, void *arg) {
     Py_VISIT(Py_TYPE((PyObject *)self));
     PyObject *held[] = {self->names, self->learn, self->fault, self->repeats, self->gate.function, self->inside,
-                        self->generator, self->parent, self->tape, (PyObject *)self->native, self->calls};
+                        self->generator, self->memory, self->unwritten, self->parent, self->tape, (PyObject *)self->native, self->calls};
     for (size_t i = 0; i < sizeof held / sizeof *held; i++) Py_VISIT(held[i]);
     return 0;
 }
@@ -447,7 +475,7 @@ static int watch_traverse(OpWatch *self, visitproc visit, void *arg) {
 static int watch_clear(OpWatch *self) {
     Py_XDECREF(watch_end(self, NULL));
     PyObject **held[] = {&self->names, &self->learn, &self->fault, &self->repeats, &self->gate.function, &self->stacks, &self->inside,
-                         &self->generator, &self->parent};
+                         &self->generator, &self->memory, &self->unwritten, &self->parent};
     for (size_t i = 0; i < sizeof held / sizeof *held; i++) Py_CLEAR(*held[i]);
     return 0;
 }
@@ -482,7 +510,7 @@ int ops_fill(PyObject *module) {
         const char *text;
     } names[] = {{&t_op, "op"}, {&t_forward, "forward"}, {&t_recompute, "recompute"}, {&t_backward, "backward"}, {&t_micro, "micro"},
                  {&t_register, "register_hook"}, {&t_written, "written"}, {&t_generator, "generator"},
-                 {&t_after, "after"}};
+                 {&t_after, "after"}, {&t_given, "given"}, {&t_result, "result"}, {&t_out, "out"}};
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         if (!(*names[i].at = PyUnicode_InternFromString(names[i].text))) return -1;
     watch_type = (PyTypeObject *)PyType_FromSpec(&watch_spec);

@@ -17,7 +17,7 @@ from trainprobe.engine.capture.mindspore.cells import is_graph_mode, parameters_
 from trainprobe.engine.capture.requests import StatesRequest
 from trainprobe.engine.core.naming import chunks_of
 from trainprobe.engine.core.records import Call
-from trainprobe.engine.core.shards import Shard
+from trainprobe.engine.core.shards import Shard, ShardOf
 from trainprobe.engine.core.sources import Part
 from trainprobe.engine.tape import Tape
 
@@ -75,21 +75,6 @@ def rates_of(optimizer: Any) -> list[float]:
     return [_number(rate) for rate in found] if several else [_number(found)]
 
 
-def shard_of(parameter: Any, axes: Mapping[str, tuple[int, int]]) -> Shard | None:
-    """Return which part of the whole a parameter is that says how it is cut, as Megatron's do; None for one that says nothing.
-
-    axes: parallel axis → (index of this rank, size).
-    """
-    index, size = axes.get("tp", (0, 1))
-    dim = getattr(parameter, "partition_dim", -1) if getattr(parameter, "tensor_model_parallel", False) else -1
-    if size == 1 or not 0 <= dim < len(parameter.shape):
-        return None
-    shape = tuple(parameter.shape)
-    offset = tuple(index * n if d == dim else 0 for d, n in enumerate(shape))
-    whole = tuple(size * n if d == dim else n for d, n in enumerate(shape))
-    return Shard(offset, shape, whole, tuple(axis for axis in axes if axis not in ("tp", "pp")))
-
-
 def _number(x: Any) -> float:
     return float(np.asarray(x.asnumpy()).reshape(-1)[0]) if isinstance(x, mindspore.Tensor) else float(x)
 
@@ -99,7 +84,7 @@ class CellStateTap:
 
     more: flags of the tape that every tensor gets in any case; the optimizer's own count of steps is then the slot
     `step` of its parameters. names: id of parameter → name, as the model is now. optimizers: those of the training as of now.
-    axes: where this process stands on the parallel axes, axis → (index, size).
+    shard_of: returns which part of the whole a parameter is.
     """
 
     def __init__(
@@ -111,7 +96,7 @@ class CellStateTap:
         self._taken: frozenset[str] = frozenset()
         self._models: list[Any] = []
         self.more = 0
-        self.axes: Mapping[str, tuple[int, int]] = {}
+        self.shard_of: ShardOf = lambda p: None
         self._shards: dict[str, Shard] | None = None  # name → the part of the whole that this process holds
         self._tape: Tape | None = None
         self._calls: dict[tuple[str, str], Call] = {}
@@ -135,7 +120,7 @@ class CellStateTap:
         if self._named is not self.names():  # the model has other parameters than before
             self._list()
         if self._shards is None:
-            shards = {self._named[id(p)]: shard_of(p, self.axes) for p in self._parameters}
+            shards = {self._named[id(p)]: self.shard_of(p) for p in self._parameters}
             self._shards = {name: shard for name, shard in shards.items() if shard is not None}
         self._tape = tape
         self._calls.clear()
