@@ -28,7 +28,7 @@ class Healthy:
         torch.manual_seed(seed)
         self.data = torch.Generator().manual_seed(seed + 1)
         self.seed = seed
-        self.model = self.build()
+        self.model: Any = self.build()
         self.optimizer = self.make_optimizer()
 
     def build(self) -> nn.Module:
@@ -393,11 +393,13 @@ class Thawed(_OfTask):
         assert isinstance(model, nn.Sequential)
         for p in model[:6].parameters():
             p.requires_grad_(False)
+        model[:6].eval()
         return model
 
     def loss(self, step: int) -> tuple[Tensor, dict[str, float]]:
         """Thaw."""
         if step == 100:
+            self.model.train()
             for p in self.model.parameters():
                 p.requires_grad_(True)
         return super().loss(step)[0], {"phase": float(step >= 100)}

@@ -70,6 +70,7 @@ def _describe(run: RunView, blobs: _Blobs) -> dict[str, Any]:
         "findings": [_describe_finding(f) for f in causes(run.findings)],
         "tables": [{"title": t.title, "columns": list(t.columns), "rows": [list(r) for r in t.rows]} for t in run.tables],
         "notes": list(run.notes),
+        "jump": run.jump,
     }
 
 

@@ -75,7 +75,7 @@ class RunView:
 
     meta: label → text, shown under the title. scalars: name → (steps [S], values [S]), drawn as curves in this order.
     metrics: the heatmaps. findings: in any order; the page shows one entry a cause, causes first. tables: shown last. notes:
-    sentences on what was not seen, shown with the findings.
+    sentences on what was not seen, shown with the findings. jump: the largest jump of the loss, shown where nothing was found.
     """
 
     title: str
@@ -85,3 +85,4 @@ class RunView:
     findings: Sequence[Finding] = ()
     tables: Sequence[Table] = ()
     notes: Sequence[str] = ()
+    jump: str = ""
