@@ -26,7 +26,8 @@ class Onset:
     """A step at which something is out of the ordinary, [n] each: values on the log scale, what is usual, the largest so far.
 
     at: places in the frame. kinds: SCALARS and so on. jumped: which series jumped. moved: these, and what is told beside them.
-    known: which have been seen long enough to tell. turn: 1 for a weight whose norm grew, -1 for one whose norm shrank.
+    known: which have been seen long enough to tell. turn: 1 for a weight whose norm grew, -1 for one whose norm shrank. risen:
+    which learning rate has been rising, in words, or "".
     """
 
     frame: Frame
@@ -39,6 +40,7 @@ class Onset:
     moved: Bools
     known: Bools
     turn: F64
+    risen: str
 
     def address(self, i: int) -> Address:
         """Return the address of a series."""
@@ -162,6 +164,8 @@ def _cause(onset: Onset, first: int) -> tuple[str, str]:
         times = float(np.exp(onset.x[given[0]] - onset.middle[given[0]]))
         return f"; the model was given {times:.3g} times its usual input", f"look at the batch of step {step}"
     moved = sum(map(len, (onset.of(GRADIENTS, onset.moved), onset.of(SCALARS, onset.moved))))
+    if onset.risen:
+        return f"; {onset.risen}", "look at the learning rate: a schedule that rises for too long, or too far"
     if onset.kinds[first] in (SCALARS, GRADIENTS) and moved > 1 and onset.of(RATES, np.isfinite(onset.x)):
-        return "; the rate and the weights were as before", f"look at the batch of step {step} and of the one before"
+        return "; no rate and no weight jumped", f"look at the batch of step {step} and of the one before"
     return "", f"look at the batch of step {step} and the one before; a lower peak learning rate or clipping is the usual cure"

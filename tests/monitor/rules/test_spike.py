@@ -124,7 +124,7 @@ def test_a_batch_that_moves_every_layer_is_told_of_the_loss_with_what_else_moved
         feed_all(bench, rng)
     (found,) = feed_all(bench, rng, times=7.0, loss=3.0)
     assert (found.site.name, found.step) == ("loss", 150)
-    assert "12 of 12 gradients" in found.message and "the rate and the weights were as before" in found.message
+    assert "12 of 12 gradients" in found.message and "no rate and no weight jumped" in found.message
     assert "look at the batch of step 150" in found.next
 
 
@@ -169,6 +169,16 @@ def test_a_rate_that_leaves_its_schedule_is_the_incident_and_what_follows_is_cou
     assert (found.site.name, found.step, found.measured) == ("lr", 150, 0.3)
     assert "100 times the largest so far" in found.message
     assert [f.last_step for f in bench.watcher.incident.told] in ([169], [])
+
+
+def test_a_rate_that_has_been_rising_is_told_as_the_cause_of_a_spike():
+    bench, rng = Bench("spike"), np.random.default_rng(0)
+    for step in range(160):
+        high = 3.0 if step == 159 else 1.0
+        bench.feed(*grads({name: noisy(rng) * high for name in LAYERS}), loss=noisy(rng) * high, lr=1e-3 * 1.02**step)
+    (found,) = bench.found
+    assert found.site.name == "loss"
+    assert "the learning rate lr has risen to " in found.message and "learning rate" in found.next
 
 
 @pytest.mark.parametrize("kind", ["restarts", "warm-up", "cut"])

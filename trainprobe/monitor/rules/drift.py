@@ -191,7 +191,7 @@ def _weights(frame: Frame, memory: Memory, options: Options) -> Finding | None:
         return None
     worst = int(np.argmax(np.where(ripe, np.abs(change), -np.inf)))
     now, was = float(np.exp(x[worst])), float(np.exp(x[worst] - change[worst]))
-    return _weight_finding(frame, options, int(places[worst]), now, was)
+    return _weight_finding(frame, options, int(places[worst]), now, was, _rate_in_words(memory))
 
 
 def _restarted(frame: Frame, memory: Memory, options: Options) -> bool:
@@ -249,13 +249,13 @@ def _finding(frame: Frame, options: Options, place: int, recent: float, usual: f
     )
 
 
-def _weight_finding(frame: Frame, options: Options, place: int, now: float, was: float) -> Finding:
+def _weight_finding(frame: Frame, options: Options, place: int, now: float, was: float, cause: str) -> Finding:
     address = frame.table.series[frame.at[place]].address
     return Finding(
         rule="drift",
         severity=options.severity,
         message=f"the weight {address.name} goes off by itself: its norm went from {was:.4g} to {now:.4g} within {_SPAN} "
-        "collected steps, three times as far as it had moved before and as other weights move",
+        f"collected steps, three times as far as it had moved before and as other weights move{cause}",
         step=frame.step,
         place=frame.place,
         site=address.site(),

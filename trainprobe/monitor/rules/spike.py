@@ -50,6 +50,7 @@ LEAST_SPREAD = 0.05
 ALPHA = float(np.log(1e-5))
 MOVED = float(np.log(1e-4))  # of a series that is told beside others
 WRITTEN = 0.25  # by so much the norm of a weight changes at least
+RISING = 1.2  # times the median of a rate: worth telling as a cause
 RISES = float(np.log(2))  # of a rate, above all that it was
 NEAR, FAR = float(np.log(5e-4)), 8.0  # of a loss that is so many times all that is remembered, with most gradients
 BESIDE = float(np.log(1e-2))  # of most gradients, with such a loss
@@ -165,7 +166,10 @@ def _look(frame: Frame, memory: Memory, options: Options, places: I64, rows: I64
     early = norms & usable & ~known & (count >= options.early) & (rise > np.log(options.early_ratio))
     jumped |= joint | rates | early
     moved = jumped | (known & (p < MOVED) & (rise > np.minimum(least, np.log(2))))
-    onset = Onset(frame, places, kinds, x, middle, np.where(known, top, middle), jumped, moved, known, turn)
+    usual = memory.array("middle", fill=0.0)[rows]
+    rising = np.flatnonzero((kinds == RATES) & usable & (count >= options.warmup) & (x - usual > np.log(RISING))).tolist()
+    risen = _rate_in_words(frame, int(places[rising[0]]), float(np.exp(usual[rising[0]]))) if rising and jumped.any() else ""
+    onset = Onset(frame, places, kinds, x, middle, np.where(known, top, middle), jumped, moved, known, turn, risen)
     return onset, usable, bool((jumped | rare).any())
 
 
@@ -178,6 +182,11 @@ def _changes_of_weights(memory: Memory, rows: I64, kinds: I64, x: F64, usable: B
     seen = usable & (~weights | np.isfinite(change))
     size = np.maximum(np.abs(np.where(seen, change, 1.0)), 1e-9)
     return np.where(weights, np.log(size), x), seen, np.sign(change)
+
+
+def _rate_in_words(frame: Frame, place: int, usual: float) -> str:
+    series = frame.table.series[frame.at[place]]
+    return f"the learning rate {series} has risen to {frame.values[place]:.4g} from {usual:.4g} in the middle of late"
 
 
 def _rare(kinds: I64, known: Bools, p: F64) -> Bools:
