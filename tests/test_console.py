@@ -90,6 +90,14 @@ def test_a_run_that_every_rule_has_judged_says_no_more(capfd, tmp_path):
     assert capfd.readouterr().err == f"trainprobe: 80 steps watched, no findings; output in {tmp_path / 'out'}\n"
 
 
+def test_a_warning_about_the_tool_that_was_printed_is_not_contradicted_at_the_end(capfd, tmp_path):
+    with trainprobe.watch(torch.nn.Linear(3, 1), output=tmp_path / "out", level="off", monitor=True) as probe, probe.step():
+        probe.note("loss", "much")
+    said = capfd.readouterr().err
+    assert "warning probe" in said
+    assert "1 step watched, no findings on the training, 2 warnings about the plan or the tool above; output in" in said
+
+
 def test_a_sentence_of_an_integration_stands_at_the_end_once(capfd, tmp_path):
     with trainprobe.watch(torch.nn.Linear(3, 1), output=tmp_path / "out", level="off", monitor=True) as probe:
         probe.at_end("No update was ever seen.")

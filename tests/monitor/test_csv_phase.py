@@ -44,13 +44,13 @@ def spoil(model, optimizer, where):
 MOMENT = {"parameter": "forward", "moment": "forward", "gradient": "update", "two gradients": "update", "loss": "", "none": ""}
 
 
-def run(folder, where, steps=4):
+def run(folder, where, steps=4, **sinks):
     """Train under the monitor, spoil step 2, return the findings of the rule nonfinite."""
     torch.manual_seed(0)
     model = GPT(width=16, layers=4)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     generator = torch.Generator().manual_seed(0)
-    plan = {"output": folder, "level": "off", "sinks": ["csv"], "monitor": MONITOR}
+    plan = {"output": folder, "level": "off", "sinks": ["csv"], "monitor": MONITOR, **sinks}
     with trainprobe.watch(model, optimizer, plan) as probe:
         for step in range(steps):
             with probe.step(step):
@@ -75,6 +75,14 @@ def test_judging_the_csv_names_the_origin_that_the_live_run_named(tmp_path, wher
     offline = [found for found in offline if found[0] == "nonfinite"]
     assert bool(live) == (where != "none")
     assert offline == live
+
+
+@pytest.mark.parametrize("layout", [{"csv_layout": "wide"}, {"sinks": ["msprobe_csv"]}, {"sinks": ["msprobe_second_csv"]}])
+def test_a_gradient_that_the_update_wrote_into_the_weights_is_named_in_files_of_the_other_layouts_too(tmp_path, layout):
+    run(tmp_path, "gradient", **layout)
+    found = [f for f in judge_frames(read_frames(tmp_path), make_rules(["nonfinite"])) if f.rule == "nonfinite"]
+    assert [(f.step, f.site.name, f.site.slot) for f in found] == [(2, "layers.1.fc1.weight", "grad")]
+    assert "earlier step" not in found[0].message
 
 
 def test_every_record_is_read_back_with_its_phase(tmp_path):

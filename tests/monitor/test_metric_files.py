@@ -62,7 +62,7 @@ def test_files_of_the_second_version_are_read(tmp_path):
     assert found == {
         ("layers.0", "output.0", 2): 1.0,
         ("layers.0", "grad_input.0", 2): 2.0,
-        ("layers.0.weight", "exp_avg", 2): 3.0,
+        ("layers.0.weight", "exp_avg_after", 2): 3.0,
         ("layers.0.weight", "grad", 2): 4.0,
     }
 

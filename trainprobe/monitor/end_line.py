@@ -45,16 +45,20 @@ class Run:
 def end_line(run: Run, findings: Sequence[Finding]) -> str:
     """Return the line, without the tool's name. findings: of this rank; what other ranks wrote in this run is added."""
     found = [f for f in causes([*findings, *_of_other_ranks(run)]) if _matters(f)]
-    outcome = f"{counted(len(found), 'finding')} ({_by_rule(found)}); {_first(found)}" if found else _nothing_found(run)
+    nothing = _nothing_found(run, findings)
+    outcome = f"{counted(len(found), 'finding')} ({_by_rule(found)}); {_first(found)}" if found else nothing
     share = f"{run.recorded}: " if run.recorded else ""
     return f"{share}{_steps(run)}, {outcome}; {_where(run, bool(found))}"
 
 
-def _nothing_found(run: Run) -> str:
+def _nothing_found(run: Run, findings: Sequence[Finding]) -> str:
     if not run.judged:
         return "nothing judged (monitor=True and audit=True judge the steps)"
     if run.collected:
-        return "no findings"
+        told = sum(f.rule in OWN and f.severity != "info" for f in findings)
+        return "no findings" + (
+            f" on the training, {counted(told, 'warning')} about the plan or the tool above" if told else ""
+        )
     if run.cut_short:
         return "no step judged as a whole"
     unnamed = run.steps and not run.stopped

@@ -133,6 +133,7 @@ class Health(IntEnum):
 
 
 STATISTICS = ("norm", "absmax", "mean")
+SCALED = "grad_scaled"  # the slot of a gradient that a call showed in the backward pass of a step with a loss scale
 U8 = npt.NDArray[np.uint8]
 
 
@@ -210,7 +211,10 @@ def _entries(step_data: StepData, table: SeriesTable) -> tuple[I64, I64]:
 def _number_addresses(step_data: StepData, table: SeriesTable) -> tuple[I64, I64]:
     """Return the address and the row of every value, row -1 for one without numbers."""
     entries = in_order(step_data)
-    addresses = [table.address(where, dimensions_of(value.shape), value.dtype) for where, _, value in entries]
+    scaled = "loss_scale" in step_data.scalars
+    shown = (where._replace(slot=SCALED) if scaled and call.kind == "parameter" else where for where, call, _ in entries)
+    values = [value for _, _, value in entries]
+    addresses = [table.address(where, dimensions_of(v.shape), v.dtype) for where, v in zip(shown, values, strict=True)]
     return np.array(addresses, np.int64), np.array([value.row for _, _, value in entries], np.int64)
 
 

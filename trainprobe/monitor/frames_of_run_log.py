@@ -22,6 +22,7 @@ from trainprobe.engine.storage.run_log.schema import kind_of_address
 from trainprobe.monitor.frames import (
     F64,
     I64,
+    SCALED,
     SHORT,
     Bools,
     Frame,
@@ -38,6 +39,7 @@ _WORDS = ("phase", "kind", "name", "slot")
 _COLUMNS = (
     *_WORDS,
     "call",
+    "micro",
     "dtype",
     "shape",
     "count",
@@ -120,6 +122,7 @@ class _Segment:
         self._known = known.table
         self._codes = {name: _codes(table[name]) for name in _WORDS}
         self._words: dict[str, list[str]] = {name: table[name].chunk(0).dictionary.to_pylist() for name in _WORDS}
+        self._name_scaled_gradients()
         self._value = _numbers(table["value"], np.nan)
         self._kind = {name: self._codes["kind"] == _index(self._words["kind"], name) for name in _NO_VALUE}
         self._has_address = ~np.any([rows for kind, rows in self._kind.items() if kind != "feature"], axis=0)
@@ -132,6 +135,17 @@ class _Segment:
         if known.words != self._words or len(known.layouts) > _LAYOUTS:
             known.words, known.layouts, known.addresses = self._words, {}, {}
         self._layouts, self._numbered = known.layouts, known.addresses
+
+    def _name_scaled_gradients(self) -> None:
+        """Tell gradients that calls showed from those that the optimizer got, where a loss scale stands between them."""
+        words, codes = self._words, self._codes
+        if "loss_scale" not in words["name"] or "gradient" not in words["kind"]:
+            return
+        grad = (codes["kind"] == _index(words["kind"], "gradient")) & (codes["slot"] == _index(words["slot"], "grad"))
+        shown = grad & self._table["micro"].is_valid().to_numpy()
+        if shown.any():
+            words["slot"].append(SCALED)
+            codes["slot"] = np.where(shown, np.int32(len(words["slot"]) - 1), codes["slot"])
 
     def frames(self) -> Iterator[Frame]:
         """Yield a frame a step."""

@@ -214,7 +214,8 @@ def _site_second(row: dict[str, str]) -> tuple[Phase, Site]:
     name, scope = row["module_name"], row["scope"]
     if scope in _PARAMETER:
         phase, slot = _PARAMETER[scope]
-        return phase, Site("parameter", name.removesuffix(f".{slot}"), slot)
+        after = slot if phase != "optimizer" or slot == "updated" else f"{slot}_after"  # moments are those of the update
+        return phase, Site("parameter", name.removesuffix(f".{slot}"), after)
     match = _SLOT.match(name)
     if match and scope in ("forward", "backward"):
         return scope, Site("module", match["name"], match["slot"])  # pyright: ignore[reportReturnType]

@@ -16,7 +16,8 @@ from trainprobe.engine.core.words import numbered
 from trainprobe.engine.storage.safe_files import LARGEST_STATE, read_bounded, set_aside, write_whole
 from trainprobe.errors import FormatError
 from trainprobe.monitor.audit.relations import STAGES, load_relation, relation_names
-from trainprobe.monitor.frames import Frame, SeriesTable, frame_of_step
+from trainprobe.monitor.frames import SCALED, Frame, SeriesTable, frame_of_step
+from trainprobe.monitor.incidents import FAMILY, Incident
 from trainprobe.monitor.memory import Memory
 from trainprobe.monitor.rules import RuleOptions, load_rule
 from trainprobe.monitor.scalar_names import role_of, scalar
@@ -40,6 +41,7 @@ class Watcher:
         self.part: Part = simply  # runs one rule
         self.knows_loss = False  # whether a judged step had one
         self.updates = UpdatesSeen()
+        self.incident = Incident()
         self._last: dict[str, list[Finding]] = {}  # rule → what it reported last, while that lasts
 
     def _load(self) -> None:
@@ -59,15 +61,20 @@ class Watcher:
         found: list[Finding] = []
         for name in names:
             found += self.part(f"the rule {name}", self._judge_by, name, frame) or ()
-        return found
+        lasts = any(self._still_holds(name) for name in FAMILY & self.rules.keys())
+        return in_order(self.incident.fold(found, lasts, frame.step, self.rules, self.count, in_order))
+
+    def _still_holds(self, rule: str) -> bool:
+        """Tell whether what a rule reported last holds at this step too."""
+        lasts = self._lasts[rule]
+        return lasts is not None and lasts(self.memories[rule])
 
     def _judge_by(self, name: str, frame: Frame) -> list[Finding]:
         memory = self.memories[name]
         memory.numbers[_STEPS] = memory.numbers.get(_STEPS, 0.0) + 1
         fresh = self._checks[name](frame, memory, self.rules[name])
-        lasts = self._lasts[name]
-        if lasts is not None:
-            self._follow(name, fresh, lasts(memory), frame.step)
+        if name not in FAMILY:
+            self._follow(name, fresh, self._still_holds(name), frame.step)
         return fresh
 
     def _follow(self, rule: str, fresh: list[Finding], lasts: bool, step: int) -> None:
@@ -96,13 +103,16 @@ class Watcher:
 
     def state(self) -> dict[str, Any]:
         """Return all that the rules remember, as JSON values."""
-        return {"format": FORMAT, "rules": {name: memory.to_json() for name, memory in self.memories.items()}}
+        rules = {name: memory.to_json() for name, memory in self.memories.items()}
+        return {"format": FORMAT, "rules": rules, "incident": self.incident.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state` returned; rules that are not in it begin anew. Raises FormatError when it is no state."""
         if state.get("format") != FORMAT or not isinstance(state.get("rules"), dict):
             raise FormatError(f"this is not a state of the monitor of format {FORMAT}; remove the file to begin anew")
         self.memories |= {name: Memory.from_json(state["rules"][name]) for name in self.memories.keys() & state["rules"].keys()}
+        if isinstance(state.get("incident"), dict):
+            self.incident.restore(state["incident"])
 
 
 def save_state(watcher: Watcher, path: Path) -> None:
@@ -208,22 +218,25 @@ def causes(findings: Iterable[Finding]) -> list[Finding]:
     """Return one finding a cause, causes before consequences.
 
     A NaN that a collective handed to a rank, or that the rank sees only once gradients have been exchanged, is that of the rank
-    that made it in the same step, as `trainprobe nan-trace` reports it.
+    that made it in the same step, as `trainprobe nan-trace` reports it. A spike that a rank sees only then, likewise.
     """
     ordered = in_order(merged(findings))
     ordered.sort(key=lambda f: (f.step is None, f.step or 0, _is_handed_over(f)))  # behind what may have made it
     found: list[Finding] = []
     reached: dict[int, set[int]] = {}  # where in `found` a non-finite value's origin is → the ranks that it reached
-    born: dict[int | None, int] = {}  # step → where in `found` the origin of its non-finite values is
+    born: dict[tuple[str, int | None], int] = {}  # rule and step → where in `found` the origin of its values is
     for finding in ordered:
-        origin = born.get(finding.step) if finding.rule == "nonfinite" else None
+        origin = born.get((finding.rule, finding.step))
         if origin is not None and _came_from(finding, found[origin]):
             reached.setdefault(origin, set()).update(ranks_of(finding))
             continue
-        if finding.rule == "nonfinite":
-            born.setdefault(finding.step, len(found))
+        if finding.rule in _CARRIED:
+            born.setdefault((finding.rule, finding.step), len(found))
         found.append(finding)
     return [_reaching(finding, reached.get(i, set())) for i, finding in enumerate(found)]
+
+
+_CARRIED = frozenset({"nonfinite", "spike"})  # rules whose values the exchange of gradients carries to other ranks
 
 
 def _is_handed_over(finding: Finding) -> bool:
@@ -292,6 +305,7 @@ _OF_SLOTS = (  # the first that fits: how the slot begins or ends
     ("grad_output", STAGES.index("backward")),
     ("grad_input", STAGES.index("backward")),
     ("grad_unreduced", STAGES.index("backward")),
+    (SCALED, STAGES.index("backward")),
     ("grad_unclipped", STAGES.index("whole gradient")),
     ("grad", STAGES.index("clipping")),
 )

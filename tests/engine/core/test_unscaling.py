@@ -12,7 +12,8 @@ from trainprobe.engine.core.unscaling import divided
 from trainprobe.engine.stats import finish
 from trainprobe.engine.stats.partials import PARTIALS
 from trainprobe.integrations.torch_loop import attach
-from trainprobe.watching import Probe
+from trainprobe.monitor.run_folder import read_frames
+from trainprobe.watching import Probe, watch
 
 PLAN = {"level": "off", "sinks": [], "monitor": {"gradients": {"unreduced": True}, "activations": False}, "audit": {"every": 1}}
 SCALE, STEPS = 2.0**12, 5
@@ -119,3 +120,29 @@ def test_divided_partials_are_those_of_the_divided_tensor(scale):
     told = finish(divided(partials(x * scale), np.array([scale])), ("norm", "mean", "max", "min", "std"))
     for name, value in finish(partials(x), ("norm", "mean", "max", "min", "std")).items():
         assert told[name] == pytest.approx(value, rel=1e-12)
+
+
+def test_gradients_that_a_dump_shows_with_the_scale_are_another_series_for_the_rules(tmp_path):
+    """At a level that records calls, the gradient that a call shows is multiplied, and that of the optimizer is not."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    optimizer, scaling = torch.optim.AdamW(model.parameters(), 1e-3), torch.amp.GradScaler("cpu", init_scale=SCALE)
+    with watch(model, optimizer, output=tmp_path / "out", sinks=["parquet"], monitor=True) as probe:
+        for step in range(30):
+            with probe.step(step):
+                loss = model(torch.randn(16, 8)).square().mean()
+                loss = loss * float("inf") if step == 20 else loss
+                optimizer.zero_grad()
+                scaling.scale(loss).backward()
+                scaling.step(optimizer)
+                scaling.update()
+    assert [f.message for f in probe.findings if f.rule == "spike"] == []
+    frames = list(read_frames(tmp_path / "out"))
+    norms = {s: [] for s in ("grad", "grad_scaled")}
+    for frame in frames:
+        for number, x in zip(frame.at.tolist(), frame.values.tolist(), strict=True):
+            series = frame.table.series[number]
+            if series.address.name == "0.weight" and series.statistic == "norm" and series.address.slot in norms:
+                norms[series.address.slot].append(x / (frame.scalars["loss_scale"] if "scaled" in series.address.slot else 1))
+    assert len(norms["grad_scaled"]) == 30 and len(norms["grad"]) == 29
+    np.testing.assert_allclose(norms["grad"], np.delete(norms["grad_scaled"], 20))

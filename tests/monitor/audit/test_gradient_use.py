@@ -78,3 +78,23 @@ def test_a_sampler_that_was_told_of_no_new_epoch_is_found_and_left_as_it_was(tmp
             told.append(len([f for f in probe.findings if "set_epoch" in (f.next or "")]))
     assert told == [0, 0, 1]
     assert DistributedSampler.__iter__ is original
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_gradients_that_the_program_adds_up_in_buffers_of_its_own_are_not_lost(tmp_path, keeps):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    with trainprobe.watch(model, optimizer, plan=PLAN, output=tmp_path / "out") as probe:
+        for step in range(6):
+            total = [torch.zeros_like(p) for p in model.parameters()]
+            with probe.step(step):
+                for _ in range(4):
+                    optimizer.zero_grad()
+                    (model(torch.randn(16, 8)).square().mean() / 4).backward()
+                    for kept, p in zip(total, model.parameters(), strict=True):
+                        kept.add_(p.grad)
+                for kept, p in zip(total, model.parameters(), strict=True):
+                    p.grad = kept if keeps else p.grad
+                optimizer.step()
+    assert {f.rule for f in probe.findings if f.severity == "error"} == (set() if keeps else {"cleared_gradients"})

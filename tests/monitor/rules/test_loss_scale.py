@@ -19,3 +19,12 @@ def test_a_loss_scale_that_is_halved_step_by_step_later_collapses():
 
 def test_a_loss_scale_below_one_is_a_collapse_at_once():
     assert len(Bench("loss_scale").feed(loss_scale=0.5)) == 1
+
+
+def test_a_search_that_does_not_end_is_a_collapse():
+    bench = Bench("loss_scale")
+    for step in range(80):
+        bench.feed(loss_scale=2.0 ** (100 - step))
+    (found,) = bench.found
+    assert (found.step, found.severity, found.site.name) == (32, "error", "loss_scale")
+    assert "lower at each of 32 steps in a row" in found.message

@@ -46,7 +46,7 @@ def stage_and_phase(slot: str) -> tuple[int, Phase]:
     """
     if slot in _GRADIENTS:
         return _GRADIENTS[slot], "backward"
-    return (4, "optimizer") if slot.endswith("_after") or slot == "update" else (-1, "forward")
+    return (4, "optimizer") if slot.endswith("_after") or slot in ("update", "updated") else (-1, "forward")
 
 
 def stage_and_address(call: Call, slot: str) -> tuple[int, Address]:

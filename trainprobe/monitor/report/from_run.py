@@ -12,8 +12,9 @@ import numpy.typing as npt
 
 from trainprobe.engine.core.addresses import Address
 from trainprobe.engine.core.records import Finding
-from trainprobe.monitor.frames import I64, Frame, Series, as_slice
+from trainprobe.monitor.frames import I64, SCALED, Frame, Series, as_slice
 from trainprobe.monitor.history import History
+from trainprobe.monitor.report.largest_jump import largest_jump
 from trainprobe.monitor.report.run_view import Curve, MadeWhenAsked, Metric, RunView, Table
 from trainprobe.monitor.scalar_names import role_of
 
@@ -26,6 +27,7 @@ _NAMES = {
     ("parameter", "grad"): "gradients",
     ("parameter", "grad_unclipped"): "gradients before clipping",
     ("parameter", "grad_unreduced"): "gradients before reduction",
+    ("parameter", SCALED): "gradients times the loss scale",
     ("module", "output"): "activations out",
     ("module", "input"): "activations in",
     ("parameter", "value"): "parameters",
@@ -83,7 +85,10 @@ def view_of(title: str, histories: dict[int, History], findings: Sequence[Findin
         for rank, s in histories.items()
         if s.every > 1
     ]
-    return RunView(title, facts, _scalars(histories), metrics, findings, [t for t in tables if t.rows], notes[:1])
+    scalars = _scalars(histories)
+    loss = next((name for name in scalars if role_of(name) == "loss"), None)
+    jump = largest_jump(loss, scalars[loss]) if loss is not None else ""
+    return RunView(title, facts, scalars, metrics, findings, [t for t in tables if t.rows], notes[:1], jump)
 
 
 def _scalars(histories: dict[int, History]) -> dict[str, Curve]:

@@ -71,6 +71,7 @@ def _describe(run: RunView, blobs: _Blobs) -> dict[str, Any]:
         "tables": [{"title": t.title, "columns": list(t.columns), "rows": [list(r) for r in t.rows]} for t in run.tables],
         "notes": list(run.notes),
         "recorded": run.recorded,
+        "jump": run.jump,
     }
 
 

@@ -75,7 +75,8 @@ class RunView:
 
     meta: label → text, shown under the title. scalars: name → (steps [S], values [S]), drawn as curves in this order.
     metrics: the heatmaps. findings: in any order; the page shows one entry a cause, causes first. tables: shown last. notes:
-    sentences on what was not seen, shown with the findings. recorded: how many steps of all, where some are missing.
+    sentences on what was not seen, shown with the findings. recorded: how many steps of all, where some are missing. jump: the
+    largest jump of the loss, shown where nothing was found.
     """
 
     title: str
@@ -86,3 +87,4 @@ class RunView:
     tables: Sequence[Table] = ()
     notes: Sequence[str] = ()
     recorded: str = ""
+    jump: str = ""

@@ -9,7 +9,7 @@ call that is known to have made such a result of finite values is an origin; wit
 Minus infinity alone is not counted, because attention masks are made of it. What stands in single calls alone, and in nothing
 that is made of them, is worth a note (a constant, a mask, memory that nobody had filled yet), and is no origin later. While a
 dynamic loss scale is in use, infinite gradients are how it finds its limit: a few such steps are only worth a note, and so are,
-until the first finite step, all at a scale above 65536, which makes an infinity of every float16 gradient of 1. Where the
+until the first finite step, 32 at a scale above 65536, which makes an infinity of every float16 gradient of 1. Where the
 optimizer stepped all the same and wrote what is not finite, they are an error.
 
 Source: the "first divergence" of TrainCheck and the overflow checks of mixed precision training (Micikevicius et al., 2018).
@@ -39,6 +39,7 @@ _MAKERS = frozenset(
 ) | {"empty_strided", "new_empty_strided", "empty_permuted"}  # the last ones hand out memory as it is
 _MASKING = frozenset({"masked_fill", "where", "fill", "triu", "tril", "index_fill", "scatter", "setitem", "copy"})
 _HIGHEST = 65536.0  # loss scale; where float16 ends
+_SEARCH = 32  # steps; a search from 2^32, the highest scale that trainers begin with, is over by then
 _STEPPED = "; the optimizer stepped all the same"
 _SKIPS = "call scaler.step(optimizer), and not optimizer.step(): it skips a step whose gradients are not finite"
 _PASS = {"forward": "forward pass", "recompute": "recomputed forward pass", "backward": "backward pass"}
@@ -70,13 +71,15 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     reported = memory.numbers.get("told", 0.0) if before else 0.0
     tried = memory.numbers.get("tried", 0.0) if before else 0.0
     severe = not scaled or tried >= options.scaler_patience
-    searching = scaled and _scale(frame) > _HIGHEST and not memory.numbers.get("settled", 0.0)
+    searching = scaled and _scale(frame) > _HIGHEST and not memory.numbers.get("settled", 0.0) and before < _SEARCH
     memory.numbers["tried"] = tried + (not searching)
     level = 2.0 if severe else 1.0
     memory.numbers["told"] = max(reported, level)
     if reported >= level:
         return []
     after = "; the loss scaler skips such a step and lowers the scale" if scaled else ""
+    if scaled and severe and before:
+        after = f"; as at {int(before)} steps before it in a row, all of which the loss scaler skipped: nothing is learnt"
     if not scaled and _was_not_skipped(frame, bad):
         after = f"{_STEPPED} and wrote it into weights, where a loss scaler skips such a step"
     return [_finding(frame, bad, options.severity if severe else "info", after)]

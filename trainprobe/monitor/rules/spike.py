@@ -1,22 +1,29 @@
-"""A value far above its own recent level: robust z-score on the log scale.
+"""A value far above all that its own series has lately been, judged by all series of the step together.
 
-With x = ln|value| and the last `window` values of the same series,
+With x = ln|value|, every series has the probability p of its value beside its last `window` values (`monitor/tails.py`; of a
+weight, x is the logarithm of |Δ ln norm|, by how much its norm changed since the collected step before). At a step there is a
+spike, once `warmup` values are known, where
 
-    z = (x - median) / max(1.4826 · MAD, 0.05)          MAD = median of |x_i - median|
+- p < α for the loss or a gradient norm, and it is above `loss_ratio` or `ratio` times its median;
+- twice the median of p over the gradients of all parameters is below α, and they are in the middle above `ratio` times theirs:
+  a batch that moves every layer a little is rarer than one layer that jumps by itself;
+- m p < α for one of the m outputs of modules, gradients or updates, above `ratio` times its median; where the gradient of a
+  single parameter jumps it is also above `parameter_ratio` times the largest that is remembered, as in 60 healthy trainings of
+  small batches one was seen at 143 times its median and 16 times the largest of 128 values while the loss did not move;
+- m p < α for one of the m weights, whose norm changed by a quarter from one step to the next; or
+- a learning rate is above twice the largest that it has been, after `early` values.
 
-and a spike is z > `z` with value / median > r = `ratio` (`loss_ratio` for the loss, which moves less) that also exceeds each
-of the last four values by a factor of sqrt(r), so that a climb, as at the end of a warm-up, is no spike. The gradient of a
-single parameter has heavy tails: in 60 healthy trainings of small batches it was seen at 143 times its median and 16 times
-the largest of the last 128 values while the loss did not move. It is a spike only above `parameter_ratio` times the largest
-value of the window. Before `warmup` values only a jump that needs no statistics is a spike: after `early` values, one of more
-than `early_ratio` times the largest value so far. A spike enters the history clipped to the alarm line, so that one bad value
-does not poison it and a lasting change of level is learnt. Median and MAD are renewed every eighth value. Spikes less than
-eight collected steps apart are one event, reported once, and again when one is four times higher than what was reported.
-Where the gradient of a parameter was below a millionth of the largest one, rounding alone had made it (that of a bias before a
-normalisation is), and that it is there now is said in these words, unless another series jumped too.
+α is 10^-5: at most one false alarm in 100,000 steps for each of these. Where noise has a tail so heavy that a loss of eight
+times all that is remembered has p up to 5 · 10^-4, that is a spike too if the gradients of most parameters say so at 10^-2: a
+loss that is close to 0 varies by decades, and hides on the log scale what nobody would overlook. What jumps is also z > `z`
+robust standard deviations above its median, above all values that are remembered, and above the last four by a factor of
+sqrt(ratio), so that a climb, as at the end of a warm-up, is no spike. Before `warmup` values only a jump that needs no
+statistics is one: after `early` values, one of more than `early_ratio` times the largest so far.
 
-Sources: the modified z-score of Iglewicz and Hoaglin (1993); spike rules of OLMo (6 standard deviations over 128 steps)
-and ZClip (Kumar et al., 2025), here with robust estimates.
+A spike is one event from its first step until nothing is out of the ordinary for sixteen steps. It is told once, when it
+begins, and named for its first place (`monitor/onsets.py`). While it lasts its values are not learnt, for 64 steps at most;
+then they enter the history clipped to the alarm line, so that a lasting change of level is learnt. Where a noted setting
+changed at its first step or the one before (`monitor/announced.py`), it is a note, and the level is moved.
 """
 
 from __future__ import annotations
@@ -26,23 +33,36 @@ from functools import cache
 import numpy as np
 
 from trainprobe.engine.core.records import Finding
-from trainprobe.monitor.frames import F64, I64, Bools, Frame, Selection
+from trainprobe.monitor.announced import announced
+from trainprobe.monitor.frames import F64, I64, Bools, Frame, Selection, Series
 from trainprobe.monitor.limits import above_rounding, in_turns, limits
 from trainprobe.monitor.memory import Memory
-from trainprobe.monitor.rules import Patterns, RuleOptions, names_at
+from trainprobe.monitor.onsets import GRADIENTS, INPUTS, OTHERS, RATES, SCALARS, WEIGHTS, Onset, finding_of
+from trainprobe.monitor.rules import Patterns, RuleOptions
+from trainprobe.monitor.scalar_names import role_of
+from trainprobe.monitor.tails import line, log_p, tail_of
 
 RENEW = 8  # this and the next are powers of two
 RECENT = 4
-ESCALATION = 4.0
+CALM = 16  # collected steps behind which an event is over
+HELD = 64  # collected steps of an event that are not learnt
 LEAST_SPREAD = 0.05
-ROUNDING = 1e-6  # of the largest gradient of the model in a step
+ALPHA = float(np.log(1e-5))
+MOVED = float(np.log(1e-4))  # of a series that is told beside others
+WRITTEN = 0.25  # by so much the norm of a weight changes at least
+RISING = 1.2  # times the median of a rate: worth telling as a cause
+RISES = float(np.log(2))  # of a rate, above all that it was
+NEAR, FAR = float(np.log(5e-4)), 8.0  # of a loss that is so many times all that is remembered, with most gradients
+BESIDE = float(np.log(1e-2))  # of most gradients, with such a loss
+SEVERAL = 4  # gradients that can speak together
+_TAIL = ("u", "s", "k", "n", "top")
 
 
 class Options(RuleOptions):
     """Settings of the rule `spike`."""
 
-    z: float = 8.0
-    """Robust standard deviations above the median that make a spike."""
+    z: float = 3.0
+    """Robust standard deviations above the median that a spike has at least."""
     ratio: float = 4.0
     """A spike is at least so many times the median."""
     loss_ratio: float = 1.4
@@ -64,47 +84,33 @@ class Options(RuleOptions):
 
 
 def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
-    """Find the series that jumped in this step; one finding an event, with the largest jump and how many rose with it."""
+    """Tell of an event when it begins: where it was first seen, what moved with it, and what is known of its cause."""
     places, rows = memory.watch(frame, _chosen(options.names))
+    told = announced(frame, memory)
     if not places.size:
         return []
-    judged, least = memory.worked_out(f"least {in_turns(frame)}", places, lambda: _least(frame, memory, options, places, rows))
-    size = above_rounding(memory, rows, np.abs(frame.values[places]))
-    usable = np.isfinite(size) & (size > 0) & judged
-    x = np.log(size if usable.all() else np.where(usable, size, 1.0))
-    count = memory.array("count", fill=0)[rows]
-    middle, spread = memory.array("middle", fill=0.0)[rows], memory.array("spread", fill=1.0)[rows]
-    rise = x - middle
-    z = rise / spread
-    known = count >= options.warmup
-    jumped = usable & known & (z > options.z) & (rise > least)
-    jumped = _above_the_recent(memory, rows, x, least, jumped)
-    risen = jumped
-    jumped = _above_the_largest(frame, memory, options, places, rows, x, jumped)
-    clipped = np.minimum(x, middle + options.z * spread)
-    if not known.all():
-        highest = memory.array("highest", fill=-np.inf)
-        so_far = highest[rows]
-        early = usable & ~known & (count >= options.early) & (x - so_far > np.log(options.early_ratio))
-        jumped, risen, clipped = jumped | early, risen | early, np.where(known, clipped, np.where(early, so_far, x))
-        middle = np.where(known, middle, so_far)
-        highest[rows[usable]] = np.maximum(so_far, clipped)[usable]
-    if usable.all():
-        _remember(memory, options, rows, clipped, x)
-    else:
-        _remember(memory, options, rows[usable], clipped[usable], x[usable])
-    event, some = memory.row("event"), bool(jumped.any())
-    begins = memory.newly("event", np.array([event]), np.array([some]), rearm=RENEW)[0]
-    if not some:
-        return []
-    rounding = _was_rounding(frame, places, middle, jumped)
-    worst = int(np.argmax(np.where(jumped & ~rounding if (jumped & ~rounding).any() else jumped, x - middle, -np.inf)))
-    if not begins and x[worst] - middle[worst] < memory.numbers["height"] + np.log(ESCALATION):
-        return []
-    memory.numbers["height"] = float(x[worst] - middle[worst])
-    robust = float(z[worst]) if known[worst] else None
-    usual = float(np.exp(middle[worst]))
-    return [_finding(frame, options, int(places[worst]), usual, robust, places[risen], bool(rounding[worst]))]
+    numbers = memory.numbers
+    numbers["announced"] = 2.0 if told else numbers.get("announced", 0.0) - 1
+    is_announced = numbers["announced"] > 0
+    onset, usable, beyond = _look(frame, memory, options, places, rows)
+    was_on = numbers.get("calm", CALM) < CALM
+    begins = not was_on and bool(onset.jumped.any())
+    lasts = begins or (was_on and beyond)
+    numbers["calm"] = 0.0 if lasts else min(numbers.get("calm", CALM) + 1, CALM)
+    numbers["age"] = 0.0 if begins else numbers.get("age", 0.0) + 1
+    if is_announced:
+        _move_level(memory, rows[onset.moved], (onset.x - onset.middle)[onset.moved])
+    if is_announced or numbers["calm"] >= CALM or numbers["age"] >= HELD:
+        _remember(memory, options, rows[usable], onset.x[usable], onset.kinds[usable] == RATES)
+    recent = memory.array("recent", width=RECENT, fill=-np.inf)
+    recent[rows[usable], int(numbers.get("steps", 0)) % RECENT] = onset.x[usable]
+    numbers["steps"] = numbers.get("steps", 0.0) + 1
+    return [finding_of(onset, options.severity, told if is_announced else None)] if begins else []
+
+
+def lasts(memory: Memory) -> bool:
+    """Tell whether something is out of the ordinary at this step too."""
+    return memory.numbers.get("calm", CALM) == 0
 
 
 @cache
@@ -112,110 +118,134 @@ def _chosen(names: Patterns) -> tuple[Selection, ...]:
     return (
         Selection(("scalar",), (), ("value",), names),
         Selection(("module",), ("output", "grad_input", "grad_output"), ("norm",), names),
-        Selection(("parameter",), ("grad", "update"), ("norm",), names),
+        Selection(("module",), ("input",), ("norm",), ("root", "")),
+        Selection(("parameter",), ("grad", "update", "value"), ("norm",), names),
     )
 
 
-def _least(frame: Frame, memory: Memory, options: Options, places: I64, rows: I64) -> tuple[Bools, F64]:
-    """Return which series are judged, and by how much each must rise on the log scale, [n]."""
-    ratios = limits(frame, memory, places, rows, loss=options.loss_ratio, norms=options.ratio)
-    return ratios > 0, np.log(np.maximum(ratios, 1e-9))
+def _kind(series: Series) -> float:
+    address = series.address
+    if address.kind == "scalar":
+        return float(RATES if role_of(address.name) == "learning rate" else SCALARS)
+    slot = address.slot.split(".")[0]
+    return float(
+        {"grad": GRADIENTS if address.kind == "parameter" else OTHERS, "value": WEIGHTS, "input": INPUTS}.get(slot, OTHERS)
+    )
 
 
-def _above_the_largest(frame: Frame, memory: Memory, options: Options, places: I64, rows: I64, x: F64, jumped: Bools) -> Bools:
-    """Leave out, of the series that jumped, gradients of parameters that do not exceed what is remembered by far."""
-    if not jumped.any():
-        return jumped
-    out = jumped.copy()
-    ring = memory.array("ring", width=options.window, fill=np.nan)
-    for i in np.flatnonzero(jumped).tolist():
-        address = frame.table.series[frame.at[places[i]]].address
-        if address.kind == "parameter" and address.slot == "grad":
-            out[i] = x[i] - np.nanmax(ring[rows[i]]) > np.log(options.parameter_ratio)
-    return out
+def _look(frame: Frame, memory: Memory, options: Options, places: I64, rows: I64) -> tuple[Onset, Bools, bool]:
+    """Return what is out of the ordinary, which series have a number to remember, and whether any is beyond the alarm line."""
+    kinds = memory.worked_out("kinds", places, lambda: memory.learned("kind", frame, places, rows, _kind).astype(np.int64))
+    limit = memory.worked_out(
+        f"limit {in_turns(frame)}",
+        places,
+        lambda: limits(frame, memory, places, rows, loss=options.loss_ratio, norms=options.ratio),
+    )
+    size = above_rounding(memory, rows, np.abs(frame.values[places]))
+    usable = np.isfinite(size) & (size > 0) & ((limit > 0) | (kinds == RATES))
+    x, usable, turn = _changes_of_weights(memory, rows, kinds, np.log(np.where(usable, size, 1.0)), usable)
+    u, s, k, n, top = (memory.array(name, fill=np.nan)[rows] for name in _TAIL)
+    count = memory.array("count", fill=0)[rows]
+    known = usable & (count >= options.warmup) & (kinds != RATES)
+    middle = np.where(known, memory.array("middle", fill=0.0)[rows], memory.array("highest", fill=-np.inf)[rows])
+    with np.errstate(invalid="ignore"):
+        rise = x - middle
+        p = np.where(known, log_p(x, u, s, k, n), 0.0)
+    least = np.log(np.maximum(limit, 1.5))
+    high = known & (rise > options.z * memory.array("spread", fill=1.0)[rows]) & (rise > least)
+    high &= (kinds != WEIGHTS) | (x > np.log(WRITTEN))
+    recent = memory.array("recent", width=RECENT, fill=-np.inf)[rows].max(axis=1)
+    odd = high & (x > top) & (x - recent > least / 2)
+    rare = high & _rare(kinds, known, p)
+    rates = (kinds == RATES) & usable & (count >= options.early) & (rise > RISES)
+    gradients = (kinds == GRADIENTS) & known
+    joint = gradients & odd & (2 * odd[gradients].sum() > gradients.sum()) & _most(gradients, rise, p, ALPHA, options)
+    jumped = odd & rare & ((kinds != GRADIENTS) | (x - top > np.log(options.parameter_ratio)))
+    jumped |= odd & (kinds == SCALARS) & (p < NEAR) & (x - top > np.log(FAR)) & _most(gradients, rise, p, BESIDE, options)
+    norms = (kinds == SCALARS) | (kinds == OTHERS) | (kinds == GRADIENTS)
+    early = norms & usable & ~known & (count >= options.early) & (rise > np.log(options.early_ratio))
+    jumped |= joint | rates | early
+    moved = jumped | (known & (p < MOVED) & (rise > np.minimum(least, np.log(2))))
+    usual = memory.array("middle", fill=0.0)[rows]
+    rising = np.flatnonzero((kinds == RATES) & usable & (count >= options.warmup) & (x - usual > np.log(RISING))).tolist()
+    risen = _rate_in_words(frame, int(places[rising[0]]), float(np.exp(usual[rising[0]]))) if rising and jumped.any() else ""
+    onset = Onset(frame, places, kinds, x, middle, np.where(known, top, middle), jumped, moved, known, turn, risen)
+    return onset, usable, bool((jumped | rare).any())
 
 
-def _was_rounding(frame: Frame, places: I64, middle: F64, jumped: Bools) -> Bools:
-    """Tell which of the series that jumped are gradients of parameters that were nothing but rounding until now."""
-    out = np.zeros(places.size, dtype=bool)
-    if not jumped.any():
-        return out
-    addresses = [frame.table.series[number].address for number in frame.at[places].tolist()]
-    gradients = np.array([address.kind == "parameter" and address.slot == "grad" for address in addresses])
-    largest = float(np.nanmax(np.where(gradients & np.isfinite(frame.values[places]), frame.values[places], 0.0), initial=0.0))
-    return jumped & gradients & (np.exp(middle) < ROUNDING * largest)
+def _changes_of_weights(memory: Memory, rows: I64, kinds: I64, x: F64, usable: Bools) -> tuple[F64, Bools, F64]:
+    """Put, for weights, by how much the logarithm of the norm changed, on the log scale; return its sign too."""
+    weights = kinds == WEIGHTS
+    before = memory.array("before", fill=np.nan)
+    change = x - before[rows]
+    before[rows] = np.where(usable, x, np.nan)
+    seen = usable & (~weights | np.isfinite(change))
+    size = np.maximum(np.abs(np.where(seen, change, 1.0)), 1e-9)
+    return np.where(weights, np.log(size), x), seen, np.sign(change)
 
 
-def _above_the_recent(memory: Memory, rows: I64, x: F64, least: F64, jumped: Bools) -> Bools:
-    """Leave out, of the series that jumped, what has been climbing: what exceeds one of its last four values by too little."""
-    if not jumped.any():
-        return jumped
-    out = jumped.copy()
-    recent = memory.array("recent", width=RECENT, fill=-np.inf)[rows[jumped]].max(axis=1)
-    out[jumped] = x[jumped] - recent > least[jumped] / 2
-    return out
+def _rate_in_words(frame: Frame, place: int, usual: float) -> str:
+    series = frame.table.series[frame.at[place]]
+    return f"the learning rate {series} has risen to {frame.values[place]:.4g} from {usual:.4g} in the middle of late"
 
 
-def _remember(memory: Memory, options: Options, rows: I64, clipped: F64, x: F64) -> None:
-    ring, recent = memory.array("ring", width=options.window, fill=np.nan), memory.array("recent", width=RECENT, fill=-np.inf)
-    count = memory.array("count", fill=0)
-    n = count[rows]
+def _rare(kinds: I64, known: Bools, p: F64) -> Bools:
+    """Tell which values are rare by themselves: the smallest of m probabilities is m times as large."""
+    several = np.maximum(np.bincount(kinds[known], minlength=RATES + 1), 1)
+    several[SCALARS] = 1
+    return (p < ALPHA - np.log(several[kinds])) & (kinds != INPUTS) & (kinds != RATES)
+
+
+def _most(gradients: Bools, rise: F64, p: F64, alpha: float, options: Options) -> bool:
+    """Tell whether the gradients of most parameters are out of the ordinary together: twice their median p is a p."""
+    if gradients.sum() < SEVERAL:
+        return False
+    return bool(np.median(rise[gradients]) > np.log(options.ratio) and np.median(p[gradients]) + np.log(2) < alpha)
+
+
+def _move_level(memory: Memory, rows: I64, rise: F64) -> None:
+    """Let what is remembered of series begin at another level."""
+    for name in ("ring", "recent"):
+        memory.array(name, width=memory.arrays[name].shape[1] if name in memory.arrays else 1, fill=np.nan)[rows] += rise[
+            :, None
+        ]
+    for name in ("middle", "highest", "top", "u"):
+        memory.array(name, fill=0.0)[rows] += rise
+
+
+def _remember(memory: Memory, options: Options, rows: I64, x: F64, rates: Bools) -> None:
+    ring, count = memory.array("ring", width=options.window, fill=np.nan), memory.array("count", fill=0)
+    highest = memory.array("highest", fill=-np.inf)
+    n, so_far = count[rows], highest[rows]
+    u, s, k, seen, largest = (memory.array(name, fill=np.nan)[rows] for name in _TAIL)
+    known = (n >= options.warmup) & ~rates
+    far = ~known & ~rates & (n >= options.early) & (x - so_far > np.log(options.early_ratio))
+    clipped = np.where(known, np.fmin(x, line(ALPHA, u, s, k, seen)), np.where(far, so_far, x))
     ring.reshape(-1)[rows * options.window + n % options.window] = clipped
-    recent.reshape(-1)[rows * RECENT + (n & RECENT - 1)] = x
-    n += 1
-    count[rows] = n
-    due = rows[(n >= options.warmup) & ((n & RENEW - 1 == 0) | (n == options.warmup))]
+    highest[rows] = np.maximum(so_far, clipped)
+    memory.array("top", fill=np.nan)[rows] = np.fmax(largest, clipped)
+    count[rows] = n + 1
+    due = rows[(n + 1 >= options.warmup) & (((n + 1) % RENEW == 0) | (n + 1 == options.warmup))]
     if due.size:
-        middle, deviation = _median_and_deviation(ring[due])
-        memory.array("middle", fill=0.0)[due] = middle
-        memory.array("spread", fill=1.0)[due] = np.maximum(1.4826 * deviation, LEAST_SPREAD)
+        _renew(memory, due, ring[due])
 
 
-def _median_and_deviation(x: F64) -> tuple[F64, F64]:
-    """Return the median of each row that is not NaN alone, and the median distance from it, [n] each. Changes x."""
-    x.sort(axis=1)  # NaN last
-    middle = _of_ordered(x)
-    x -= middle[:, None]
-    np.abs(x, out=x)
-    x.sort(axis=1)
-    return middle, _of_ordered(x)
+def _renew(memory: Memory, rows: I64, values: F64) -> None:
+    """Work out median, spread and tail of what is remembered, [n, window]. Changes the values."""
+    values.sort(axis=1)  # NaN last
+    (*tail,) = tail_of(values)
+    last = np.count_nonzero(values == values, axis=1) - 1
+    for name, numbers in zip(_TAIL, (*tail, values[np.arange(len(values)), last]), strict=True):
+        memory.array(name, fill=np.nan)[rows] = numbers
+    middle = _of_ordered(values)
+    memory.array("middle", fill=0.0)[rows] = middle
+    values -= middle[:, None]
+    np.abs(values, out=values)
+    values.sort(axis=1)
+    memory.array("spread", fill=1.0)[rows] = np.maximum(1.4826 * _of_ordered(values), LEAST_SPREAD)
 
 
 def _of_ordered(x: F64) -> F64:
     """Return the median of each ascending row, [n], which NaN may end: `numpy.nanmedian` in a tenth of its time."""
-    last = x.shape[1] - 1
-    if not np.isnan(x[:, -1]).any():
-        return (x[:, last // 2] + x[:, (last + 1) // 2]) / 2
     row, last = np.arange(len(x)), np.count_nonzero(x == x, axis=1) - 1
     return (x[row, last // 2] + x[row, (last + 1) // 2]) / 2
-
-
-def _finding(
-    frame: Frame, options: Options, place: int, usual: float, z: float | None, risen: I64, was_rounding: bool
-) -> Finding:
-    """Return the finding. usual: the median, or the largest value so far where there is no robust z-score yet."""
-    series, value = frame.table.series[frame.at[place]], float(frame.values[place])
-    compared = f"the largest so far, {usual:.4g}" if z is None else f"its usual {usual:.4g} (robust z = {z:.1f})"
-    others = f"; {risen.size - 1} other series jumped with it" if risen.size > 1 else ""
-    message = f"{series} jumped to {value:.4g}, {abs(value) / usual:.3g} times {compared}{others}"
-    hint = "look at the batch of this step and the one before; a lower peak learning rate or clipping is the usual cure"
-    if was_rounding:
-        message = (
-            f"{series} is {value:.4g}, and rounding alone made it until now ({usual:.2g}): what cancelled it is gone{others}"
-        )
-        hint = (
-            "a bias before a normalisation has no gradient in training mode: see whether the layer behind it went into "
-            "evaluation mode (no model.train() after an evaluation), or is given a batch that does not vary"
-        )
-    return Finding(
-        rule="spike",
-        severity=options.severity,
-        message=message,
-        step=frame.step,
-        place=frame.place,
-        site=series.address.site(),
-        measured=value,
-        expected=usual,
-        names=names_at(frame, risen),
-        next=hint,
-    )

@@ -4,7 +4,9 @@ Relation: when backward begins, no parameter holds the gradient that the optimiz
 gradient that is found is bit-equal to the one that was used, or, where the step before was not audited or an optimizer ran
 backward within its step, it is there although every audited step updates. And where all gradients of the model are cleared
 after a backward pass, an update or a write to the weights came between, or no other backward pass follows. As a loop may try a
-batch and leave it, that is reported at the second audited step in a row, or as a warning where three before had none. And when
+batch and leave it, that is reported at the second audited step in a row, or as a warning where three before had none. It is
+not judged where the update is given other tensors than the last pass left: the program adds gradients up in buffers of its own,
+and what was cleared had been used. (Buffers that are copied into the gradients' own memory look like a pass.) And when
 the optimizer steps, `fully_shard` holds no gradient that waits for its reduction.
 Usually caused by a missing `zero_grad`, by one that is called on another model or optimizer, or by one that stands inside the
 loop over micro-batches; by `set_requires_gradient_sync` that is off for the last micro-batch.

@@ -11,7 +11,10 @@ function listFindings() {
   const list = $("finding-list"), note = (f) => f.severity === "info";
   const order = [...run.findings].sort((a, b) => note(a) - note(b));
   const section = $("findings");
-  if (!order.length) list.replaceWith(el("p", { class: "calm" }, run.recorded ? `${run.recorded}: no findings in these.` : "No findings."));
+  const quiet = order.every(note);
+  if (quiet && run.jump) section.insertBefore(el("p", { id: "jump" }, `${run.jump}.`), $("notes"));
+  const none = run.recorded ? `${run.recorded}: no findings in these.` : "No findings.";
+  if (!order.length) list.replaceWith(el("p", { class: run.jump || run.recorded ? "" : "calm" }, none));
   list.append(...order.slice(0, 8).map(findingItem));
   if (order.length > 8) {
     const more = el("button", { type: "button", id: "more-findings" }, `show ${show(order.length - 8)} more`);
@@ -52,9 +55,9 @@ async function drawGlance() {
   const box = $("glance");
   const counts = { error: 0, warning: 0, info: 0 };
   for (const f of run.findings) counts[f.severity]++;
-  const worst = counts.error ? "error" : counts.warning ? "warning" : "good", first = firstOffender();
+  const worst = counts.error ? "error" : counts.warning ? "warning" : run.jump ? "" : "good", first = firstOffender();
   const total = run.findings.length;
-  box.append(tile("Findings", total ? show(total) : "none", total ? `${counted(counts.error, "error")}, ${counted(counts.warning, "warning")}` : "neither by rules nor by the audit", worst));
+  box.append(tile("Findings", total ? show(total) : "none", total ? `${counted(counts.error, "error")}, ${counted(counts.warning, "warning")}` : run.jump || "neither by rules nor by the audit", worst));
   if (first) box.append(tile("First at", `step ${show(first.step)}`, first.name ?? first.rule, first.severity));
   const wanted = [/^(train.)?loss$/i, /grad.*norm/i, /^(lr|learning.rate)/i];
   const chosen = wanted.map((w) => run.scalars.find((s) => w.test(s.name))).filter(Boolean);

@@ -120,6 +120,9 @@ class Observer:
     def backward_begins(self, root: Any) -> None:
         """A backward pass is about to begin. root: the number that it begins from, None where it begins from more."""
 
+    def backward_ends(self) -> None:
+        """The pass is over."""
+
     def cleared(self, owner: Any) -> None:
         """The gradients of an optimizer or a module are about to be cleared, after the first backward pass."""
 

@@ -1,4 +1,4 @@
-"""When the backward passes of a step begin, from what, and whether gradients were cleared after that."""
+"""When the backward passes of a step begin and end, from what, and whether gradients were cleared after that."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainprobe.engine.core.records import StepData
 
 
 class BackwardStarts(Observer):
-    """Tells the other observers when a backward pass begins and when gradients are cleared.
+    """Tells the other observers when a backward pass begins and ends, and when gradients are cleared.
 
     count: how many passes have begun; one that runs within another (reentrant checkpointing) is a part of it. unused: those
     since the last update, or since their gradients were cleared for good. was_cleared: whether `zero_grad` came after the
@@ -59,7 +59,7 @@ class BackwardStarts(Observer):
         return {"backwards": self.count}
 
     def _backward(self, original: Any) -> Any:
-        def backward(*args: Any, **kwargs: Any) -> Any:
+        def backward(*args: Any, **kwargs: Any) -> None:
             within = torch.compiler.is_compiling() or _current_graph_task_id() != -1
             if not backward.ended and not within:  # type: ignore[attr-defined]
                 self.count += 1
@@ -67,7 +67,10 @@ class BackwardStarts(Observer):
                     self._guard.run(self._audited.notify, "first_backward")
                 self._guard.run(lambda: self._audited.notify("backward_begins", _root(args, kwargs)))
                 self.unused += 1
-            return original(*args, **kwargs)
+                original(*args, **kwargs)  # it returns None
+                self._guard.run(self._audited.notify, "backward_ends")
+                return
+            original(*args, **kwargs)
 
         return backward
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor, strided
 from torch._C import DisableTorchFunction
 
 from trainprobe.engine.capture.audit.observers import Audited, Observer
@@ -27,7 +28,8 @@ class GradientUse(Observer):
     """Follows gradients from `begin` to the end of a step.
 
     twice: parameters that were stepped again with the same gradient. reached, unreached: those of the optimizers that stepped,
-    with a gradient and without. discarded: backward passes whose gradients were cleared before an update used them. closure:
+    with a gradient and without. discarded: backward passes whose gradients were cleared before an update used them; none where
+    the update is given other tensors than the last pass left, such as buffers in which the program has added them up. closure:
     backward passes ran within an update, after the first. in_turns: an update was made between two of them. climbs: the weights
     were written between two of them, by no update. roots: the numbers that backward passes began from; None once one began from
     more. mixed: parameters whose update used the sum of gradients from before and after weights were written, and the older
@@ -57,6 +59,7 @@ class GradientUse(Observer):
         self._updating = False
         self._dropped: list[tuple[Any, int]] = []  # parameters whose gradients were cleared unused, and their versions
         self._lost = 0
+        self._left: dict[int, int] = {}  # id of a parameter → address of the gradient that the last pass left
         self._written = 0  # how often parameters had been written to when the last backward pass began
         self._versions: dict[int, int] = {}  # the same of each trainable parameter
         self._moved = False  # an optimizer has stepped since
@@ -77,6 +80,8 @@ class GradientUse(Observer):
                 self.unreached[name] = None
                 continue
             self.reached.add(name)
+            if self._left.get(id(p), (at := _address(grad))) != at:
+                self.discarded = 0
             mark = (grad, int(grad._version))
             older = self._older.get(name)
             if older is not None and older[0] is grad and older[1] < mark[1]:
@@ -110,6 +115,11 @@ class GradientUse(Observer):
         self._written = _writes(models)
         if not self._updating:
             self._look_for_older(tape, models)
+
+    def backward_ends(self) -> None:
+        """Take down which gradients there are."""
+        held = (p for model in self._audited.models for p in model.parameters() if p.is_leaf and p.grad is not None)
+        self._left = {id(p): _address(p.grad) for p in held}
 
     def _look_for_older(self, tape: Tape, models: Sequence[Any]) -> None:
         """Take down the gradients that are there although the weights were written since the pass before began."""
@@ -204,6 +214,11 @@ class GradientUse(Observer):
 def _writes(models: Sequence[Any]) -> int:
     """Return how often the parameters have been written to, by their version counters."""
     return sum(int(p._version) for p in parameters_in(models) if not p.is_inference())
+
+
+def _address(tensor: Any) -> int:
+    """Return where a tensor lies; 0 for one that does not lie in one place."""
+    return int(tensor.data_ptr()) if type(tensor) is Tensor and tensor.layout is strided else 0
 
 
 def _of_groups(groups: Iterable[Mapping[str, Any]]) -> Iterable[Any]:
