@@ -339,10 +339,10 @@ def _groups(held: Mapping[str, LogicalTensor]) -> Iterator[tuple[_Layout, str, d
                 groups.append((stem, {"codes": name, **parts}))
         sure = layout.codes in (".weight_packed", ".qweight")
         if sure or any(len(parts) > 1 for _, parts in groups):
-            same = {small[parts["codes"]] for _, parts in groups if len(parts) > 1}
-            yield from (
-                (layout, stem, parts) for stem, parts in groups if sure or len(parts) > 1 or small[parts["codes"]] in same
-            )
+            alike = {_kind(parts["codes"], small) for _, parts in groups if len(parts) > 1}
+            for stem, parts in groups:
+                if sure or len(parts) > 1 or _kind(parts["codes"], small) in alike:
+                    yield layout, stem, parts
 
 
 def _kind(name: str, formats: Mapping[str, str]) -> tuple[str, str]:
