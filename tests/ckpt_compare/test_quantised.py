@@ -57,14 +57,14 @@ def test_scales_that_were_left_out_are_named(blocks, tmp_path):
     raw = folder(tmp_path / "raw", {f"{NAME}.weight": blocks[1]["weight"].float().bfloat16()})
     found = judged(blocks[0], raw)
     assert found.code == 2
-    assert "is the codes alone in B: their scales (scale_inv) were left out" in found.sentence
-    assert "is the codes alone in A: their scales (scale_inv) were left out" in judged(raw, blocks[0]).sentence
+    assert "is the codes alone in B: their scales (weight_scale_inv) were left out" in found.sentence
+    assert "is the codes alone in A: their scales (weight_scale_inv) were left out" in judged(raw, blocks[0]).sentence
 
 
 def test_scales_by_which_one_side_divides_are_named(blocks, tmp_path):
     value, codes = blocks[2], blocks[1]["weight"].float()
     divided = folder(tmp_path / "divided", {f"{NAME}.weight": torch.where(value != 0, codes * codes / value, codes)})
-    assert "divided by their scales (scale_inv) in B, and not multiplied" in judged(blocks[0], divided).sentence
+    assert "divided by their scales (weight_scale_inv) in B, and not multiplied" in judged(blocks[0], divided).sentence
 
 
 def test_a_note_says_that_values_were_compared_and_the_table_says_how_they_are_stored(blocks, tmp_path, capsys):

@@ -92,8 +92,8 @@ def compare(
     one_sided = _one_sided(a, b, what)
     mismatches = [Mismatch(r.key, r.a, r.b, r.difference) for r in rows if r.verdict == "differ" and r.a and r.b]
     apart = {o.key: o.difference for o in mismatches if o.key not in {m.b_key for m in moves}}
-    copies, every = find_copies(apart, left, right), [r.key for r in rows] if mismatches else ()
-    causes = find_causes(mismatches, moves, copies, (left, right), every)
+    every = [r.key for r in rows] if mismatches else ()
+    causes = find_causes(mismatches, moves, find_copies(apart, left, right), (left, right), every)
     return Comparison(
         a, b, tuple(rows), tuple(faults), state, moves, compared, tuple(what), tuple(notes), one_sided, renamed, causes
     )

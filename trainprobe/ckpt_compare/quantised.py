@@ -135,7 +135,7 @@ def within_codes(a: Part, b: Part, box: Rectangle, found: Difference, x: Array, 
     rough = max(2.0**-12, *(part.piece.source.format.epsilon for part in (a, b)))
     apart, near = np.abs(values[0] - values[1]), rough / 2 * np.maximum(np.abs(values[0]), np.abs(values[1]))
     exact = np.count_nonzero(apart <= near) / apart.size
-    if np.any(apart > (1 + SLACK) * halves + near) or exact > 0.97 or _multiple(*values, rough):
+    if np.any(apart > (1 + SLACK) * halves + near) or exact > 0.97 or _multiple(values[0], values[1], rough):
         return found
     share = apart / np.maximum(2 * halves, np.finfo(float).tiny)
     beside_zero = share[np.abs(values[0]) > halves]

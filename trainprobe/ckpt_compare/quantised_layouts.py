@@ -339,10 +339,10 @@ def _groups(held: Mapping[str, LogicalTensor]) -> Iterator[tuple[_Layout, str, d
                 groups.append((stem, {"codes": name, **parts}))
         sure = layout.codes in (".weight_packed", ".qweight")
         if sure or any(len(parts) > 1 for _, parts in groups):
-            same = {small[parts["codes"]] for _, parts in groups if len(parts) > 1}
-            yield from (
-                (layout, stem, parts) for stem, parts in groups if sure or len(parts) > 1 or small[parts["codes"]] in same
-            )
+            alike = {_kind(parts["codes"], small) for _, parts in groups if len(parts) > 1}
+            for stem, parts in groups:
+                if sure or len(parts) > 1 or _kind(parts["codes"], small) in alike:
+                    yield layout, stem, parts
 
 
 def _kind(name: str, formats: Mapping[str, str]) -> tuple[str, str]:
@@ -368,7 +368,8 @@ def _source(layout: _Layout, parts: dict[str, Source], config: Mapping[str, Any]
     if not all(type(n) is int and n >= 0 for n in shape) or math.prod(shape) > most:
         raise FormatError(f"there are not as many codes as a shape of {list(shape)} has elements")
     lacks = f"{stem}{lost[0]}" if lost else ""
-    made = kind(scheme, shape, parts, options, lacks, layout.parts["scales"].lstrip("._"))
+    scales = f"{stem}{layout.parts['scales']}".rpartition(".")[2]
+    made = kind(scheme, shape, parts, options, lacks, scales)
     if math.prod(shape):
         made.part((slice(0, 1), *(slice(0, n) for n in shape[1:])))  # whether everything fits
     return (Turned(made, (0, 2, 1)) if len(codes.shape) == 4 else made), lacks  # transformers: [expert, in, out]
