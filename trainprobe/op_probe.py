@@ -106,7 +106,7 @@ class OpProbe(Probe):
             if self._online is not None:
                 self.guard.run(self.guard.part, PART, self._report_arrived, self._online.close)
             self.sentences = [self.judge.summary()]
-        elif not self.closed and not any(map(self.plan.wants_rank, range(self.place.world_size))):
+        elif not self.closed and self.place.rank == 0 and not any(map(self.plan.wants_rank, range(self.place.world_size))):
             there = f"ranks 0 to {self.place.world_size - 1}" if self.place.world_size > 1 else "rank 0 alone"
             self.sentences = [f"op_check: nothing was judged: the run has {there}, and rank is {list(self.plan.rank)}."]
         super().close()

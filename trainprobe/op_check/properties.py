@@ -60,7 +60,10 @@ def signed_zeros(case: Case, y: Tensor, expected: Expected, found: Judgement) ->
     r = expected.value
     if not y.is_floating_point() or y.shape != r.shape or y.dtype not in UNIT:
         return found
-    wrong = (y == 0) & (r == 0) & (y.signbit() != r.signbit())
+    zeros = y == 0
+    if not bool(zeros.any()):
+        return found
+    wrong = zeros & (r == 0) & (y.signbit() != r.signbit())
     if not bool(wrong.any()):
         return found
     at = tuple(wrong.nonzero()[0].tolist())

@@ -53,12 +53,15 @@ class HeldValues:
         self._bytes = 0
         self._values: dict[str, SavedTensor] = {}
         self._alike: dict[tuple[int, int], SavedTensor] = {}  # the first of this length and checksum
+        self._firsts: dict[str, str] = {}  # value → the first that has its bits
 
     def tensor(self, step: int, saved: SavedTensor) -> bool:
         """Hold a value while there is room; what an argument still is after a call takes none."""
         data = memoryview(saved.data)
         alike = self._alike.setdefault((data.nbytes, crc32(data)), saved)
-        if f".{AFTER}." in saved.key and alike is not saved and memoryview(alike.data) == data:
+        equal = alike is saved or memoryview(alike.data) == data
+        self._firsts[saved.key] = alike.key if equal else saved.key
+        if f".{AFTER}." in saved.key and equal:
             self._values[saved.key] = SavedTensor(saved.key, saved.dtype, saved.shape, alike.data)
         elif self._bytes + saved.nbytes <= self.most:
             self._values[saved.key] = saved
@@ -70,6 +73,10 @@ class HeldValues:
         if name not in self._values:
             raise FormatError(f"the values of the step take more than {self.most} bytes: raise op_check.max_bytes")
         return array_of(self._values[name])
+
+    def alike(self, one: str | None, other: str | None) -> bool:
+        """Return whether two values of the step are known to have the same bits."""
+        return one is not None and other is not None and self._firsts.get(one, one) == self._firsts.get(other, other)
 
     def saved(self, name: str) -> SavedTensor | None:
         """Return a value as it was stored, None for one that there was no room for."""
@@ -91,6 +98,7 @@ class HeldValues:
         """Forget all values."""
         self._values.clear()
         self._alike.clear()
+        self._firsts.clear()
         self._bytes = 0
 
     def write(self, step_data: StepData) -> None:
@@ -200,6 +208,7 @@ class StepJudge:
     def __call__(self, step_data: StepData) -> list[Finding]:
         """Judge one step."""
         recorded = RecordedRank(step_data, self._values)
+        recorded.recognise(self._values.alike)
         found = DumpChecked()
         units = [unit for unit in recorded.units() if unit in self._chosen]
         check_rank(recorded, units, found, (step_data.step, step_data.place.rank), tolerance=self._tolerance)
