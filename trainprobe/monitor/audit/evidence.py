@@ -308,16 +308,17 @@ def untrained_parameters(evidence: Evidence) -> frozenset[str]:
     """
     seen, parameters = evidence.tensors, evidence.model.parameters
     idle = [p for p in parameters if p.trainable and p.owned is False and (p.name, "grad") not in seen]
-    owned = {name: p.shape for p in parameters if p.owned for name in p.names}
-    copies = _copies({name: p.shape for p in idle for name in p.names}, owned) if idle and owned else ()
+    unused = {p.name for p in idle}
+    trained = {name: p.shape for p in parameters if p.trainable and p.name not in unused for name in p.names}
+    copies = _copies({name: p.shape for p in idle for name in p.names}, trained) if idle and trained else ()
     return frozenset(p.name for p in parameters if not p.trainable or p.name in copies)
 
 
 _Shapes = Mapping[str, tuple[int, ...]]  # by name of a parameter
 
 
-def _copies(idle: _Shapes, owned: _Shapes) -> set[str]:
-    """Return the idle parameters of modules that have the names and shapes of a module whose parameters are all owned.
+def _copies(idle: _Shapes, trained: _Shapes) -> set[str]:
+    """Return the idle parameters of modules that have the names and shapes of a module whose parameters are all trained.
 
     Elements of a list, such as the layers of a model, are no copies of each other.
     """
@@ -327,8 +328,8 @@ def _copies(idle: _Shapes, owned: _Shapes) -> set[str]:
         for cut in range(1, len(parts) if name not in found else 0):
             mine, rest = ".".join(parts[:cut]), ".".join(["", *parts[cut:]])
             inside = _inside(mine, idle)
-            likes = {other.removesuffix(rest) for other in owned if other.endswith(rest)}
-            if any(not (_numbered(mine) and _numbered(other)) and _inside(other, owned) == inside for other in likes):
+            likes = {other.removesuffix(rest) for other in trained if other.endswith(rest)}
+            if any(not (_numbered(mine) and _numbered(other)) and _inside(other, trained) == inside for other in likes):
                 found |= {f"{mine}.{inner}" for inner in inside}
                 break
     return found
