@@ -304,17 +304,48 @@ def _prolonged(known: Streak | None, value: float | bool, at: int) -> Streak:
 
 def untrained_parameters(evidence: Evidence) -> frozenset[str]:
     """Return the parameters that nothing here trains: frozen ones, which an optimizer leaves as they are if it holds them, and
-    those that no optimizer holds and no loss reaches.
+    those of a copy beside a trained module, which no optimizer holds and no loss reaches.
     """
-    seen = evidence.tensors
-    return frozenset(
-        p.name for p in evidence.model.parameters if not p.trainable or (p.owned is False and (p.name, "grad") not in seen)
-    )
+    seen, parameters = evidence.tensors, evidence.model.parameters
+    idle = [p for p in parameters if p.trainable and p.owned is False and (p.name, "grad") not in seen]
+    unused = {p.name for p in idle}
+    trained = {name: p.shape for p in parameters if p.trainable and p.name not in unused for name in p.names}
+    copies = _copies({name: p.shape for p in idle for name in p.names}, trained) if idle and trained else ()
+    return frozenset(p.name for p in parameters if not p.trainable or p.name in copies)
+
+
+_Shapes = Mapping[str, tuple[int, ...]]  # by name of a parameter
+
+
+def _copies(idle: _Shapes, trained: _Shapes) -> set[str]:
+    """Return the idle parameters of modules that have the names and shapes of a module whose parameters are all trained.
+
+    Elements of a list, such as the layers of a model, are no copies of each other.
+    """
+    found = set[str]()
+    for name in idle:
+        parts = name.split(".")
+        for cut in range(1, len(parts) if name not in found else 0):
+            mine, rest = ".".join(parts[:cut]), ".".join(["", *parts[cut:]])
+            inside = _inside(mine, idle)
+            likes = {other.removesuffix(rest) for other in trained if other.endswith(rest)}
+            if any(not (_numbered(mine) and _numbered(other)) and _inside(other, trained) == inside for other in likes):
+                found |= {f"{mine}.{inner}" for inner in inside}
+                break
+    return found
+
+
+def _inside(module: str, shapes: _Shapes) -> dict[str, tuple[int, ...]]:
+    return {name[len(module) + 1 :]: shape for name, shape in shapes.items() if name.startswith(f"{module}.")}
+
+
+def _numbered(module: str) -> bool:
+    return module.rpartition(".")[2].isdigit()
 
 
 def averaged_parameters(evidence: Evidence) -> frozenset[str]:
-    """Return the names of parameters beside those that are trained, such as those of a moving average: trainable ones that
-    nothing here trains, and frozen ones that something moves.
+    """Return the names of parameters beside those that are trained, such as those of a moving average: copies, and frozen ones
+    that something moves.
     """
     untrained, driven = untrained_parameters(evidence), evidence.history.driven
     beside = (p for p in evidence.model.parameters if p.name in untrained and (p.trainable or driven.get(p.name, 0) > 0))

@@ -1,8 +1,8 @@
 """The optimizer owns every live trainable parameter.
 
 Relation: the set of parameter objects that the optimizers step contains every parameter of the model that requires a
-gradient and gets one, but for those that other ranks of its replica group step and hand over (a copy beside the model, such as
-a moving average, gets none). Tolerance none. One of which an optimizer
+gradient, but for those that other ranks of its replica group step and hand over, and a copy beside a trained module, such as a
+moving average, which gets no gradient. Tolerance none. One of which an optimizer
 holds a copy of its shape and another dtype has a master weight; where an optimizer holds none of them and nothing that looks
 like them, nothing is known. Parameters that a module keeps in a plain list or dict are no parameters of the model: where
 one of them has a gradient and no optimizer holds it, it is reported.

@@ -18,7 +18,7 @@ from trainprobe.monitor.audit.evidence import Evidence, along, group_words
 from trainprobe.monitor.audit.messages import key_of
 
 COST = frozenset({"ranks"})
-OBSERVERS = frozenset({"backward_starts", "loss_factors", "updates"})
+OBSERVERS = frozenset({"backward_starts", "gradient_use", "loss_factors", "updates"})
 EVERY = 10
 STAGE = "backward"
 _FLOOR = 1e-6
