@@ -39,8 +39,9 @@ def watch(model: Any, optimizer: Any = None, plan: PlanSource = None, **override
     """
     try:
         probe = probe_class(model)(plan, **overrides)
+        checking: Any = None
         if probe.framework == "pytorch":
-            from trainprobe.integrations.loop_checks import LoopChecks, wrong_optimizers
+            from trainprobe.integrations import loop_checks as checking
     except (OSError, ProbeError) as fault:
         if not lacks_descriptors(fault):
             raise
@@ -49,13 +50,13 @@ def watch(model: Any, optimizer: Any = None, plan: PlanSource = None, **override
     with probe:
         probe.open(model, optimizer)
         probe.watches_own_loop()
-        if probe.framework != "pytorch":
+        if checking is None:
             yield probe
             return
-        for finding in probe.guard.run(lambda *given: list(wrong_optimizers(*given)), model, optimizer) or ():
+        for finding in probe.guard.run(lambda *given: list(checking.wrong_optimizers(*given)), model, optimizer) or ():
             probe.report_once(finding)
         del optimizer  # one that the training replaces is not kept
-        checks = LoopChecks(model, probe.guard)
+        checks = checking.LoopChecks(model, probe.guard)
         try:
             yield probe
             sentence = probe.guard.run(checks.sentence, probe.begun, probe.judges)
