@@ -134,7 +134,9 @@ READERS = (
         sound=(0, 1, 2, 3),
         judges=False,
     ),
-    Reader("rule files", "jsonl_and_rules", ("rules.yaml",), ("judge {x}/run --rules {x}/rules.yaml",), **JUDGED),
+    Reader(
+        "rule files", "jsonl_and_rules", ("rules.yaml",), ("judge {x}/run --rules {x}/rules.yaml",), sound=(1,), judges=False
+    ),
     Reader("packs", "packs", ("a.zip",), ("config-check compare {x}/a.zip {x}/b.zip",), (0,), (2,)),
     Reader("merged packs", "packs", ("m.rank*.zip",), ("config-check merge {x}/m.zip",), sound=(0, 1)),
     Reader(

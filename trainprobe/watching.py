@@ -89,8 +89,9 @@ def watch(
     try:
         pipeline = pipeline_of(model)
         probe = probe_class(model)(plan, **_about(model, place, pipeline), **overrides)
+        checking: Any = None
         if probe.framework == "pytorch":
-            from trainprobe.integrations.loop_checks import LoopChecks, wrong_optimizers
+            from trainprobe.integrations import loop_checks as checking
     except (OSError, ProbeError) as fault:
         if not lacks_descriptors(fault):
             raise
@@ -100,15 +101,15 @@ def watch(
     with probe:
         probe.open(model, optimizer)
         probe.watches_own_loop()
-        if probe.framework != "pytorch":
+        if checking is None:
             yield probe
             return
-        for finding in probe.guard.run(lambda *given: list(wrong_optimizers(*given)), model, optimizer) or ():
+        for finding in probe.guard.run(lambda *given: list(checking.wrong_optimizers(*given)), model, optimizer) or ():
             probe.report_once(finding)
         if pipeline is not None:
             pipeline.rest_while_learning(probe)
         del optimizer  # one that the training replaces is not kept
-        checks = LoopChecks(model, probe.guard)
+        checks = checking.LoopChecks(model, probe.guard)
         try:
             yield probe
             sentence = probe.guard.run(checks.sentence, probe.begun, probe.judges)

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from trainprobe.engine.core.records import MOST_RANKS, Kind, Phase, Place, Record, Site, Step
 from trainprobe.engine.storage.left_out import leave_out
@@ -121,7 +121,7 @@ def _read_tidy(rows: csv.DictReader[str], path: Path) -> Iterator[Record]:
         yield _tidy_record(last, values, path, -1)
 
 
-def _rows(rows: csv.DictReader[str], path: Path) -> Iterator[tuple[int, dict[str, str]]]:
+def _rows(rows: csv.DictReader[str], path: Path) -> Iterator[tuple[int, dict[Any, Any]]]:
     """Yield the rows with the numbers of their lines; one that csv cannot take is left out and told."""
     while True:
         try:
@@ -134,14 +134,14 @@ def _rows(rows: csv.DictReader[str], path: Path) -> Iterator[tuple[int, dict[str
         yield rows.line_num, row
 
 
-def _tidy_record(row: dict[str, str], values: dict[str, float | int], path: Path, line: int) -> Record:
+def _tidy_record(row: dict[Any, Any], values: dict[str, float | int], path: Path, line: int) -> Record:
     slot = row["slot"]
     try:
         micro = _whole(row["micro"]) if row.get("micro") else None
         step, rank, call = _whole(row["step"]), _whole(row["rank"]), _whole(row.get("call") or "0")
         if not 0 <= rank < MOST_RANKS:
             raise ValueError(f"{rank} is no rank")
-        if row["kind"] is None or row["name"] is None:
+        if not all(isinstance(row[key], str) for key in ("kind", "name")):  # None of a row that is too short
             raise ValueError("the row has not all columns")
         shape = _shape(row)
     except (TypeError, ValueError) as error:

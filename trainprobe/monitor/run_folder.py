@@ -142,7 +142,7 @@ def _read_lines(file: Path) -> Iterator[Finding]:
             finding = finding_of(orjson.loads(line))
             if (
                 type(finding.count) is not int
-                or not isinstance(finding.step, int | None)
+                or type(finding.step) not in (int, type(None))
                 or finding.severity not in ("error", "warning", "info")
             ):
                 raise ValueError("its step, count or severity is none")
