@@ -37,6 +37,7 @@ from trainprobe.engine.compare.uncollected import uncollected
 from trainprobe.engine.core.json_schema import prints
 from trainprobe.engine.core.naming import LEFT_OUT
 from trainprobe.engine.core.ray_cluster import on_ray
+from trainprobe.engine.storage.step_counts import shortfall
 from trainprobe.errors import CompareError, UsageError
 
 
@@ -149,7 +150,8 @@ def compare_dumps(
         ]
         run = run or suitable([folder for pair in pairs for folder in (pair.a, pair.b)])
         ranks = list(_with_progress(run(_carry_out, tasks), len(tasks)))
-    return ranks, judge_runs(ranks, missing)
+    short = {name: shortfall(path, sink="dump") for name, path in (("A", a), ("B", b))}
+    return ranks, judge_runs(ranks, [*(f"{name}: {said}" for name, said in short.items() if said), *missing])
 
 
 @dataclass(frozen=True, slots=True)

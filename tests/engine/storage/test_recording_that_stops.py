@@ -143,9 +143,10 @@ def test_a_table_that_could_not_grow_again_is_incomplete_for_every_reader(tmp_pa
 
 
 NO_FILES = """
+most = resource.getrlimit(resource.RLIMIT_NOFILE)
 def before(i, probe):
-    if i == 8: resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) , 65536))
-    if i == 20: resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 65536))
+    if i == 8: probe.flush(); resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))), most[1]))
+    if i == 20: resource.setrlimit(resource.RLIMIT_NOFILE, most)
 """
 
 

@@ -167,11 +167,12 @@ def _is_held(path: Path) -> bool:
 _ONLY_LOST = ("dump", "csv")  # readers count what these lost: of a run that went back they hold a step once
 
 
-def shortfall(folder: Path, seen: Mapping[int, int] = {}) -> str:
+def shortfall(folder: Path, seen: Mapping[int, int] = {}, sink: str = "") -> str:
     """Return "4 of 300 steps recorded" where a run had more steps than can be read, empty where it had no more.
 
     folder: of a run or a rank, or a file in it. seen: rank → steps that its log was read to hold, those that came again too. Of
-    several ranks, the one that lacks most is named. A run that goes on may be a moment ahead of its log.
+    several ranks, the one that lacks most is named. A run that goes on may be a moment ahead of its log. sink: whose steps are
+    read; by default found out.
     """
     found: list[tuple[int, int, str, int]] = []
     files = sorted(folder.rglob(STEPS_FILE)) if folder.is_dir() else [folder.parent / STEPS_FILE]
@@ -182,7 +183,7 @@ def shortfall(folder: Path, seen: Mapping[int, int] = {}) -> str:
         if counts is not None and digits.isdecimal():
             by_rank.setdefault(int(digits), []).append((path.parent, counts))
     for rank, several in by_rank.items():
-        read = [(_read_sink(at, counts), counts.alive and not counts.ended) for at, counts in several]
+        read = [(_read_sink(at, counts, sink), counts.alive and not counts.ended) for at, counts in several]
         handed = [count.handed for (_, count), _ in read]
         of = sum(n for n in handed if n is not None)
         missing = sum(count.lost for (_, count), _ in read)
@@ -198,9 +199,9 @@ def shortfall(folder: Path, seen: Mapping[int, int] = {}) -> str:
     return said + (f" of rank {rank}{more}" if len(by_rank) > 1 else "")
 
 
-def _read_sink(folder: Path, counts: KeptCounts) -> tuple[str, Count]:
+def _read_sink(folder: Path, counts: KeptCounts, sink: str) -> tuple[str, Count]:
     """Return the writer of a rank whose steps are read back: one that left something, and a log before a dump."""
     there = {"parquet": has_run_log(folder), "jsonl": (folder / LOG_FILE).is_file(), "dump": bool(find_steps(folder.parent))}
     names = [name for name in ("parquet", "jsonl", "dump", "csv") if name in counts.sinks]
-    name = next((name for name in names if there.get(name)), next(iter(names), ""))
+    name = sink or next((name for name in names if there.get(name)), next(iter(names), ""))
     return name, counts.sinks.get(name, Count())
