@@ -42,8 +42,8 @@ PLANTED = {  # what two dumps are to show → the first line of the comparison
     ),
     "pp2!weight": ("Parameter.decoder.layers.3.mlp.linear_fc2.weight (step 0)", "the weights differ"),
     "cp2!weight": ("Parameter.decoder.layers.3.mlp.linear_fc2.weight (step 0)", "rank 1 holds another copy than rank 0"),
-    "cp2!scale": (".grad (step 0)", "grad_unclipped is at least 5.0e-01 apart"),
-    "dp2!scale": (".grad (step 0)", "all that it is given agrees, grad_unclipped is at least 5.0e-01 apart"),
+    "cp2!scale": (".grad (step 0)", "grad_unclipped is twice as large in B"),
+    "dp2!scale": (".grad (step 0)", "all that it is given agrees, grad_unclipped is twice as large in B"),
     "tp2 selective!column": (
         "Module.decoder.layers.1.mlp.linear_fc1.ColumnParallelLinear.parameters_grad.0 (step 0, micro-batch 0)",
         "weight is at least",
