@@ -59,7 +59,7 @@ class BackwardStarts(Observer):
         return {"backwards": self.count}
 
     def _backward(self, original: Any) -> Any:
-        def backward(*args: Any, **kwargs: Any) -> None:
+        def backward(*args: Any, **kwargs: Any) -> Any:
             within = torch.compiler.is_compiling() or _current_graph_task_id() != -1
             if not backward.ended and not within:  # type: ignore[attr-defined]
                 self.count += 1
@@ -67,10 +67,10 @@ class BackwardStarts(Observer):
                     self._guard.run(self._audited.notify, "first_backward")
                 self._guard.run(lambda: self._audited.notify("backward_begins", _root(args, kwargs)))
                 self.unused += 1
-                original(*args, **kwargs)  # it returns None
+                result = original(*args, **kwargs)
                 self._guard.run(self._audited.notify, "backward_ends")
-                return
-            original(*args, **kwargs)
+                return result
+            return original(*args, **kwargs)
 
         return backward
 
