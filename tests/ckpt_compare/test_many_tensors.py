@@ -107,11 +107,14 @@ def test_places_are_those_that_zipfile_knows(tmp_path):
     assert places.get("150") is places.get("007") is places.get("-1") is places.get("٣") is None
 
 
-def test_places_of_any_key_and_the_last_of_a_repeated_one():
+def test_places_of_any_key_and_a_repeated_one_is_refused():
     places = Places()
-    for number, key in enumerate(["0", "1", "cpu", "2", "1"]):
+    for number, key in enumerate(["0", "1", "cpu", "2"]):
         places.add(key, 10 * number, number)
-    assert [places.get(k) for k in ("0", "1", "cpu", "2", "3", "4")] == [(0, 0), (40, 4), (20, 2), (30, 3), None, None]
+    for key in ("1", "cpu", "2"):
+        with pytest.raises(FormatError, match=f"storage {key} is there twice"):
+            places.add(key, 50, 5)
+    assert [places.get(k) for k in ("0", "1", "cpu", "2", "3", "4")] == [(0, 0), (10, 1), (20, 2), (30, 3), None, None]
 
 
 def test_an_archive_of_more_members_than_the_old_directory_can_count(tmp_path):
