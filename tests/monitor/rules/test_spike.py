@@ -132,7 +132,10 @@ def test_gradients_that_jump_together_are_a_spike_where_each_alone_would_be_none
     bench, rng = Bench("spike"), np.random.default_rng(0)
     for _ in range(150):
         feed_all(bench, rng)
-    assert len(feed_all(bench, rng, times=8.0)) == 1
+    assert feed_all(bench, rng, times=8.0) == []  # a healthy GPT was seen at 12, and its loss did not move
+    for _ in range(8):
+        feed_all(bench, rng)
+    assert len(feed_all(bench, rng, times=20.0)) == 1
     alone = Bench("spike")
     for _ in range(150):
         alone.feed(*grads({name: noisy(rng) for name in LAYERS}))

@@ -148,7 +148,7 @@ class _Reader:
 
     def _twin(self, c: _Cursor) -> None:
         who, whose = c.take("QQ")
-        self._values[who] = self._values[whose].with_note(c.text() or "")
+        self._values[who] = self._values[whose].with_note(c.text())
         self.values.append(self._values[who])
 
     def _call(self, c: _Cursor) -> None:

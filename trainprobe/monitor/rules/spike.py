@@ -5,7 +5,8 @@ weight, x is the logarithm of |Δ ln norm|, by how much its norm changed since t
 spike, once `warmup` values are known, where
 
 - p < α for the loss or a gradient norm, and it is above `loss_ratio` or `ratio` times its median;
-- twice the median of p over the gradients of all parameters is below α, and they are in the middle above `ratio` times theirs:
+- twice the median of p over the gradients of all parameters is below α, and they are in the middle above `ratio` times theirs
+  (four times that where there is a loss and none is rarer than 10^-2: a GPT on eight batches over and over was seen at 12):
   a batch that moves every layer a little is rarer than one layer that jumps by itself;
 - m p < α for one of the m outputs of modules, gradients or updates, above `ratio` times its median; where the gradient of a
   single parameter jumps it is also above `parameter_ratio` times the largest that is remembered, as in 60 healthy trainings of
@@ -55,6 +56,7 @@ RISES = float(np.log(2))  # of a rate, above all that it was
 NEAR, FAR = float(np.log(5e-4)), 8.0  # of a loss that is so many times all that is remembered, with most gradients
 BESIDE = float(np.log(1e-2))  # of most gradients, with such a loss
 SEVERAL = 4  # gradients that can speak together
+ALONE = 4.0  # times `ratio`, where no loss moves with them
 _TAIL = ("u", "s", "k", "n", "top")
 
 
@@ -133,6 +135,10 @@ def _kind(series: Series) -> float:
     )
 
 
+def _is_loss(series: Series) -> float:
+    return float(series.address.kind == "scalar" and role_of(series.address.name) == "loss")
+
+
 def _look(frame: Frame, memory: Memory, options: Options, places: I64, rows: I64) -> tuple[Onset, Bools, bool]:
     """Return what is out of the ordinary, which series have a number to remember, and whether any is beyond the alarm line."""
     kinds = memory.worked_out("kinds", places, lambda: memory.learned("kind", frame, places, rows, _kind).astype(np.int64))
@@ -160,6 +166,9 @@ def _look(frame: Frame, memory: Memory, options: Options, places: I64, rows: I64
     rates = (kinds == RATES) & usable & (count >= options.early) & (rise > RISES)
     gradients = (kinds == GRADIENTS) & known
     joint = gradients & odd & (2 * odd[gradients].sum() > gradients.sum()) & _most(gradients, rise, p, ALPHA, options)
+    losses = memory.worked_out("losses", places, lambda: memory.learned("loss", frame, places, rows, _is_loss) > 0)
+    if joint.any() and (known & losses).any() and not (known & losses & (p < BESIDE)).any():
+        joint &= bool(np.median(rise[gradients]) > np.log(ALONE * options.ratio))
     jumped = odd & rare & ((kinds != GRADIENTS) | (x - top > np.log(options.parameter_ratio)))
     jumped |= odd & (kinds == SCALARS) & (p < NEAR) & (x - top > np.log(FAR)) & _most(gradients, rise, p, BESIDE, options)
     norms = (kinds == SCALARS) | (kinds == OTHERS) | (kinds == GRADIENTS)
