@@ -97,7 +97,7 @@ try:
     while True: held.append(os.open(os.devnull, os.O_RDONLY))
 except OSError: pass
 for _ in range(int(sys.argv[2])): os.close(held.pop())
-with trainprobe.watch(model, optimizer, output=sys.argv[1], monitor=True) as probe:
+with trainprobe.watch(model, optimizer, output=sys.argv[1], monitor=True, on_error="continue") as probe:
     for _ in range(2):
         with probe.step():
             probe.note("loss", 1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from trainprobe import unobserved
@@ -72,7 +73,27 @@ def __getattr__(name: str) -> Any:
             return unobserved.watch
     if name == "GradComparator":  # of mindstudio-probe
         raise ImportError("trainprobe has no GradComparator: record both runs at level L0, then `trainprobe dump-compare A B`")
-    if name == "ProbeCallback":  # one for each framework
-        places = ", ".join(f"trainprobe.integrations.{short}" for short in ("lightning", "transformers", "mindformers"))
-        raise ImportError(f"ProbeCallback is that of a framework: import it from one of {places}")
+    if name == "ProbeCallback":
+        return _callback()
     raise AttributeError(f"module 'trainprobe' has no attribute {name!r}")
+
+
+def _callback() -> Any:
+    """Return the callback of the one framework that is loaded; where several are, what says where each is once it is called.
+
+    Raises ImportError where none is loaded.
+    """
+    loaded = [framework for framework in ("lightning", "transformers", "mindformers") if framework in sys.modules]
+    if len(loaded) == 1:
+        return importlib.import_module(f"trainprobe.integrations.{loaded[0]}").ProbeCallback
+    places = ", ".join(f"trainprobe.integrations.{name}" for name in loaded or ("lightning", "transformers", "mindformers"))
+    told = f"ProbeCallback is that of a framework: import it from one of {places}"
+    if not loaded:
+        raise ImportError(told)
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        from trainprobe.errors import UsageError
+
+        raise UsageError(told)
+
+    return type("ProbeCallback", (), {"__init__": refuse})  # tools that look for classes by name may ask for it

@@ -71,8 +71,10 @@ def test_a_finding_names_all_parameters_of_which_its_message_names_some(audited)
 
 
 def test_judge_with_chosen_rules_leaves_the_audit_out(audited, capsys):
-    assert main(["judge", str(audited), "--rules", "spike"]) == 0
+    assert main(["judge", str(audited), "--rules", "nonfinite"]) == 0
     assert "nothing found" in capsys.readouterr().out
+    assert main(["judge", str(audited), "--rules", "spike"]) == 3  # which needs more steps than there are
+    assert "nothing of this run was judged" in capsys.readouterr().out
 
 
 def test_judge_shows_recorded_findings_where_there_is_no_log_of_steps(audited, tmp_path, capsys):

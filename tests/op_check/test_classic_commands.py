@@ -281,7 +281,7 @@ def test_what_is_misused_is_said(dump: Path, tmp_path: Path, capsys: pytest.Capt
         ("[1]", "no object of settings"),
         ('{"run_ut": {"white_list": "linear"}}', "has to be a list"),
         ('{"precision": 99}', "precision is 99"),
-        ("{: :", "neither JSON nor YAML"),
+        ("{: :", "is no YAML"),
     ):
         bad.write_text(text)
         assert classic("acc_check", "-api_info", info(dump), "-config", str(bad)) == 3

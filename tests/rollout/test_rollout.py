@@ -284,5 +284,5 @@ def test_broken_and_hostile_folders_are_told(tmp_path):
     broken = next(b.glob("data/loss/**/*.npy"))
     np.save(broken, np.array([{}], dtype=object), allow_pickle=True)
     found = SingleComparator.compare(a, b, tmp_path / "out")
-    assert found.code == 2
+    assert found.code == 3
     assert [row.address.key for row in found.rows if row.verdict == "unreadable"] == ["loss"]

@@ -20,6 +20,7 @@ from trainprobe.engine.storage.dumps.layout import (
     FULL_FILE,
     LIVE_FILE,
     LOG_FILE,
+    find_ranks,
     find_segments,
     find_steps,
     has_run_log,
@@ -48,8 +49,8 @@ def read_frames(folder: Path) -> Iterator[Frame]:
     if logs:
         return
     tables: dict[int, SeriesTable] = {}
-    steps = find_steps(folder) if folder.is_dir() else {}
-    for step_folder in steps.values():
+    steps = [step for step in find_steps(folder).values() if find_ranks(step)] if folder.is_dir() else []
+    for step_folder in steps:  # one without a rank was cut off before anything of it was whole
         for rank, step_data in sorted(read_step(step_folder).items()):
             with damaged_as(f"the dump in {step_folder}"):
                 table = tables.setdefault(rank, SeriesTable())

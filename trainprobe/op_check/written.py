@@ -61,6 +61,8 @@ def overwritten_arguments(case: Case) -> list[Judgement]:
         if allowed is None or place.partition(".")[0] in allowed:
             continue
         wrong = (before != after) & ~(before.isnan() & after.isnan()) if before.is_floating_point() else before != after
+        if not wrong.any():
+            continue
         text = f"it overwrote its argument {place}: {int(wrong.sum())} of {wrong.numel()} elements changed during the call"
         found.append(Judgement("bug", text, math.inf, count=wrong.numel(), furthest=furthest(after, before)))
     return found

@@ -143,6 +143,7 @@ def read_counts(folder: Path) -> KeptCounts | None:
             return None
         sinks = {str(name): Count(**count) for name, count in told["sinks"].items()}
         whole = all(isinstance(n, int | None) for count in sinks.values() for n in asdict(count).values())
+        whole = whole and not any(count.lost is None for count in sinks.values())  # pyright: ignore[reportUnnecessaryComparison]
         return KeptCounts(sinks, bool(told["ended"]), _is_held(path)) if whole else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
