@@ -7,6 +7,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from trainprobe.engine.core.guard import attempt
 from trainprobe.engine.core.naming import chunks_of
 from trainprobe.engine.core.records import Place
 from trainprobe.engine.core.topology import check_place
@@ -87,7 +88,7 @@ def watch(
     if place is not None:
         check_place(place)
     try:
-        pipeline = pipeline_of(model)
+        pipeline: Pipeline | None = attempt(pipeline_of, model, otherwise=lambda _: None)
         probe = probe_class(model)(plan, **_about(model, place, pipeline), **overrides)
         checking: Any = None
         if probe.framework == "pytorch":

@@ -39,7 +39,7 @@ PLANTED = {  # layout and fault → step, and words of the first line
     "ddp:steps": (1, ["step:", COPY, CHANGED]),
     "fsdp1:decay": (0, ["value_after is at least"]),
     "fsdp1:betas": (0, ["exp_avg_after is at least"]),
-    "fsdp1:square": (1, ["exp_avg_sq is at least", CHANGED]),
+    "fsdp1:square": (1, ["exp_avg_sq is 1.05 times as large in B", CHANGED]),
     "fsdp1:lost": (1, ["exp_avg is at least", CHANGED]),
     "fsdp2:rate": (0, ["value_after is at least"]),
     "fsdp2:betas": (0, ["exp_avg_after is at least"]),
@@ -48,7 +48,7 @@ PLANTED = {  # layout and fault → step, and words of the first line
     "fsdp2:forgotten": (1, ["it is given something else", CHANGED]),
     "tensor:square": (1, ["exp_avg_sq is at least", CHANGED]),
     "redundancy:decay": (0, ["value_after"]),
-    "redundancy:moment": (1, ["exp_avg is at least", CHANGED]),
+    "redundancy:moment": (1, ["exp_avg is 1.05 times as large in B", CHANGED]),
 }
 DEEPSPEED_PLANTED = {
     "zero1:rate": (0, ["value_after is at least"]),

@@ -67,6 +67,7 @@ FULL = """
 space = out.parent / "fill"
 def before(i, probe):
     if i == 8:
+        probe.flush()
         for name, n in (("fill", 65536), ("fill2", 1)):
             try:
                 with open(out.parent / name, "wb", buffering=0) as f:
