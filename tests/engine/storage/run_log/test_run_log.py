@@ -173,7 +173,7 @@ def test_a_range_of_steps_is_read_by_itself(trained):
 def test_segments_follow_one_another_and_each_stands_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(parquet, "SEGMENT", 40)
     fill(tmp_path, map(small_step, range(12)))
-    assert len(find_segments(tmp_path / "rank0")) >= 3
+    assert len(find_segments(tmp_path / "rank0")) >= 2  # what comes while one is made goes into the next, which is larger then
     assert steps_in(tmp_path / "rank0") == list(range(12))
     last = find_segments(tmp_path / "rank0")[-1]
     (tmp_path / "alone").mkdir()
