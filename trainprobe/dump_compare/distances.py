@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from trainprobe.dump_compare.call_slots import is_result, named_values
 from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.intervals import ALIKE, MASKED, SAME, Interval, format_name, intervals
-from trainprobe.dump_compare.own_rounding import WITHIN, Beyond, is_kernel
+from trainprobe.dump_compare.own_rounding import ATTENTION, WITHIN, Beyond
 from trainprobe.dump_compare.pairing import CallPair
 from trainprobe.dump_compare.parameter_states import is_made
 from trainprobe.engine.compare.number_formats import FORMATS, coarser
@@ -224,7 +224,7 @@ def _matched(pair: CallPair) -> _Matched:
         return _Matched(names, left, right, _results(pair.a.kind, names), shapes)
     together = list(_together(dict(zip(names, left, strict=True)), dict(zip(others, right, strict=True))))
     if backward_of_op:
-        together = _of_the_same_nodes(together, is_kernel(pair.a))
+        together = _of_the_same_nodes(together, pair.a.name.endswith(ATTENTION))
     if elsewhere:
         together = [each for each in together if not (_is_told_elsewhere(each) or _is_not_written(each))]
     names = tuple([slot for slot, _, _ in together])
@@ -252,14 +252,14 @@ def _is_not_written(paired: Paired) -> bool:
     return any(value is not None and value.row < 0 and value.note == NOT_WRITTEN for value in paired[1:])
 
 
-def _of_the_same_nodes(together: list[Paired], kernel: bool) -> list[Paired]:
+def _of_the_same_nodes(together: list[Paired], attention: bool) -> list[Paired]:
     """Return the values of an op's backward; gradients that are those at two autograd nodes are without their partners.
 
-    A gradient has the shape of what it belongs to. Where two shapes are not alike, or where one side gives more gradients and
-    the op is no kernel, it ran as another kernel does, attention for one, and what was recorded is the gradient within it.
+    A gradient has the shape of what it belongs to. Where two shapes are not alike, or where one side gives more gradients of
+    attention, the op ran as another kernel does, and what was recorded is the gradient within it.
     """
     results = [(x, y) for slot, x, y in together if is_result(slot)]
-    other = any(not kernel if x is None or y is None else tuple(x.shape) != tuple(y.shape) for x, y in results)
+    other = any(attention if x is None or y is None else tuple(x.shape) != tuple(y.shape) for x, y in results)
     return [(slot, x, None if is_result(slot) else y) for slot, x, y in together] if other else together
 
 

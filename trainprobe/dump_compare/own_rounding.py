@@ -89,7 +89,7 @@ _MODULES = frozenset(
 )
 
 
-_ATTENTION = "scaled_dot_product_attention"
+ATTENTION = "scaled_dot_product_attention"
 
 
 def roundings(call: Call, shape: tuple[int, ...], *, joined: bool) -> tuple[float, float]:
@@ -100,7 +100,7 @@ def roundings(call: Call, shape: tuple[int, ...], *, joined: bool) -> tuple[floa
     """
     if is_kernel(call) and not joined:
         return 1.0, 1.0
-    if call.kind == "op" and call.phase == "forward" and call.name.endswith(_ATTENTION) and not joined and shape:
+    if call.kind == "op" and call.phase == "forward" and call.name.endswith(ATTENTION) and not joined and shape:
         return 2.0, 1 + shape[-1] / 16
     return SEVERAL, max(shape, default=1)
 
