@@ -30,7 +30,8 @@ def read_members(path: Path) -> dict[str, bytes]:
         with zipfile.ZipFile(regular(path)) as archive:
             entries = [entry for entry in archive.infolist() if not entry.is_dir()]
             _refuse_harm(path, entries)
-            if any(entry.compress_size > path.stat().st_size for entry in entries):
+            size = path.stat().st_size
+            if any(entry.compress_size > size for entry in entries):
                 raise zipfile.BadZipFile("a member says that it is larger than the file")
             return {entry.filename: archive.read(entry) for entry in entries}
     except zipfile.BadZipFile as error:
