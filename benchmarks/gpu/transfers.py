@@ -22,18 +22,21 @@ _WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchroniz
 
 def figures(machine: Machine) -> Iterator[dict[str, Any]]:
     """Yield a line a plan: counts a step beyond those of the bare training, and whether the bars are met."""
-    bare = counted(machine, None)
+    bare = counted(machine, None, "no tool")
     yield {"figure": "transfers", "variant": "no tool", **bare}
     for name, (plan, _) in VARIANTS.items():
-        seen = counted(machine, plan)
+        seen = counted(machine, plan, name)
         more = {key: round(seen[key] - bare[key], 2) for key in seen}
         transfers = 0 if name == "idle" else 1
         met = more["waits in the step"] <= 0 and more["to host"] <= transfers
         yield {"figure": "transfers", "variant": name, **more, "met": met if machine.device == "cuda" else None}
 
 
-def counted(machine: Machine, plan: Mapping[str, Any] | None) -> dict[str, float]:
-    """Return what is in the trace of steps 3 to 5, a step. Waits count on the training's thread alone."""
+def counted(machine: Machine, plan: Mapping[str, Any] | None, name: str) -> dict[str, float]:
+    """Return what is in the trace of steps 3 to 5, a step. Waits count on the training's thread alone.
+
+    The longest entries go to `profiles.txt`.
+    """
     with tempfile.TemporaryDirectory() as folder:
         training = prepare(machine, "small", "bf16")
         options = {"console": False, "on_error": "raise", **(plan or {}), "output": f"{folder}/out"}
@@ -53,6 +56,9 @@ def counted(machine: Machine, plan: Mapping[str, Any] | None) -> dict[str, float
                     with torch.profiler.record_function("training step"), watch:
                         training.step(i)
                 machine.wait()
+        with (machine.output / "profiles.txt").open("a", encoding="utf-8") as file:
+            order = "self_cuda_time_total" if machine.device == "cuda" else "self_cpu_time_total"
+            file.write(f"\n{name}\n{profile.key_averages().table(sort_by=order, row_limit=25, max_name_column_width=60)}\n")
         profile.export_chrome_trace(f"{folder}/trace.json")
         return _counts(orjson.loads(Path(f"{folder}/trace.json").read_bytes())["traceEvents"])
 
