@@ -169,6 +169,8 @@ class OpCheckProgram(Program):
         self.probe.close()
         for sentence in self.probe.sentences:
             self._run.at_end(sentence)
+        if self._log is not None:
+            self._log.close()
 
     def _say(self, text: str) -> None:
         if self._log is None:
