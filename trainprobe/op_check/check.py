@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from trainprobe.op_check.cases import Case, NotChecked, Tensor, flat
 from trainprobe.op_check.causes import likely
-from trainprobe.op_check.double_double.tensor import DoubleDouble
 from trainprobe.op_check.error_locations import furthest
 from trainprobe.op_check.evaluate import Expectation, Expected, Reference
 from trainprobe.op_check.functions import api, is_in_place
@@ -285,7 +284,7 @@ def fitted(y: Tensor, want: Expected) -> tuple[Tensor, Expected]:
 
     Some dumps hold a bool as bytes.
     """
-    r, low = want.value, want.low
+    r = want.value
     if r.dtype == torch.bool and y.dtype == torch.uint8:
         return y.to(torch.bool), want
     if y.shape != r.shape and y.numel() == r.numel() and (_broadcasts(r.shape, y.shape) or _broadcasts(y.shape, r.shape)):
@@ -299,10 +298,7 @@ def fitted(y: Tensor, want: Expected) -> tuple[Tensor, Expected]:
     each = UNIT[y.dtype] * r.abs() + (0.0 if want.noise is None else want.noise)
     length = (r.numel() / max(1, y.numel())) ** 0.5
     noise = each.square().sum_to_size(y.shape).sqrt() + min(SINGLE, UNIT[y.dtype]) * length * r.abs().sum_to_size(y.shape)
-    if low is None:
-        return y, Expected(r.sum_to_size(y.shape), noise, no_wider=want.no_wider)
-    whole: Any = DoubleDouble(r, low).sum_to_size(y.shape)
-    return y, Expected(whole.high, noise, low=whole.low)
+    return y, Expected(r.sum_to_size(y.shape), noise, source=want.source)
 
 
 def _broadcasts(small: torch.Size, large: torch.Size) -> bool:

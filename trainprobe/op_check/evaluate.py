@@ -17,6 +17,7 @@ from trainprobe.op_check.references import adds_rows, is_pointwise, known_roundi
 from trainprobe.op_check.run import SINGLE, Run, autocast
 
 EVALUATIONS = 8  # with noise, at most
+_IEEE = frozenset(("add", "sub", "rsub", "mul", "div", "true_divide", "sqrt"))  # float64 defines their bits
 _ENOUGH = 4  # of them, to know how far the sizes of results move as a whole
 
 
@@ -25,16 +26,15 @@ class Expected:
     """One result as it should be. value: float64, or whole numbers. given: its noise, None where nothing is rounded.
 
     gain: the largest ⟨m − r, r⟩ / ⟨r, r⟩ of the evaluations m with noise, where there were enough to tell. one_sided: how
-    unevenly |m| lay above and below |r|, in standard deviations. low: of a float64 result, what float64 leaves of the
-    reference, which is value + low; None with the reason `no_wider` where there is no reference of more digits.
+    unevenly |m| lay above and below |r|, in standard deviations. source: "IEEE 754" where float64 arithmetic alone
+    defines the bits, "formula", or "float64 kernel" of torch.
     """
 
     value: Tensor
     given: Allowance | Tensor | None
     gain: float = math.inf
     one_sided: float = math.inf
-    low: Tensor | None = None
-    no_wider: str = ""
+    source: str = "formula"
 
     @property
     def noise(self) -> Tensor | None:
@@ -79,10 +79,6 @@ class Reference:
         recorded = case.results if backward else case.outputs
         self._unit = max((UNIT.get(t.dtype, 0.0) for t in recorded if t is not None), default=0.0)
         self.source, self._values = self._run.first()
-        self._lows: list[Tensor | None] = [None] * len(self._values)
-        self._no_wider = ""
-        if self._run.rounded and any(t is not None and t.dtype == torch.float64 for t in recorded):
-            self._widen_values()
         once = self.source == "formula" and self._run.rounded == 1
         self._left = 0 if not self._run.rounded else 1 if once else EVALUATIONS
         self._evaluated = 0
@@ -90,22 +86,6 @@ class Reference:
         self._asked = 0  # ways to know the rounding without them
         self._gains = [0.0] * len(self._values)
         self._sides = [0.0] * len(self._values)
-
-    def _widen_values(self) -> None:
-        """Take the results from an evaluation with twice the digits of float64, where each of its steps has a rule."""
-        try:
-            found = self._run.in_double_double()
-        except NotImplementedError as missing:
-            self._no_wider = f"{str(missing) or 'a formula for these arguments'} is missing in double-double"
-            return
-        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, AssertionError) as error:
-            text = (str(error).strip().splitlines() or [type(error).__name__])[0][:100]
-            self._no_wider = f"double-double cannot take these arguments ({text})"
-            return
-        self._no_wider = "it is made of numbers that are no arguments"
-        for i, (r, pair) in enumerate(zip(self._values, found, strict=False)):
-            if r is not None and pair is not None and r.dtype == torch.float64 and r.shape == pair[0].shape:
-                self._values[i], self._lows[i] = pair
 
     @cached_property
     def _noises(self) -> list[Allowance | None]:
@@ -115,10 +95,10 @@ class Reference:
         """Return whether all recorded results are the correctly rounded ones, bit by bit."""
         if len(recorded) > len(self._values):
             return False
-        for y, r, low in zip(recorded, self._values, self._lows, strict=False):
+        for y, r in zip(recorded, self._values, strict=False):
             if y is None or r is None or y.shape != r.shape or y.dtype not in UNIT or not r.is_floating_point():
                 return False
-            if y.dtype == torch.float64 and low is None:
+            if y.dtype == torch.float64:  # the reference itself is rounded to it
                 return False
             if y.is_complex() or not is_nearest(y, r):
                 return False
@@ -136,10 +116,10 @@ class Reference:
         """Return each result with the noise that is known: at first the rounding of the last step alone."""
         told = self._moved >= _ENOUGH or self._evaluated < self._left
         nothing = (math.inf, math.inf)
-        found = zip(self._values, self._noises, self._gains, self._sides, self._lows, strict=True)
+        found = zip(self._values, self._noises, self._gains, self._sides, strict=True)
+        source = "IEEE 754" if api(self._run.case.name) in _IEEE else self.source
         return [
-            None if r is None else Expected(r, n, *((gain, side) if told else nothing), low, self._no_wider)
-            for r, n, gain, side, low in found
+            None if r is None else Expected(r, n, *((gain, side) if told else nothing), source) for r, n, gain, side in found
         ]
 
     def refine(self) -> bool:

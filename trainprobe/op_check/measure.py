@@ -112,17 +112,14 @@ def far(y: Tensor, r: Tensor, noise: Tensor) -> Tensor:
     return found.view(r.shape)
 
 
-def measured(y: Tensor, r: Tensor, noise: Allowance, low: Tensor | None = None) -> Sums:
-    """Return the sums of a result of a floating format in UNIT.
-
-    r: float64, of its shape. low: what float64 leaves of the reference, which is r + low.
-    """
+def measured(y: Tensor, r: Tensor, noise: Allowance) -> Sums:
+    """Return the sums of a result of a floating format in UNIT. r: float64, of its shape."""
     sums = _compiled(y, r, noise)
     if sums is not None:
         return sums
     sums = Sums()
-    for begin, (part, want, its_noise, *rest) in _spans(y, r, noise.tensor, *([] if low is None else [low])):
-        _add(sums, begin, part, want, its_noise, *rest)
+    for begin, (part, want, its_noise) in _spans(y, r, noise.tensor):
+        _add(sums, begin, part, want, its_noise)
     return sums
 
 
@@ -162,7 +159,7 @@ def _spans(*tensors: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
         yield begin, tuple(t[begin : begin + _SPAN] for t in flat)
 
 
-def _add(sums: Sums, begin: int, y: Tensor, r: Tensor, noise: Tensor, low: Tensor | None = None) -> None:
+def _add(sums: Sums, begin: int, y: Tensor, r: Tensor, noise: Tensor) -> None:
     rounded = r.to(y.dtype)
     same = y == rounded
     wide = y.to(torch.float64)
@@ -179,8 +176,7 @@ def _add(sums: Sums, begin: int, y: Tensor, r: Tensor, noise: Tensor, low: Tenso
     right = int(same.sum())
     sums.same += right
     size = r.abs()
-    error = wide - r
-    _add_errors(sums, begin, error if low is None else error - low, r, size, bound)
+    _add_errors(sums, begin, wide - r, r, size, bound)
     sums.noise += float(torch.dot(noise, noise))
     sums.explained += float(torch.dot(noise, size))
     if right < len(y) and UNIT[y.dtype] >= COARSE:

@@ -11,6 +11,7 @@ from trainprobe.errors import OutputError, UsageError
 from trainprobe.op_check.cases import Case, NotChecked, Tensor
 from trainprobe.op_check.check import check
 from trainprobe.op_check.dump import Row
+from trainprobe.op_check.evaluate import Expectation
 from trainprobe.op_check.expression import expression
 from trainprobe.op_check.made import run_here
 from trainprobe.op_check.recorded import RecordedRank, Unit
@@ -37,6 +38,7 @@ def write_replay(row: Row, folder: Path, recorded: RecordedRank | None = None) -
     name = re.sub(r"[^A-Za-z0-9]", "_", row.entry)[:_LONGEST]
     script, inputs = folder / f"{name}.py", folder / f"{name}.safetensors"
     wanted = [bool(needed) for needed in case.requires_grad] or [True] * len(case.tensors())
+    expectation = check(case, backward, whole=True).expectation
     text = _template().format(
         title=re.sub(r"[^A-Za-z0-9_.]", "?", row.entry),
         script=script.name,
@@ -45,10 +47,11 @@ def write_replay(row: Row, folder: Path, recorded: RecordedRank | None = None) -
         backward=backward,
         of_inputs=bool(case.of_inputs),
         requires_grad=wanted,
+        by_kernel=expectation is not None and expectation.source != "formula",
     )
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(_tensors(case, backward), inputs, {CALL: call})
+        save_file(_tensors(case, backward, expectation), inputs, {CALL: call})
         script.write_text(text, encoding="utf-8")
     except OSError as error:
         raise OutputError(f"cannot write {folder}: {error}") from error
@@ -63,13 +66,12 @@ def _template() -> str:
     return Path(__file__).with_name("replay_script.txt").read_text(encoding="utf-8")
 
 
-def _tensors(case: Case, backward: bool) -> dict[str, Tensor]:
+def _tensors(case: Case, backward: bool, expectation: Expectation | None) -> dict[str, Tensor]:
     """Return what the script needs, each in memory of its own."""
     found: dict[str, Tensor | None] = {f"input.{i}": t for i, t in enumerate(case.tensors())}
     found |= {f"gradient.{i}": t for i, t in enumerate(case.gradients or ())}
     found |= {f"recorded.{i}": t for i, t in enumerate(case.results if backward else case.outputs)}
-    expectation = check(case, backward, whole=True).expectation
     for i, expected in enumerate(expectation.results if expectation is not None else ()):
         if expected is not None:
-            found |= {f"expected.{i}": expected.value, f"noise.{i}": expected.noise, f"low.{i}": expected.low}
+            found |= {f"expected.{i}": expected.value, f"noise.{i}": expected.noise}
     return {name: t.detach().contiguous().clone() for name, t in found.items() if t is not None and not t.is_complex()}

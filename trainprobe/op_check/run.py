@@ -13,7 +13,6 @@ import torch
 
 from trainprobe.engine.arrays.without_dispatch import without_dispatch
 from trainprobe.op_check.cases import Case, NotChecked, Tensor, flat, mapped
-from trainprobe.op_check.double_double.tensor import DoubleDouble
 from trainprobe.op_check.functions import api, function, is_in_place
 from trainprobe.op_check.noise import UNIT, Noise
 from trainprobe.op_check.references import (
@@ -83,7 +82,6 @@ class Run:
         self.source = ""
         self.node = ""
         self.rounded = 0  # steps that round
-        self._wider = False
 
     def first(self) -> tuple[str, list[Tensor | None]]:
         """Return the source and the results without noise."""
@@ -123,19 +121,6 @@ class Run:
                 raise NotChecked("it draws random numbers, and the dump does not hold which")
             self.rounded = still.rounded
             return results
-
-    def in_double_double(self) -> list[tuple[Tensor, Tensor] | None]:
-        """Return the results as pairs high + low of float64; None where one is no number of float64.
-
-        Raises NotImplementedError with the name of a step that has no rule there.
-        """
-        self._wider = True
-        try:
-            with without_dispatch(), torch.random.fork_rng(devices=[]):
-                found = self._evaluated(None, False)
-        finally:
-            self._wider = False
-        return [None if t is None else _pair(t) for t in found]
 
     def known_rounding(self, accumulate: float) -> list[Size] | None:
         """Return how far a kernel may be off where its formula tells; None where that has to be tried."""
@@ -218,7 +203,7 @@ class Run:
         wanted = list(case.requires_grad)
 
         def prepared(t: Tensor) -> Tensor:
-            t = self._with_digits(self._own(t, noise if move_inputs else None, sizes))
+            t = self._own(t, noise if move_inputs else None, sizes)
             place = len(leaves)
             wants = self.backward and _differentiable(t) and (place >= len(wanted) or wanted[place])
             leaves.append(t.requires_grad_(wants))
@@ -234,7 +219,6 @@ class Run:
                 return list(out)
             given = [None if g is None else self._widened(g, noise if move_inputs else None) for g in case.gradients or ()]
             given = [g.abs().to(sizes) if g is not None and sizes is not None else g for g in given]
-            given = [None if g is None else self._with_digits(g) for g in given]
             return [None if g is None else g.detach() for g in self._gradients(out, leaves, given)]
 
     def _own(self, t: Tensor, noise: Noise | None, sizes: torch.dtype | None) -> Tensor:
@@ -243,10 +227,6 @@ class Run:
             return (t.abs() if t.dtype == sizes and self.low is None else self._widened(t, noise).abs()).to(sizes)
         wide = self._widened(t, noise)
         return wide.clone() if wide.data_ptr() == t.data_ptr() else wide
-
-    def _with_digits(self, t: Tensor) -> Tensor:
-        """Return a number of float64 with twice its digits, where the run is evaluated with these."""
-        return DoubleDouble(t, torch.zeros_like(t)) if self._wider and t.dtype == torch.float64 else t
 
     def _widened(self, t: Tensor, noise: Noise | None) -> Tensor:
         if not t.is_floating_point():
@@ -370,10 +350,6 @@ class Run:
         if any(e is not None and e not in entries for e in edges):
             return None
         return [None if e is None else entries[e] for e in edges]
-
-
-def _pair(t: Tensor) -> tuple[Tensor, Tensor] | None:
-    return (t.high, t.low) if isinstance(t, DoubleDouble) else None
 
 
 def recorded_edges(case: Case) -> list[int | None] | None:

@@ -1,4 +1,4 @@
-"""Numbers of twice the digits of float64 against mpmath, and the verdicts on float64 operators that rest on them."""
+"""Verdicts on float64 operators, whose references are rounded like they are."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import mpmath
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -18,19 +17,8 @@ import trainprobe
 from trainprobe.cli import main
 from trainprobe.op_check.cases import Case
 from trainprobe.op_check.check import check
-from trainprobe.op_check.double_double import arithmetic, functions, special
-from trainprobe.op_check.double_double.products import product
-from trainprobe.op_check.double_double.tensor import DoubleDouble
 
 Tensor = torch.Tensor
-Pair = tuple[Tensor, Tensor]
-mpmath.mp.prec = 300
-_ULP = 2.0**-52
-
-
-def numbers() -> Tensor:
-    torch.manual_seed(0)
-    return torch.cat([torch.randn(24, dtype=torch.float64) * s for s in (1e-8, 1e-3, 1.0, 5.0, 20.0)])
 
 
 def values(*shape: int, seed: int = 0) -> Tensor:
@@ -39,205 +27,6 @@ def values(*shape: int, seed: int = 0) -> Tensor:
 
 SYSTEM = values(6, 6) + 3 * torch.eye(6, dtype=torch.float64)
 SQUARE = SYSTEM @ SYSTEM.mT
-
-
-def value(pair: Pair) -> list[Any]:
-    highs, lows = pair[0].reshape(-1).tolist(), pair[1].reshape(-1).tolist()
-    return [mpmath.mpf(h) + mpmath.mpf(low) for h, low in zip(highs, lows, strict=True)]
-
-
-def farthest(pair: Pair, want: list[Any]) -> float:
-    """Return the largest relative error; what is below the range of float64 counts for nothing."""
-    errors = [abs((got - w) / w) for got, w in zip(value(pair), want, strict=True) if abs(w) > 1e-280]
-    return float(max(errors))
-
-
-_ANYWHERE: dict[str, tuple[Callable[[Pair], Pair], Callable[[Any], Any]]] = {
-    "exp": (functions.exponential, mpmath.exp),
-    "expm1": (functions.exponential_less_one, mpmath.expm1),
-    "tanh": (functions.hyperbolic_tangent, mpmath.tanh),
-    "sigmoid": (functions.sigmoid, lambda x: 1 / (1 + mpmath.exp(-x))),
-    "erf": (functions.error_function, mpmath.erf),
-    "erfc": (functions.complementary_error_function, mpmath.erfc),
-    "sin": (functions.sine, mpmath.sin),
-    "cos": (functions.cosine, mpmath.cos),
-    "sinh": (functions.hyperbolic_sine, mpmath.sinh),
-    "cosh": (functions.hyperbolic_cosine, mpmath.cosh),
-    "tan": (functions.tangent, mpmath.tan),
-    "atan": (functions.arc_tangent, mpmath.atan),
-    "asin": (lambda x: functions.arc_sine(arithmetic.times_power_of_two(x, 2.0**-7)), lambda x: mpmath.asin(x / 128)),
-    "acos": (lambda x: functions.arc_cosine(arithmetic.times_power_of_two(x, 2.0**-7)), lambda x: mpmath.acos(x / 128)),
-}
-_ABOVE_ZERO: dict[str, tuple[Callable[[Pair], Pair], Callable[[Any], Any]]] = {
-    "log": (functions.logarithm, mpmath.log),
-    "log1p": (functions.logarithm_of_one_and, mpmath.log1p),
-    "log2": (functions.binary_logarithm, lambda x: mpmath.log(x) / mpmath.log(2)),
-    "log10": (functions.decimal_logarithm, lambda x: mpmath.log(x) / mpmath.log(10)),
-    "exp2": (functions.power_of_two, lambda x: mpmath.mpf(2) ** x),
-    "sqrt": (arithmetic.root, mpmath.sqrt),
-    "rsqrt": (functions.reciprocal_root, lambda x: 1 / mpmath.sqrt(x)),
-    "pow 2.3": (lambda x: functions.power(x, arithmetic.constant(2.3)), lambda x: x ** mpmath.mpf(2.3)),
-    "pow -3": (lambda x: functions.power(x, arithmetic.constant(-3.0)), lambda x: x**-3),
-}
-
-
-@pytest.mark.parametrize("name", [*_ANYWHERE, *_ABOVE_ZERO])
-def test_functions_have_28_digits(name: str) -> None:
-    function, exact = {**_ANYWHERE, **_ABOVE_ZERO}[name]
-    x = numbers().abs() if name in _ABOVE_ZERO else numbers()
-    given = arithmetic.exactly(x)
-    assert farthest(function(given), [exact(v) for v in value(given)]) < 2.0**-93
-
-
-_SPECIAL: dict[str, tuple[Callable[[Pair], Pair], Callable[[Any], Any], Tensor]] = {
-    "asinh": (special.inverse_hyperbolic_sine, mpmath.asinh, numbers()),
-    "acosh": (special.inverse_hyperbolic_cosine, mpmath.acosh, 1 + numbers().abs()),
-    "atanh": (special.inverse_hyperbolic_tangent, mpmath.atanh, numbers() / 100),
-    "erfinv": (special.inverse_error_function, mpmath.erfinv, numbers().tanh().clamp(1e-14 - 1, 1 - 1e-14)),
-    "ndtri": (
-        special.normal_quantile,
-        lambda p: -mpmath.sqrt(2) * mpmath.erfinv(1 - 2 * p),
-        numbers().sigmoid().clamp(1e-14, 1 - 1e-14),
-    ),
-    "erfcx": (
-        functions.scaled_complementary_error_function,
-        lambda x: mpmath.exp(x * x) * mpmath.erfc(x),
-        numbers().clamp_min(-20),
-    ),
-    "lgamma": (special.logarithm_of_gamma, mpmath.loggamma, numbers().abs() + 3),
-    "digamma": (special.digamma, mpmath.digamma, numbers().abs() + 2),
-    "trigamma": (lambda x: special.polygamma(1, x), lambda x: mpmath.psi(1, x), numbers().abs() + 1e-3),
-    "polygamma 4": (lambda x: special.polygamma(4, x), lambda x: mpmath.psi(4, x), numbers().abs() + 1e-3),
-    "i0": (lambda x: special.bessel(0, x), lambda x: mpmath.besseli(0, x), numbers().clamp(-59, 59)),
-    "i1": (lambda x: special.bessel(1, x), lambda x: mpmath.besseli(1, x), numbers().clamp(-59, 59)),
-}
-
-
-@pytest.mark.parametrize("name", _SPECIAL)
-def test_special_functions_have_28_digits(name: str) -> None:
-    function, exact, x = _SPECIAL[name]
-    given = arithmetic.exactly(x)
-    assert farthest(function(given), [exact(v) for v in value(given)]) < 2.0**-93
-
-
-def test_angles_have_28_digits_in_every_quarter() -> None:
-    y, x = numbers(), numbers().flip(0)
-    want = [mpmath.atan2(a, b) for a, b in zip(y.tolist(), x.tolist(), strict=True)]
-    assert farthest(special.angle(arithmetic.exactly(y), arithmetic.exactly(x)), want) < 2.0**-93
-
-
-def test_linear_systems_have_28_digits_of_their_condition() -> None:
-    a, b = SYSTEM, values(6, 2, seed=1)
-    exact = mpmath.lu_solve(mpmath.matrix(a.tolist()), mpmath.matrix(b[:, :1].tolist()))
-    wide = DoubleDouble(*arithmetic.exactly(a))
-    found: Any = torch.linalg.solve(wide, DoubleDouble(*arithmetic.exactly(b)))
-    assert farthest((found.high[:, 0], found.low[:, 0]), [exact[i] for i in range(6)]) < 2.0**-93
-    found = torch.linalg.det(wide)
-    assert farthest((found.high, found.low), [mpmath.det(mpmath.matrix(a.tolist()))]) < 2.0**-93
-    found = torch.linalg.cholesky(DoubleDouble(*arithmetic.exactly(SQUARE)))
-    exact = mpmath.cholesky(mpmath.matrix(SQUARE.tolist()))
-    rows, columns = torch.tril_indices(6, 6)
-    want = [exact[int(i), int(j)] for i, j in zip(rows, columns, strict=True)]
-    assert farthest((found.high[rows, columns], found.low[rows, columns]), want) < 2.0**-93
-
-
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("how", [(1, 0, 0, 1, 1), (2, 1, 1, 1, 1), (2, 1, 0, 2, 2), (3, 2, 2, 2, 1)])
-def test_convolutions_and_their_gradients_are_torchs(how: tuple[int, ...], transposed: bool) -> None:
-    stride, padding, more, dilation, groups = how
-    for n in (1, 2, 3):
-        window = [3, 2, 2][:n]
-        x = values(2, 4, *[9, 8, 7][:n])
-        w = values(4, 6 // groups, *window, seed=1) if transposed else values(6, 4 // groups, *window, seed=1)
-        call: Any = getattr(F, f"conv{'_transpose' if transposed else ''}{n}d")
-        named = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
-        named |= {"output_padding": min(more, max(stride, dilation) - 1)} if transposed else {}
-        for first in (x, x[0]):
-            plain = [t.clone().requires_grad_() for t in (first, w, values(6, seed=2))]
-            wide = [DoubleDouble(*arithmetic.exactly(t.detach().clone())).requires_grad_() for t in plain]
-            y, high = call(*plain, **named), call(*wide, **named)
-            g = values(*y.shape, seed=3)
-            results: Any = torch.autograd.grad(high, wide, DoubleDouble(*arithmetic.exactly(g)))
-            for want, found in zip((y, *torch.autograd.grad(y, plain, g)), (high, *results), strict=True):
-                assert torch.allclose(found.high, want, rtol=1e-13, atol=1e-13)
-
-
-def test_the_logarithm_keeps_its_digits_near_one() -> None:
-    x = 1 + numbers() * 1e-9
-    given = arithmetic.exactly(x[x != 1])
-    assert farthest(functions.logarithm(given), [mpmath.log(v) for v in value(given)]) < 2.0**-93
-
-
-def test_quotients_sums_and_products_have_30_digits() -> None:
-    a, b = arithmetic.two_sum(numbers(), numbers() * 1e-17), arithmetic.two_sum(numbers().flip(0), numbers() * 1e-18)
-    pairs = [*zip(value(a), value(b), strict=True)]
-    assert farthest(arithmetic.multiply(a, b), [x * y for x, y in pairs]) < 2.0**-100
-    assert farthest(arithmetic.divide(a, b), [x / y for x, y in pairs]) < 2.0**-100
-    assert farthest(arithmetic.add(a, b), [x + y for x, y in pairs]) < 2.0**-100
-
-
-def test_a_sum_that_cancels_has_30_digits_of_its_terms() -> None:
-    torch.manual_seed(1)
-    x = torch.randn(6, 501, dtype=torch.float64) * torch.logspace(-12, 12, 501, dtype=torch.float64)
-    x = torch.cat([x, -x[:, 1:]], 1)[:, torch.randperm(1001)]
-    want = [mpmath.fsum(map(mpmath.mpf, row)) for row in x.tolist()]
-    high, low = arithmetic.running(arithmetic.exactly(x), 1, arithmetic.add)
-    for found in (arithmetic.added_up(arithmetic.exactly(x), [1]), (high[:, -1], low[:, -1])):
-        errors = [abs(got - w) for got, w in zip(value(found), want, strict=True)]
-        assert float(max(errors)) < 2.0**-100 * float(x.abs().sum(1).min())
-        assert float(max(errors)) < 1e-5 * min(abs(float(w)) for w in want), "where float64 has no digit left"
-
-
-@pytest.mark.parametrize("length", [1, 300])
-def test_products_of_matrices_are_exact_to_30_digits_of_their_terms(length: int) -> None:
-    torch.manual_seed(2)
-    a = torch.randn(5, length, dtype=torch.float64) * torch.logspace(-6, 6, length, dtype=torch.float64)
-    b = torch.randn(length, 4, dtype=torch.float64)
-    low = torch.randn(5, length, dtype=torch.float64) * a.abs() * 2.0**-55
-    left = mpmath.matrix(a.tolist()) + mpmath.matrix(low.tolist())
-    want, size = left * mpmath.matrix(b.tolist()), a.abs() @ b.abs()
-    found = value(product((a, low), arithmetic.exactly(b)))
-    errors = [abs(found[4 * i + j] - want[i, j]) / float(size[i, j]) for i in range(5) for j in range(4)]
-    assert float(max(errors)) < 2.0**-96
-
-
-def test_infinities_and_nan_are_those_of_float64() -> None:
-    x = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0, 1e300, 1.7e308, 5e-324], dtype=torch.float64)
-    for function, plain in (
-        (functions.exponential, torch.exp),
-        (functions.logarithm, torch.log),
-        (functions.hyperbolic_tangent, torch.tanh),
-        (functions.sigmoid, torch.sigmoid),
-        (functions.error_function, torch.erf),
-        (arithmetic.root, torch.sqrt),
-        (lambda p: arithmetic.multiply(p, p), torch.square),
-        (lambda p: arithmetic.divide(functions.ONE, p), torch.reciprocal),
-        (lambda p: arithmetic.add(p, p), lambda x: x + x),
-    ):
-        high, low = function(arithmetic.exactly(x))
-        assert torch.allclose(high, plain(x), rtol=4 * _ULP, atol=0, equal_nan=True)
-        assert bool(low.isfinite().all())
-    stacked = torch.stack([x, x + 1])
-    high, _ = product(arithmetic.exactly(stacked), arithmetic.exactly(stacked.mT))
-    assert torch.equal(high.isnan(), (stacked @ stacked.mT).isnan())
-
-
-def test_rows_that_are_named_again_are_added() -> None:
-    torch.manual_seed(3)
-    weight = torch.randn(5, 3, dtype=torch.float64)
-    index, g = torch.randint(0, 5, (40,)), torch.randn(40, 3, dtype=torch.float64)
-    wide = DoubleDouble(*arithmetic.exactly(weight)).requires_grad_()
-    found: Any = torch.autograd.grad(wide[index], wide, DoubleDouble(*arithmetic.exactly(g)))[0]
-    want = [[mpmath.fsum(mpmath.mpf(v) for v in g[index == i, j].tolist()) for j in range(3)] for i in range(5)]
-    assert farthest((found.high, found.low), [w for row in want for w in row]) < 2.0**-100
-
-
-def test_a_step_without_a_rule_is_named() -> None:
-    with pytest.raises(NotImplementedError, match="bessel_j0"):
-        torch.special.bessel_j0(DoubleDouble(*arithmetic.exactly(torch.ones(2, dtype=torch.float64))))
-
-
-# -- verdicts
 
 
 def recorded(call: Callable[..., Tensor], *given: Any, wrong: Callable[..., Tensor] | None = None, **named: Any) -> Any:
@@ -399,9 +188,8 @@ def test_faults_of_float64_operators_are_found(name: str) -> None:
     call, given, named, wrong = WRONG[name]
     forward, _ = recorded(call, *given, wrong=wrong, **named)
     assert forward.outcome == "bug", forward
-    right, right_backward = recorded(call, *given, **named)
-    assert right.outcome in ("exact", "rounding"), right
-    assert right_backward.outcome in ("exact", "rounding"), right_backward
+    for right in recorded(call, *given, **named):
+        assert right.outcome in ("exact", "rounding") or "torch's own float64 kernel" in right.reason, right
 
 
 def _gradient(call: Callable[..., Tensor], given: tuple[Any, ...], wrong: Callable[..., Tensor], index: int) -> str:
@@ -415,7 +203,7 @@ def _gradient(call: Callable[..., Tensor], given: tuple[Any, ...], wrong: Callab
     name = f"Functional.{call.__name__}" if hasattr(F, call.__name__) else f"Torch.{call.__name__}"
     case = Case(name, given, {}, [y.detach()], [g], results, [True] * len(leaves), of_inputs=True)
     judged = check(case, backward=True).judgements
-    assert all(j.outcome in ("exact", "rounding") for i, j in enumerate(judged) if i != index)
+    assert all(j.outcome in ("exact", "rounding", "not checked") for i, j in enumerate(judged) if i != index)
     return judged[index].outcome
 
 
@@ -561,8 +349,9 @@ RIGHT: dict[str, tuple[Callable[..., Tensor], tuple[Any, ...], Callable[..., Ten
 @pytest.mark.parametrize("name", RIGHT)
 def test_float64_kernels_that_differ_from_torchs_are_right(name: str) -> None:
     call, given, other = RIGHT[name]
-    for found in recorded(call, *given, wrong=other):
-        assert found.outcome in ("exact", "rounding"), found
+    forward, backward = recorded(call, *given, wrong=other)
+    assert forward.outcome in ("exact", "rounding"), forward
+    assert backward.outcome in ("exact", "rounding") or "the bits of torch's own" in backward.reason, backward
 
 
 @pytest.mark.parametrize("zeros", [1, 30])
@@ -579,12 +368,12 @@ def test_a_zero_hides_no_other_element(zeros: int) -> None:
     assert check(Case("Torch.mul", (x, y), {}, [wrong])).worst.outcome == "bug"
 
 
-def test_a_float64_operator_without_a_wider_reference_is_not_checked() -> None:
+def test_agreement_with_torchs_own_float64_kernel_is_no_proof() -> None:
     x = values(50).abs()
     y = torch.special.bessel_j0(x)
     found = check(Case("Torch.special_bessel_j0", (x,), {}, [y])).worst
     assert found.outcome == "not checked"
-    assert "bessel_j0 is missing in double-double" in found.reason
+    assert found.reason == "it has the bits of torch's own float64 kernel, and no formula says what is right"
     assert check(Case("Torch.special_bessel_j0", (x,), {}, [y * (1 + 1e-9)])).worst.outcome == "bug"
     assert check(Case("Torch.relu", (x,), {}, [torch.relu(x)])).worst.outcome == "exact"
 
