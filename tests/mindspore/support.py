@@ -21,7 +21,6 @@ import numpy as np
 from mindspore import nn, ops
 
 from trainprobe.engine.capture.mindspore.cells import COMPILED
-from trainprobe.engine.capture.mindspore.graph_cells import CHANGES_BITS
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.storage.dumps.read import read
 from trainprobe.errors import PlanError
@@ -35,7 +34,6 @@ DOC = Path(__file__).parents[2] / "docs/mindspore.md"
 BEGIN, END = "<!-- made by `python -m tests.mindspore.support` -->", "<!-- end of the table -->"
 PYNATIVE, GRAPH = ms.PYNATIVE_MODE, ms.GRAPH_MODE
 IN_A_GRAPH = "no: inside a graph Python sees no call; MindSpore itself dumps its kernels (`kernel-dump configure`)"
-CALLBACKS = "with `graph_callbacks`, on a CPU"
 
 
 class Small(nn.Cell):
@@ -217,11 +215,6 @@ CALLS: dict[str, tuple[dict[str, Any], Shows]] = {
     "nan_tokens": ({"nan_tokens": True}, lambda r: '"Max": NaN' in (r.rank / "dump.json").read_text()),
     "recompute": ({"recompute": "skip"}, lambda r: size(r) == plain()),  # of cells that run again: tests/mindspore/test_model
     "native": ({"native": False}, lambda r: size(r) == plain()),
-    "graph_callbacks": ({"graph_callbacks": True}, lambda r: size(r) == plain()),
-    "graph_callbacks: all": (
-        {"graph_callbacks": "all"},
-        lambda r: r.has("Cell.up.Dense.forward.0") and (CHANGES_BITS in [f.message for f in r.findings]) == r.of_a_graph,
-    ),
     "monitor: activations": ({"level": "off", "monitor": {"activations": True}}, lambda r: has_slot(r, "output")),
     "monitor: activation_gradients": (
         {"level": "off", "monitor": {"activation_gradients": True}},
@@ -307,36 +300,6 @@ def in_a_graph() -> str:
     return IN_A_GRAPH if not seen and any(finding.message == COMPILED for finding in done.findings) else ""
 
 
-# compiling takes a second: tried in a graph is what the tap itself carries out; the rest is behind the tape, as "level: L0"
-TRIED_IN_A_GRAPH = (
-    "level: L0",
-    "level: L1",
-    "modules",
-    "data: parameter_gradients",
-    "stacks",
-    "construct",
-    "phases",
-    "monitor: activation_gradients",
-)
-OF_OPERATORS = ("level: mix", "ops")
-# the settings that have cells seen in a graph: tried there as they are
-OF_GRAPHS = {
-    "graph_callbacks": "yes, on a CPU",
-    "graph_callbacks: all": "yes, on a CPU; the last bits of the training may then be others, which is said",
-}
-
-
-@cache
-def of_calls_in_a_graph(name: str) -> str:
-    """Return what becomes of calls in graph mode with `graph_callbacks`, where cells are seen, and without; "" if silent."""
-    if name in OF_GRAPHS:
-        return OF_GRAPHS[name] if tried(GRAPH, name) == "yes" else ""
-    if name not in TRIED_IN_A_GRAPH:
-        return of_calls_in_a_graph("level: L1" if name in OF_OPERATORS else "level: L0")
-    with_callbacks = tried(GRAPH, name, graph_callbacks=True)
-    return CALLBACKS if with_callbacks == "yes" and in_a_graph() else in_a_graph()
-
-
 # command → what it does with what a MindSpore training wrote; COMMANDS_RUN are tested
 COMMANDS = {
     "plan, migrate": "yes",
@@ -381,10 +344,9 @@ def rows() -> Iterator[tuple[str, str, str, str]]:
     yield "**plan**", "", "", ""
     for name in (*ANYWHERE, *CALLS):
         here = [tried(PYNATIVE, name)]
-        here.append(of_calls_in_a_graph(name) if name in CALLS and here[0] == "yes" else tried(GRAPH, name))
+        here.append(in_a_graph() if name in CALLS and here[0] == "yes" else tried(GRAPH, name))
         assert all(here), f"{name} does nothing under MindSpore, and nobody says so: {here}"
-        elsewhere = "no effect: it is about graphs of MindSpore" if name in OF_GRAPHS else "yes"
-        yield f"`{name}`", elsewhere, "no effect: cells are seen without it" if name in OF_GRAPHS else here[0], here[1]
+        yield f"`{name}`", "yes", here[0], here[1]
     for name, why in WITHOUT_EFFECT.items():
         yield f"`{name}`", "yes", f"no effect: {why}", f"no effect: {why}"
     yield "**rules** (of the series that are recorded)", "", "", ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from trainprobe.engine.capture.mindspore.graph_callback import callbacks_work
 from trainprobe.engine.capture.mindspore.ops import ops_are_seen
 from trainprobe.engine.plan.model import Plan
 from trainprobe.errors import PlanError
@@ -88,7 +87,5 @@ def _problems(plan: Plan, monitor: MonitorPlan | None) -> dict[str, bool]:
         "histogram and quantiles are computed by torch: leave them out": plan.histogram is not None or bool(plan.quantiles),
         "tensor_format 'pt' is written by torch: use safetensors or npy": plan.tensor_format == "pt",
         "control: a plan stays as it is while a MindSpore training runs: leave it out": plan.control is not None,
-        "graph_callbacks: MindSpore calls Python from a graph on a CPU only: leave it out": plan.graph_callbacks
-        and not callbacks_work(),
         "op_check: operators of PyTorch alone are judged: leave the section out": bool(plan.op_check),
     }

@@ -20,8 +20,6 @@ from trainprobe.engine.capture.mindspore.audit import CellAuditTap, counted
 from trainprobe.engine.capture.mindspore.calls import KnownCalls, OptimizerTap
 from trainprobe.engine.capture.mindspore.cells import COMPILED, UNCALLED, CellTap, is_graph_mode, is_optimizer
 from trainprobe.engine.capture.mindspore.gathering import gathering
-from trainprobe.engine.capture.mindspore.graph_callback import GraphCallbacks
-from trainprobe.engine.capture.mindspore.graph_cells import GraphCellTap
 from trainprobe.engine.capture.mindspore.ops import PrimitiveTap, ops_are_seen
 from trainprobe.engine.capture.mindspore.saved import SavedTensors
 from trainprobe.engine.capture.mindspore.states import CellStateTap
@@ -65,9 +63,8 @@ class CellTaps(TapMaker):
 
     needed = ((OptimizerTap, part_of(CellStateTap)), (CellStateTap, AUDIT), (KnownCalls, AUDIT))
 
-    def __init__(self, plan: Plan, guard: Guard, stacks: Stacks | None = None) -> None:
+    def __init__(self, guard: Guard, stacks: Stacks | None = None) -> None:
         super().__init__(guard)
-        self._callbacks = GraphCallbacks(plan.graph_callbacks == "all") if plan.graph_callbacks else None
         self.fullest = "mix" if ops_are_seen() else "L0"
         self._stacks = stacks
 
@@ -76,12 +73,8 @@ class CellTaps(TapMaker):
         return SavedTensors(flags, guard_of(self.guard, SavedTensors))
 
     def modules(self, request: ModuleRequest, dumped: bool) -> CellTap:
-        """Return a tap of cells, also within a graph where the plan asks for that; the monitor's keeps no call stacks."""
-        own, stacks = guard_of(self.guard, CellTap), self._stacks if dumped else None
-        if self._callbacks is None:
-            return CellTap(request, own, stacks)
-        self._callbacks.backward |= request.backward
-        return GraphCellTap(request, own, stacks, callbacks=self._callbacks)
+        """Return a tap of cells; the monitor's keeps no call stacks."""
+        return CellTap(request, guard_of(self.guard, CellTap), self._stacks if dumped else None)
 
     def ops(self, request: OpRequest, parts: Parts, plan: Plan) -> PrimitiveTap:
         """Return the tap of primitives."""
@@ -92,14 +85,11 @@ class CellTaps(TapMaker):
         """Return the tap of parameters, gradients and optimizer state."""
         if "grad" in request.without:
             request = replace(request, gradient=no_flags)
-        states = CellStateTap(request, parts.naming.names, lambda: parts.stepping.cells)
-        if isinstance(parts.naming, GraphCellTap):
-            parts.naming.handed = states.handed
-        return states
+        return CellStateTap(request, parts.naming.names, lambda: parts.stepping.cells)
 
     def audit(self, parts: Parts) -> CellAuditTap:
         """Return the tap of the audit."""
-        return CellAuditTap(guard_of(self.guard, CellAuditTap), parts.states, self._callbacks is not None)
+        return CellAuditTap(guard_of(self.guard, CellAuditTap), parts.states)
 
     def stepping(self, parts: Parts, plan: Plan) -> OptimizerTap:
         """Return the tap that tells when the optimizer runs."""
@@ -121,7 +111,7 @@ class MindSporeBackend(Backend):
     def taps(self, plan: Plan, guard: Guard, stacks: Stacks | None, rename: Rename | None) -> TapMaker:
         """Return what makes the taps. Raises PlanError for what MindSpore does not show."""
         refuse(plan, monitor_plan(plan.monitor) if plan.monitor else None)
-        return CellTaps(plan, guard, stacks)
+        return CellTaps(guard, stacks)
 
     def tapes(self, plan: Plan, keep: Keep, keep_chunk: Callable[[Any], None], journal: Journal) -> Callable[[int], Tape]:
         """Return what makes the tape of a step."""
@@ -287,16 +277,10 @@ class MindSporeProbe(Probe):
         if capture is not None:
             capture.watch(cell)
 
-    def close(self) -> None:
-        """Write everything that is pending."""
-        super().close()
-        if isinstance(self.parts.naming, GraphCellTap):
-            self.parts.naming.callbacks.remove()
-
     def report_limits(self) -> None:
         """Keep as findings what cannot be judged or seen here: one a relation of the plan's audit, and one of the graph."""
         plan = self.parts.audit_plan
-        why = {**NOT_JUDGED, **(NOT_JUDGED_IN_A_GRAPH if is_graph_mode() and not self.plan.graph_callbacks else {})}
+        why = {**NOT_JUDGED, **(NOT_JUDGED_IN_A_GRAPH if is_graph_mode() else {})}
         if self.parts.clipping is not None and self.parts.clipping.cells:
             why.pop("clipping", None)
         for relation in relation_names() if plan is not None else ():
@@ -313,17 +297,15 @@ class MindSporeProbe(Probe):
         )
         if not asked or not is_graph_mode():
             return []
-        naming = self.parts.naming
-        return naming.limits() if isinstance(naming, GraphCellTap) else [COMPILED]
+        return [COMPILED]
 
     def _about_step(self) -> dict[str, Any]:
-        """Return what there is to know of a step; that cells were left out is a note of each, for whoever compares its dump."""
-        about, naming = super()._about_step(), self.parts.naming
+        """Return what there is to know of a step."""
+        about = super()._about_step()
         for note in about["notes"]:
             if not is_graph_mode() and (note == COMPILED or note.endswith(UNCALLED)):
                 self.report(Finding("mindspore", "info", note, step=self.step_number))
-        left_out = naming.left_out if isinstance(naming, GraphCellTap) and is_graph_mode() else ""
-        return about | ({"notes": tuple(dict.fromkeys((*about["notes"], left_out)))} if left_out else {})
+        return about
 
 
 def before_update(parts: Parts, optimizers: Sequence[Any], gradients: Any = ()) -> None:

@@ -55,7 +55,6 @@ class PlanFields(TypedDict, total=False):
     on_error: Literal["continue", "raise"]
     reuse: bool
     native: bool
-    graph_callbacks: bool | Literal["all"]
     monitor: Section
     audit: Section
     black_box: Section

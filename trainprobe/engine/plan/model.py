@@ -248,10 +248,6 @@ class Plan(_Section):
     """Look at each value once and refer to it afterwards; switch off only to examine the tool."""
     native: Flag = True
     """Use the compiled kernels where they exist; the results are the same without."""
-    graph_callbacks: Flag | Literal["all"] = False
-    """In MindSpore's graph mode on a CPU: compile callbacks into the graph, so that cells and gradients are recorded there too
-    (docs/mindspore.md). What could change the bits of the training is left out, and a note names it; `all` records that as
-    well. Nothing else needs them."""
     monitor: SubPlan = None
     """Settings of the monitor; true for its defaults."""
     audit: SubPlan = None

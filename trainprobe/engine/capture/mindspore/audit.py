@@ -34,16 +34,14 @@ _RULES = {"Adam": "Adam", "AdamWeightDecay": "AdamW", "AdamW": "AdamW"}
 class CellAuditTap:
     """Listens while a step is audited; `take` returns the facts once the step has crossed to the host.
 
-    training_cell: the cell that trains, whose arguments are the data in graph mode. sees_gradients: a graph hands them over
-    too.
+    training_cell: the cell that trains, whose arguments are the data in graph mode.
     """
 
     part = AUDIT
     can_declare_loss = False
     awaits = False  # MindSpore tells nobody when a checkpoint is loaded
 
-    def __init__(self, guard: Guard, states: CellStateTap, sees_gradients: bool = False) -> None:
-        self.sees_gradients = sees_gradients
+    def __init__(self, guard: Guard, states: CellStateTap) -> None:
         self.training_cell: Any = None
         self._states = states
         self._calls = KnownCalls(guard, self._called)
@@ -116,7 +114,7 @@ class CellAuditTap:
         self._stepped |= held
         if is_graph_mode():
             self._updates -= counted(optimizers)
-        if self.sees_gradients if is_graph_mode() else not early:
+        if not (early or is_graph_mode()):
             self._groups += [group for o in optimizers for group in _groups(o, rates[id(o)], self._states.names())]
 
     def after_update(self, optimizers: Sequence[Any]) -> None:

@@ -35,7 +35,7 @@ COMPILED = (
     "MindSpore compiles this model into a graph (GRAPH_MODE, or ms.jit), and Python sees nothing inside one: inputs and "
     "outputs of cells and operators, their gradients and the gradients of parameters are not recorded; parameters, optimizer "
     "state and what the framework reports are. To see the rest, run with mindspore.set_context(mode=mindspore.PYNATIVE_MODE) "
-    "and the environment variable MS_JIT=0, or, on a CPU, with `graph_callbacks: true` in the plan"
+    "and the environment variable MS_JIT=0"
 )
 
 INPUTS = (

@@ -158,16 +158,6 @@ class CellStateTap:
                 for key, rate in learning_rates(optimizer).items():
                     self._tape.note_once(key, rate)
 
-    def handed(self, optimizer: Any, i: int, gradient: HostArray) -> None:
-        """Look at a gradient that a graph hands to an optimizer, of its parameter of this number."""
-        if self._tape is None:
-            return
-        name = self._names_in(optimizer).get(str(optimizer.parameters[i].name))
-        due = self._collected % self._request.every.get("gradient", 1) == 0
-        flags = (self._request.gradient(name) if name is not None and due else 0) | self.more
-        if name is not None and flags:
-            self._see("before_step", name, "grad", self._tape.tree(gradient, flags))
-
     def unclipped(self, optimizers: Sequence[Any], gradients: Any) -> None:
         """Look at the gradients of one optimizer, which are about to be clipped."""
         if self._tape is None or len(optimizers) != 1 or not isinstance(gradients, tuple | list):
