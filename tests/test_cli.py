@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 import trainprobe
 from trainprobe import cli
 from trainprobe.errors import ProbeError
+from trainprobe.self_test.completion_command import options_of_verbs
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -30,6 +33,38 @@ def use(monkeypatch: pytest.MonkeyPatch, verb: object) -> None:
 def test_the_version_is_printed() -> None:
     done = run("--version")
     assert (done.returncode, done.stdout) == (0, f"trainprobe {trainprobe.__version__}\n")
+
+
+def test_every_verb_has_an_example_whose_options_it_knows() -> None:
+    assert list(cli.EXAMPLES) == list(cli.VERBS)
+    options = options_of_verbs()
+    for verb, example in cli.EXAMPLES.items():
+        words = shlex.split(example.split(" -- ")[0])
+        assert example.startswith(f"trainprobe {verb} ") or example.startswith("eval"), example
+        if " " not in verb:
+            assert {word for word in words if word.startswith("--")} <= {*options[verb], "--"}, example
+    done = run("judge", "--help")
+    assert "Example: trainprobe judge probe_out" in done.stdout
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [(["dump"], ["dump-compare"]), (["ckpt-compare", "--js"], ["--json"]), (["config-check", "me"], ["merge"])],
+)
+def test_bash_completes_verbs_and_options(tmp_path: Path, line: list[str], offered: list[str]) -> None:
+    script = tmp_path / "completion.sh"
+    script.write_text(run("completion", "bash").stdout)
+    press = f"source {script}; COMP_WORDS=(trainprobe {' '.join(line)}); COMP_CWORD={len(line)}; _trainprobe"
+    done = subprocess.run(["bash", "-c", f'{press}; echo "${{COMPREPLY[@]}}"'], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == offered
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_are_given_every_verb(shell: str) -> None:
+    script = run("completion", shell).stdout
+    assert [verb for verb in cli.VERBS if verb.partition(" ")[0] not in script] == []
+    assert run("completion", "tcsh").returncode == cli.NO_ANSWER
 
 
 @pytest.mark.parametrize("arguments", [(), ("--help",), ("-h",)])

@@ -25,6 +25,8 @@ from trainprobe.errors import ProbeError, did_you_mean
 VERBS: dict[str, tuple[str, str]] = {
     "demo": ("trainprobe.demo.command:demo", "train a small GPT with the probe on and show what it saw"),
     "self-test": ("trainprobe.self_test.command:self_test", "verify the whole tool on this machine's device"),
+    "doctor": ("trainprobe.self_test.doctor_command:doctor", "what this environment can do, what it lacks, and how to mend it"),
+    "completion": ("trainprobe.self_test.completion_command:completion", "the completion script of a shell"),
     "plan": ("trainprobe.engine.plan.command:plan", "check, explain or export the schema of a plan"),
     "migrate": (
         "trainprobe.engine.plan.migrate_command:migrate",
@@ -66,6 +68,37 @@ VERBS: dict[str, tuple[str, str]] = {
     "run": ("trainprobe.integrations.run_command:run", "run a training script under a plan, with no edit"),
 }
 
+# verb → a command line that works where these files are; the last lines of `trainprobe VERB --help`
+EXAMPLES = {
+    "demo": "trainprobe demo --steps 50",
+    "self-test": "trainprobe self-test --device cuda --quick",
+    "doctor": "trainprobe doctor /data/runs",
+    "completion": 'eval "$(trainprobe completion bash)"',
+    "plan": "trainprobe plan plan.yaml",
+    "migrate": "trainprobe migrate config.json -o plan.yaml",
+    "report": "trainprobe report probe_out -o report.html",
+    "judge": "trainprobe judge probe_out",
+    "nan-trace": "trainprobe nan-trace probe_out",
+    "top": "trainprobe top probe_out",
+    "runs": "trainprobe runs /data/runs",
+    "black-box": "trainprobe black-box probe_out/black_box",
+    "export": "trainprobe export probe_out --trend trend.db",
+    "csv2tb": "trainprobe csv2tb probe_out -o tensorboard",
+    "config-check": "trainprobe config-check compare here.zip there.zip",
+    "ckpt-compare": "trainprobe ckpt-compare hf_folder megatron_folder",
+    "dump-compare": "trainprobe dump-compare run_a/step0 run_b/step0",
+    "show": "trainprobe show probe_out/step0 -o dump.html",
+    "op-check": "trainprobe op-check probe_out/step0",
+    "op-check serve": "trainprobe op-check serve --listen 127.0.0.1:7700",
+    "op-check classic": "trainprobe op-check classic acc_check --help",
+    "op-check certs": "trainprobe op-check certs keys",
+    "kernel-dump": "trainprobe kernel-dump list dump_folder",
+    "ckpt-show": "trainprobe ckpt-show checkpoint.safetensors",
+    "rollout-compare": "trainprobe rollout-compare saved_a saved_b",
+    "floor": "trainprobe floor plan.yaml -- train.py",
+    "parity": "trainprobe parity --layout 'tp=2 --tp 2' --layout dp=2 -- train.py",
+    "run": "trainprobe run -- train.py --lr 3e-4",
+}
 
 NO_ANSWER, MISUSED, INTERRUPTED, UNREAD = 3, 64, 130, 141
 
@@ -106,7 +139,7 @@ def _answer(arguments: list[str]) -> int:
     verb, *rest = arguments
     if rest and f"{verb} {rest[0]}" in VERBS:  # a verb of two words
         verb, rest = f"{verb} {rest[0]}", rest[1:]
-    if verb in {"-V", "--version"}:
+    if verb in {"-V", "--version", "version"}:
         from trainprobe import __version__
 
         sys.stdout.write(f"trainprobe {__version__}\n")
@@ -123,11 +156,13 @@ def _carry_out(verb: str, arguments: list[str]) -> int:
 
     module, _, attribute = VERBS[verb][0].partition(":")
     loaded = getattr(importlib.import_module(module), attribute)
+    example = f"Example: {EXAMPLES[verb]}" if verb in EXAMPLES else None
     if isinstance(loaded, typer.Typer):
         app = loaded
+        app.info.epilog = example
     else:
         app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        app.command(context_settings=getattr(loaded, "context_settings", None))(loaded)
+        app.command(context_settings=getattr(loaded, "context_settings", None), epilog=example)(loaded)
     try:
         code = app(args=arguments, prog_name=f"trainprobe {verb}", standalone_mode=False)
     except typer.Abort:
