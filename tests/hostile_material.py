@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import multiprocessing
 import os
 import shutil
 import signal
+import struct
+import unittest.mock
 import warnings
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +25,12 @@ import trainprobe
 from tests.kernel_dumps.kernel_files import overflow_old, write_kernel, write_overflow
 from trainprobe import SingleSave
 from trainprobe.cli import main
+from trainprobe.engine.storage.dumps.tensor_files import SavedTensor
+from trainprobe.op_check.online.channels import TO_SERVER, TO_TRAINING
+from trainprobe.op_check.online.frames import PREFIX_BYTES, Kind, encode
+from trainprobe.op_check.online.messages import Hello, Sent, call_frame, write
+from trainprobe.op_check.recorded import RecordedRank
+from trainprobe.op_check.training import HeldValues
 
 INTEROP = Path(__file__).parent / "interop" / "fixtures"
 
@@ -33,7 +43,8 @@ class Reader:
     be a false answer, beside 0 for comparers and judges. sound: exit codes of the sound material. harmless: names of files
     that no answer rests on. mutations: how many files are damaged; checkpoints are damaged by the thousand in their own room.
     judges: whether "healthy" is counted: not where a mapping is damaged, and not where a room has a bench of its own (dumps,
-    checkpoints). same: whether what is compared is the same in both folders, so that "identical" is true.
+    checkpoints). same: whether what is compared is the same in both folders, so that "identical" is true. run: carries out a
+    command. sealed: returns a damaged file with checksums that are right, for every other one.
     """
 
     name: str
@@ -46,6 +57,40 @@ class Reader:
     mutations: int = 200
     judges: bool = True
     same: Callable[[Path, Path], bool] = lambda x, sound: False
+    run: Callable[[list[str]], int] = main
+    sealed: Callable[[bytes], bytes] = lambda data: data
+
+
+def serve(arguments: list[str]) -> int:
+    """Be `op-check serve --folder FOLDER --output OUTPUT` until each training in the folder has ended or was dropped."""
+    from trainprobe.op_check.online import channels
+    from trainprobe.op_check.online.server import Server, Settings
+
+    folder, output = map(Path, arguments)
+    server = Server(Settings(output, most=1 << 26, patience=0.1), print)
+
+    async def until_all_ended() -> None:
+        looking = asyncio.ensure_future(server.serve_folder(folder))
+        await asyncio.sleep(0.01)
+        while server._tasks:
+            await asyncio.sleep(0.01)
+        await channels.cancelled([looking])
+        await server.close()
+
+    with unittest.mock.patch.object(channels, "_LINGER_S", 0.0):  # no training is there that would read
+        asyncio.run(until_all_ended())
+    for report in server.reports:
+        print(report.sentence())
+    return max((report.code() for report in server.reports), key=(0, 1, 3, 2).index, default=3)
+
+
+def resealed(data: bytes) -> bytes:
+    """Return a frame with the lengths and checksums of what it holds."""
+    head = data[:PREFIX_BYTES].ljust(PREFIX_BYTES, b"\0")
+    length = int.from_bytes(head[8:12], "big")
+    header, payload = data[PREFIX_BYTES : PREFIX_BYTES + length], data[PREFIX_BYTES + length :]
+    start = head[:8] + struct.pack(">IQ", len(header), len(payload))
+    return start + struct.pack(">II", zlib.crc32(header, zlib.crc32(start)), zlib.crc32(payload)) + header + payload
 
 
 def same_arrays(x: Path, sound: Path) -> bool:
@@ -136,6 +181,16 @@ READERS = (
     ),
     Reader(
         "rule files", "jsonl_and_rules", ("rules.yaml",), ("judge {x}/run --rules {x}/rules.yaml",), sound=(1,), judges=False
+    ),
+    Reader(
+        "frames of op-check serve",
+        "frames",
+        ("session-*/to_server/*",),
+        ("{x} {out}",),
+        (0,),
+        (2,),
+        run=serve,
+        sealed=resealed,
     ),
     Reader("packs", "packs", ("a.zip",), ("config-check compare {x}/a.zip {x}/b.zip",), (0,), (2,)),
     Reader("merged packs", "packs", ("m.rank*.zip",), ("config-check merge {x}/m.zip",), sound=(0, 1)),
@@ -288,6 +343,19 @@ def die_in_training(output: Path, plan: dict) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def write_frames(session: Path, dump: Path) -> None:
+    """Write what a training sends of the calls of a dump."""
+    recorded, held = RecordedRank.read(dump), HeldValues(1 << 30)
+    for name, tensor in load_file(dump / "tensors.safetensors").items():
+        held.tensor(0, SavedTensor.of(name, tensor))
+    calls = [call_frame(number, 0, unit, held) for number, unit in enumerate(recorded.units())]
+    for folder in (TO_SERVER, TO_TRAINING):
+        (session / folder).mkdir(parents=True)
+    sent = [write(Kind.HELLO, Hello(run="run", rank=0)), *calls, write(Kind.BYE, Sent(sent=len(calls)))]
+    for number, frame in enumerate(sent):
+        (session / TO_SERVER / f"{number:010}.frame").write_bytes(encode(frame) + frame.payload)
+
+
 def write_dumps(root: Path) -> None:
     train(root / "statistics", level="mix", summary="both", step=[1], steps=2, sinks=["dump"])
     train(root / "tensors", Sound(), level="L1", task="tensor", step=[0], steps=1, sinks=["dump"])
@@ -297,6 +365,7 @@ def write_dumps(root: Path) -> None:
         {name: (x * 1.5 if name.endswith("linear.0.forward.output") else x) for name, x in load_file(stored).items()}, stored
     )
     shutil.copytree(INTEROP / "statistics_mix", root / "msprobe")
+    write_frames(root / "frames" / "session-a", root / "bug" / "step0" / "rank0")
     (root / "maps").mkdir()
     for name in "de":
         train(root / "maps" / name, Sound(), level="L0", step=[0], steps=1, sinks=["dump"])

@@ -28,7 +28,6 @@ from pathlib import Path
 import pytest
 
 from tests.hostile_material import READERS, Reader, write_material
-from trainprobe.cli import main
 
 SECONDS, MEMORY = 10, 1 << 30  # that a command may take; bytes more than the process has
 ANSWERED, HEALTHY, TRACEBACK, BOMB, HANG = "answered", "healthy", "traceback", "bomb", "hang"
@@ -54,10 +53,10 @@ def damage(data: bytes, chance: random.Random) -> bytes:
     ])  # fmt: skip
 
 
-def damaged(file: Path, chance: random.Random) -> None:
+def damaged(file: Path, chance: random.Random, sealed: Callable[[bytes], bytes]) -> None:
     before = after = file.read_bytes()
     while after == before:
-        after = damage(after, chance)
+        after = sealed(damage(after, chance))
     file.write_bytes(after)
 
 
@@ -91,7 +90,12 @@ def cases(reader: Reader, sound: Path, count: int) -> Iterable[tuple[Path, Calla
     assert files, reader.name
     for seed in range(count):
         chance = random.Random(f"{reader.name} {seed}")
-        yield chance.choice(files), lambda file, chance=chance: damaged(file, chance), seed % len(reader.commands)
+        sealed = reader.sealed if seed % 2 else bytes
+        yield (
+            chance.choice(files),
+            lambda file, chance=chance, sealed=sealed: damaged(file, chance, sealed),
+            seed % len(reader.commands),
+        )
     kinds = {re.sub(r"\d+", "0", str(file)): file for file in files}  # one file of each kind
     for file in kinds.values():
         for replaced in REPLACEMENTS:
@@ -110,7 +114,7 @@ def answer(
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         try:
-            code = main(arguments)
+            code = reader.run(arguments)
         except SystemExit as end:
             code = end.code
     said = f"trainprobe {' '.join(arguments)} → {code}\n{printed.getvalue()}"

@@ -44,6 +44,11 @@ COMMANDS: list[Case] = [
             ("nan-trace", ("nan-trace",)),
         )
     ),
+    *(
+        ("export", material, lambda _whole, damaged, out: ["export", str(damaged), "--trend", f"{out}.trend.db"])
+        for material in ("table", "lines", "dumps")
+    ),
+    ("csv2tb", "csv", lambda _whole, damaged, out: ["csv2tb", str(damaged), "-o", str(out)]),
     ("runs", "table", of_run("runs")),
     ("judge --fleet", "table", of_run("judge", "--fleet")),
     ("report --fleet", "table", of_run("report", "--fleet")),
@@ -74,9 +79,9 @@ def train(folder: Path, steps: range, **fields) -> None:
 
 
 def make(material: str, folder: Path) -> None:
-    if material in ("table", "lines"):
+    if material in SINKS:
         for steps in (range(6), range(6, 12)):
-            train(folder, steps, level="off", monitor=True, sinks=["parquet" if material == "table" else "jsonl"])
+            train(folder, steps, level="off", monitor=True, sinks=[SINKS[material]])
     elif material == "dumps":
         train(folder, range(3), level="L1", task="tensor", sinks=["dump"])
     elif material == "kernels":
@@ -113,16 +118,18 @@ def material(tmp_path_factory):
     return get
 
 
+SINKS = {"table": "parquet", "lines": "jsonl", "csv": "csv"}
 PARTS = {  # the files that hold what a command looks at
     "table": "metrics-*.parquet",
     "lines": "records.jsonl",
+    "csv": "*.csv",
     "dumps": "*.safetensors",
     "kernels": "MatMul*",
     "checkpoint": "*.safetensors",
     "pack": "*.zip",
     "rollout": "*.npy",
 }
-JSON = {"judge", "report", "top", "nan-trace"}  # of a dump these read the statistics in dump.json
+JSON = {"judge", "report", "top", "nan-trace", "export"}  # of a dump these read the statistics in dump.json
 
 
 def parts(name: str, material: str, folder: Path) -> list[Path]:

@@ -44,13 +44,14 @@ class OpProbe(Probe):
         from trainprobe.op_check.training import HeldValues, StepJudge
 
         self.held = HeldValues(settings.max_bytes)
+        elsewhere = settings.server is not None or settings.folder is not None
         plan = {
             **{"level": level, "task": "tensor", "step": settings.step, "rank": settings.rank, "sinks": ()},
-            **{"statistics": (), "stacks": False, "console": False, "output": folder},
+            **{"statistics": (), "summary": "statistics" if elsewhere else "checksum"},
+            **{"stacks": False, "console": False, "output": folder},
             **({} if on_error is None else {"on_error": on_error}),
         }
         super().__init__(plan, rename=rename)
-        elsewhere = settings.server is not None or settings.folder is not None
         self._online = OnlineJudge(settings, self.held, say) if elsewhere else None
         if self.parts.collectives is not None:
             self.parts.collectives.keep_no_values()

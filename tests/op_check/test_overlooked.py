@@ -17,6 +17,8 @@ import trainprobe
 from benchmarks.op_check import overlooked
 from trainprobe.op_check.cases import Case, flat
 from trainprobe.op_check.check import check
+from trainprobe.op_check.plan import OpCheckPlan
+from trainprobe.op_probe import OpProbe
 
 ZEROS = torch.tensor([0.0, -0.0, 3.0, -2.0, -0.0, 0.0])
 
@@ -174,6 +176,69 @@ def test_an_argument_that_an_operator_overwrites_is_a_bug(overwrites: bool, caps
     )
     assert any("tanh.0 (forward) succeeds" in line for line in found)
     assert sum("[ERROR]" in line for line in found) == overwrites
+
+
+def _damaged(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    out = torch.where(a >= b, a, b)
+    if b.numel():
+        b.numpy()[(-1,) * b.dim()] = 1
+    return out
+
+
+@pytest.mark.filterwarnings("ignore:Warning only once")
+@pytest.mark.parametrize(
+    "b",
+    [
+        torch.zeros(300, 400),
+        torch.zeros(400, 300).t(),
+        torch.zeros(8, 8)[:, 3:],
+        torch.zeros(5, 1).expand(5, 4),
+        torch.zeros(0),
+    ],
+    ids=["large", "transposed", "cut", "expanded", "empty"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64])
+def test_one_changed_element_is_found_however_it_lies_in_memory(
+    b: torch.Tensor, dtype: torch.dtype, capsys: pytest.CaptureFixture[str]
+) -> None:
+    b = torch.empty_strided(b.shape, b.stride(), dtype=dtype).zero_()
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("maximum", _damaged, "CPU")
+        with trainprobe.CompareWithCPU():
+            torch.maximum(torch.ones_like(b), b)
+    found = [line for line in lines(capsys) if "overwrote its argument 1" in line]
+    assert bool(found) == bool(b.numel())
+
+
+@pytest.mark.filterwarnings("ignore:Warning only once")
+def test_a_call_behind_one_that_overwrites_memory_is_not_accused_for_it(capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = torch.randn(8), torch.randn(8)
+    alias = b.view(2, 4)
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("maximum", _maximum(True), "CPU")
+        with trainprobe.CompareWithCPU():
+            torch.tanh(alias)
+            torch.maximum(a, b)
+            torch.exp(alias)
+    found = lines(capsys)
+    assert [line.split()[4] for line in found if "[ERROR]" in line] == ["Torch.maximum.0"], found
+    assert any("exp.0 (forward) succeeds" in line for line in found)
+
+
+def test_what_no_call_overwrites_is_stored_once() -> None:
+    stored: list[str] = []
+    probe = OpProbe(OpCheckPlan(), lambda text: None, Path("nowhere"))
+    keep = probe.held.tensor
+    probe.held.tensor = lambda step, saved: stored.append(saved.key) or keep(step, saved)
+    x = torch.randn(3, 6)
+    with probe:
+        probe.begin_step(0)
+        torch.exp(torch.tanh(x) * x)
+        probe.end_step()
+    assert stored == [
+        *("Torch.tanh.0.forward.input.0", "Torch.tanh.0.forward.output"),
+        *("Tensor.mul.0.forward.output", "Torch.exp.0.forward.output"),
+    ]
 
 
 def test_what_programs_write_themselves_is_no_overwritten_argument(capsys: pytest.CaptureFixture[str]) -> None:

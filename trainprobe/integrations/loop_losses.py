@@ -13,13 +13,14 @@ from trainprobe.integrations.session import Session
 
 
 class Losses:
-    """Adds losses to the steps of the session that `session` returns.
+    """Hands losses to `add`, and scales to the session that `session` returns.
 
     in_backward: how many backward passes are under way. backwards: those that were seen while there was no model.
     """
 
-    def __init__(self, session: Callable[[], Session]) -> None:
+    def __init__(self, session: Callable[[], Session], add: Callable[[Any], None]) -> None:
         self._session = session
+        self._add = add
         self._scaled = False
         self.in_backward = 0
         self.backwards = 0
@@ -48,7 +49,7 @@ class Losses:
 
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             if not backward.ended and not self._scaled and is_scalar(tensors):  # type: ignore[attr-defined]
-                self._session().add_loss(tensors)
+                self._add(tensors)
             self.in_backward += 1
             try:
                 return original(tensors, *args, **kwargs)
@@ -63,7 +64,7 @@ class Losses:
             if not scale.ended and scaler.is_enabled():  # type: ignore[attr-defined]
                 self._scaled = True  # what backward is then called on is no loss
                 if is_scalar(outputs):
-                    self._session().add_loss(outputs)
+                    self._add(outputs)
                 scaled = original(scaler, outputs)
                 self._session().note("loss_scale", scaler._scale)
                 return scaled

@@ -52,6 +52,7 @@ class Session:
         self._last: int | None = None
         self._micro = -1
         self._loss: Any = None
+        self._later: list[Any] = []  # losses of the step since `losses_begin_again`
         self._seen = 0
         self._trainings = 0
 
@@ -128,6 +129,7 @@ class Session:
             if self._open is not None:
                 probe.end_step(complete=False)
             self._open, self._micro, self._loss = number, -1, None
+            self._later = []
             probe.begin_step(number)
         return probe.tape is not None
 
@@ -145,7 +147,17 @@ class Session:
 
     def forget_loss(self) -> None:
         """Begin the sum of the losses anew: what was added so far was for the update of another model."""
-        self._loss = None
+        self._loss, self._later = None, []
+
+    def losses_begin_again(self) -> None:
+        """Remember where in the step this is: `only_later_losses` may be told of it."""
+        self._later = []
+
+    def only_later_losses(self) -> None:
+        """Leave out the losses that came before `losses_begin_again`: nothing used their gradients."""
+        later, self._later, self._loss = self._later, [], None
+        for share in later:
+            self.add_loss(share)
 
     def note(self, name: str, value: Any) -> None:
         """Keep a scalar of the step that is open; anything but a number or a tensor of one element is left out."""
@@ -253,6 +265,7 @@ class Session:
     def _add_loss(self, probe: Probe, loss: Any) -> None:
         share = loss.detach() if hasattr(loss, "detach") else loss
         self._loss = share if self._loss is None else self._loss + share
+        self._later.append(share)
         probe.note("loss", self._loss)
 
 

@@ -40,7 +40,7 @@ from trainprobe.integrations.loop_gates import DRIVERS, Handle, backward_gate, d
 from trainprobe.integrations.loop_losses import Losses
 from trainprobe.integrations.loop_step import Step
 from trainprobe.integrations.loop_words import NO_MODEL, NO_UPDATE, OWN_UPDATES, no_update
-from trainprobe.integrations.own_updates import Weights
+from trainprobe.integrations.own_updates import Gradients, Weights
 from trainprobe.integrations.session import Session, agreed
 from trainprobe.watching import PlanSource
 
@@ -81,7 +81,7 @@ class TorchLoop:
         self._found: list[Any] = []  # in trainings that are over
         self._updating: int | None = None  # id of the outermost optimizer that steps now
         self._gates: list[Replaced] = []
-        self._losses = Losses(lambda: self.session)
+        self._losses = Losses(lambda: self.session, self._add_loss)
         self._forget(first_step)
         self._patches = self._losses.scalers(self._scaler_decided)
         self._listener = StepListener(self._update_begins, self._update_ended)
@@ -189,7 +189,7 @@ class TorchLoop:
         self._open_gates()
         self._missed.clear()
         weights = None if self._updates else Weights(self._model)
-        step = self._step = Step(entry, weights)
+        step = self._step = Step(entry, weights, None if weights is None else Gradients(self._model))
         collected = self.session.step_begins(self._number)
         self._within.append(StepListener(after=self._stepped))  # after the probe's own, which look at the update
         if collected or weights is not None:
@@ -200,6 +200,15 @@ class TorchLoop:
     def _backward_ended(self) -> None:
         if self._step is not None:
             self._step.backward = True
+            if self._step.gradients is not None:
+                self._step.gradients.left()
+
+    def _add_loss(self, loss: Any) -> None:
+        step = self._step
+        if step is not None and step.gradients is not None and step.gradients.are_cleared():
+            step.cleared = True
+            self.session.losses_begin_again()
+        self.session.add_loss(loss)
 
     def _watch_forwards(self, step: Step) -> None:
         """Within a step, look at each forward of the model whether it belongs to the next one."""
@@ -271,6 +280,8 @@ class TorchLoop:
         if step is None or not held:
             return
         step.stepped |= held
+        if step.uses_later_losses():
+            self.session.only_later_losses()
         if not self._losses.in_backward and not step.waits(self._parameters, self._held.values()):
             self._step_ends()
         elif not step.follows:

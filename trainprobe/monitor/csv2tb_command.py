@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -13,6 +14,7 @@ from rich.console import Console
 from trainprobe.engine.core.records import Record
 from trainprobe.engine.core.words import counted
 from trainprobe.engine.storage.sinks.tensorboard import TensorboardSink, tag
+from trainprobe.engine.storage.step_counts import shortfall
 from trainprobe.engine.storage.writer import flush_all
 from trainprobe.errors import FormatError, UsageError
 from trainprobe.monitor.metric_files import read_metrics
@@ -24,17 +26,24 @@ def csv2tb(
     folder: Annotated[Path, typer.Argument(help="folder with metric CSV files, or one file", metavar="DIR")],
     output: Annotated[Path | None, typer.Option("--output", "-o", help="by default DIR/tensorboard")] = None,
 ) -> int:
-    """Write the metrics in DIR as event files, one folder per rank."""
+    """Write the metrics in DIR as event files, one folder per rank.
+
+    Exit code: 0, or 3 there are no metrics, or the files lack steps of their run; those that are there are written.
+    """
     if not folder.exists():
         raise FormatError(f"{folder} does not exist: name the folder with the metric CSV files, or one file")
     target = output or (folder if folder.is_dir() else folder.parent) / "tensorboard"
-    steps, ranks = _write([folder], target)
+    written = _write([folder], target)
+    steps, ranks = written.total(), len(written)
     console = Console(highlight=False, soft_wrap=True)
+    short = shortfall(folder, written, sink="csv")
+    if short:
+        console.print(f"{short}: the event files have no others", markup=False)
     console.print(
         f"{counted(steps, 'step')} of {counted(ranks, 'rank')} → {target}; see them with: tensorboard --logdir {target}",
         markup=False,
     )
-    return 0
+    return 3 if short else 0
 
 
 def csv2tensorboard_by_step(
@@ -72,8 +81,8 @@ def _moment(text: str) -> time.struct_time:
         raise UsageError(f"{text!r} is not a time: write it as Dec03_21-34-40") from None
 
 
-def _write(sources: Sequence[Path], target: Path) -> tuple[int, int]:
-    """Write the metrics of files and folders; return the numbers of steps and ranks."""
+def _write(sources: Sequence[Path], target: Path) -> Counter[int]:
+    """Write the metrics of files and folders; return the number of steps of each rank."""
     sinks: dict[int, TensorboardSink] = {}
     steps: set[tuple[int, int]] = set()
     for source in sources:
@@ -84,7 +93,7 @@ def _write(sources: Sequence[Path], target: Path) -> tuple[int, int]:
             steps.add((rank, step.step))
     for sink in sinks.values():
         sink.close()
-    return len(steps), len(sinks)
+    return Counter(rank for rank, _ in steps)
 
 
 def write_step(sink: TensorboardSink, step: int, records: Sequence[Record]) -> None:

@@ -88,8 +88,8 @@ def _execution_order(path: Path) -> tuple[str, int, int]:
 
 
 def _read_file(path: Path, reduced: bool) -> Iterator[Record]:
-    rows = csv.DictReader(text_lines(path))
-    columns = set(rows.fieldnames or ())
+    rows = _Rows(path)
+    columns = rows.columns
     if columns >= TIDY:
         yield from _read_tidy(rows, path)
     elif columns >= SECOND:
@@ -98,12 +98,12 @@ def _read_file(path: Path, reduced: bool) -> Iterator[Record]:
         yield from _read_wide(rows, path, reduced, second=False)
 
 
-def _read_tidy(rows: csv.DictReader[str], path: Path) -> Iterator[Record]:
+def _read_tidy(rows: _Rows, path: Path) -> Iterator[Record]:
     """Join neighbouring rows that differ in the statistic only."""
     address: tuple[str, ...] | None = None
     values: dict[str, float | int] = {}
     last: dict[str, str] = {}
-    for number, row in _rows(rows, path):
+    for number, row in rows:
         here = tuple(row.get(key) or "" for key in ("step", "micro", "rank", "kind", "name", "call", "slot", "phase"))
         if address is not None and here != address:
             yield _tidy_record(last, values, path, number - 1)
@@ -121,17 +121,34 @@ def _read_tidy(rows: csv.DictReader[str], path: Path) -> Iterator[Record]:
         yield _tidy_record(last, values, path, -1)
 
 
-def _rows(rows: csv.DictReader[str], path: Path) -> Iterator[tuple[int, dict[Any, Any]]]:
-    """Yield the rows with the numbers of their lines; one that csv cannot take is left out and told."""
-    while True:
-        try:
-            row = next(rows, None)
-        except csv.Error as error:
-            leave_out(f"{path}, line {rows.line_num}: {error}")
-            continue
-        if row is None:
-            return
-        yield rows.line_num, row
+class _Rows:
+    """The rows of a file with the numbers of their lines; one that cannot be read, or that a cut has shortened, is left out."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._ended = True  # the line that was read last
+        self._reader = csv.DictReader(self._lines())
+        self.columns = set(self._reader.fieldnames or ())
+
+    def _lines(self) -> Iterator[str]:
+        for line in text_lines(self._path):
+            self._ended = line.endswith("\n")
+            yield line
+
+    def __iter__(self) -> Iterator[tuple[int, dict[Any, Any]]]:
+        while True:
+            fault: object = "the file ends within the row"
+            try:
+                row = next(self._reader, None)
+            except csv.Error as error:
+                row, fault = {}, error
+            if row is None:
+                return
+            number = self._reader.line_num
+            if row and (self._ended or None not in row.values()):
+                yield number, row
+            else:
+                leave_out(f"{self._path}, line {number}: {fault}")
 
 
 def _tidy_record(row: dict[Any, Any], values: dict[str, float | int], path: Path, line: int) -> Record:
@@ -167,10 +184,10 @@ def _phase(kind: str, slot: str) -> Phase:
     return "optimizer" if slot.endswith("_after") or slot in ("update", "updated") else "forward"
 
 
-def _read_wide(rows: csv.DictReader[str], path: Path, reduced: bool, *, second: bool) -> Iterator[Record]:
+def _read_wide(rows: _Rows, path: Path, reduced: bool, *, second: bool) -> Iterator[Record]:
     rank = rank_of(path)
     sort = path.name.rpartition("_")[0]
-    for number, row in _rows(rows, path):
+    for number, row in rows:
         if None in row:  # a row with more fields than the header, as the existing monitor writes some of
             continue
         texts = {name: text for name, text in row.items() if name not in _ADDRESS and text not in (None, "")}

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import numpy.typing as npt
 
@@ -52,20 +51,19 @@ class HeldValues:
         self.most = most
         self._bytes = 0
         self._values: dict[str, SavedTensor] = {}
-        self._alike: dict[tuple[int, int], SavedTensor] = {}  # the first of this length and checksum
-        self._firsts: dict[str, str] = {}  # value → the first that has its bits
+        self._of_length: dict[int, list[memoryview]] = defaultdict(list)  # the latest last
 
     def tensor(self, step: int, saved: SavedTensor) -> bool:
-        """Hold a value while there is room; what an argument still is after a call takes none."""
+        """Hold a value while there is room; an argument after a call that has the bits of another value takes none."""
         data = memoryview(saved.data)
-        alike = self._alike.setdefault((data.nbytes, crc32(data)), saved)
-        equal = alike is saved or memoryview(alike.data) == data
-        self._firsts[saved.key] = alike.key if equal else saved.key
-        if f".{AFTER}." in saved.key and equal:
-            self._values[saved.key] = SavedTensor(saved.key, saved.dtype, saved.shape, alike.data)
+        before = self._of_length[data.nbytes]
+        equal = next((one for one in reversed(before) if one == data), None) if f".{AFTER}." in saved.key else None
+        if equal is not None:
+            self._values[saved.key] = SavedTensor(saved.key, saved.dtype, saved.shape, equal)
         elif self._bytes + saved.nbytes <= self.most:
             self._values[saved.key] = saved
             self._bytes += saved.nbytes
+            before.append(data)
         return True
 
     def array(self, name: str) -> npt.NDArray[Any]:
@@ -76,7 +74,8 @@ class HeldValues:
 
     def alike(self, one: str | None, other: str | None) -> bool:
         """Return whether two values of the step are known to have the same bits."""
-        return one is not None and other is not None and self._firsts.get(one, one) == self._firsts.get(other, other)
+        a, b = (self._values.get(name or "") for name in (one, other))
+        return a is not None and b is not None and memoryview(a.data) == memoryview(b.data)
 
     def saved(self, name: str) -> SavedTensor | None:
         """Return a value as it was stored, None for one that there was no room for."""
@@ -97,8 +96,7 @@ class HeldValues:
     def drop(self) -> None:
         """Forget all values."""
         self._values.clear()
-        self._alike.clear()
-        self._firsts.clear()
+        self._of_length.clear()
         self._bytes = 0
 
     def write(self, step_data: StepData) -> None:

@@ -133,6 +133,7 @@ def test_a_table_that_could_not_grow_again_is_incomplete_for_every_reader(tmp_pa
         (["report", str(tmp_path / "run"), "-o", str(tmp_path / "page.html")], True),
         (["top", "--once", str(tmp_path / "run")], True),
         (["nan-trace", str(tmp_path / "run")], True),
+        (["export", str(tmp_path / "run"), "--trend", str(tmp_path / "run.trend.db")], True),
         (["judge", "--fleet", str(tmp_path / "run")], True),
         (["runs", str(tmp_path / "run")], False),  # a table
     ):
@@ -141,6 +142,27 @@ def test_a_table_that_could_not_grow_again_is_incomplete_for_every_reader(tmp_pa
         assert told.startswith(share) if begins else share in told, words
         assert code == (3 if begins else 0), words
     assert share in (tmp_path / "page.html").read_text()
+
+
+SMALL_CSV = """
+def before(i, probe):
+    if i == 20:
+        probe.flush()
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        largest = max(path.stat().st_size for path in out.rglob("*.csv"))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest + 100, -1))
+    if i == 30: resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
+"""
+
+
+def test_csv_files_that_could_not_grow_for_a_while_are_incomplete_for_csv2tb(tmp_path, capsys, require):
+    require("tensorboard")
+    said = train(tmp_path / "run", SMALL_CSV, fields='sinks=["csv"]')
+    share = re.search(r"trainprobe: (\d+ of 60 steps recorded) \(the others are lost to csv\)", said)
+    assert share is not None, said
+    capsys.readouterr()
+    assert main(["csv2tb", str(tmp_path / "run"), "-o", str(tmp_path / "events")]) == 3
+    assert capsys.readouterr().out.startswith(f"{share[1]}: the event files have no others")
 
 
 NO_FILES = """

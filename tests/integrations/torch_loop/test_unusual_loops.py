@@ -324,6 +324,7 @@ def test_models_that_are_updated_in_turn_are_one_training(tmp_path, caplog):
 
 
 def test_a_trial_before_the_first_update_is_no_step(tmp_path, caplog):
+    torch.manual_seed(0)
     loop = attach_to_script({**PLAN, "output": tmp_path / "out"})
     model = net()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
@@ -341,6 +342,56 @@ def test_a_trial_before_the_first_update_is_no_step(tmp_path, caplog):
     loop.close()
     assert [numbers["loss"] for numbers in recorded(tmp_path / "out").values()] == [float(loss.detach()) for loss in losses]
     assert said(caplog, "4 steps watched, no findings") == 1
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("to_none", [False, True])
+@pytest.mark.parametrize("late", [False, True])
+def test_the_loss_of_a_trial_that_changes_no_weight_is_none_of_the_first_step(tmp_path, late, to_none, clips):
+    torch.manual_seed(1)
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    loop = attach(model, **PLAN, output=tmp_path / "out")
+    losses = []
+    for n in range(5):
+        if not late:
+            optimizer.zero_grad(to_none)
+        losses.append(loss_of(model))
+        if late:
+            optimizer.zero_grad(to_none)
+        losses[-1].backward()
+        if clips:
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        if n > 1:
+            optimizer.step()
+    loop.close()
+    seen = [numbers["loss"] for numbers in recorded(tmp_path / "out").values()]
+    assert seen == [float(loss.detach()) for loss in losses[2:]]
+
+
+@pytest.mark.parametrize("equal", [False, True])
+def test_gradients_that_a_program_clears_and_adds_up_itself_are_all_used(tmp_path, equal):
+    torch.manual_seed(2)
+    model, x = net(), torch.randn(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loop = attach(model, **PLAN, output=tmp_path / "out")
+    sums = []
+    for _ in range(3):
+        held = [torch.zeros_like(p) for p in model.parameters()]
+        losses = []
+        for _ in range(3):
+            losses.append(model(x if equal else torch.randn(8, 4)).square().mean())
+            losses[-1].backward()
+            for p, total in zip(model.parameters(), held, strict=True):
+                total += p.grad
+            optimizer.zero_grad()
+        for p, total in zip(model.parameters(), held, strict=True):
+            p.grad = total
+        optimizer.step()
+        optimizer.zero_grad()
+        sums.append(float(losses[0].detach() + losses[1].detach() + losses[2].detach()))
+    loop.close()
+    assert [numbers["loss"] for numbers in recorded(tmp_path / "out").values()] == sums
 
 
 def test_a_model_that_does_not_train_is_said_with_the_one_that_does(tmp_path, caplog):

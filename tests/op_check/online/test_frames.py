@@ -19,7 +19,7 @@ from trainprobe.op_check.check import check
 from trainprobe.op_check.judge import Judgement
 from trainprobe.op_check.online.frames import Decoder, Frame, FrameError, Kind, encode
 from trainprobe.op_check.online.judging import CallJudge
-from trainprobe.op_check.online.messages import CannotSend, Verdict, call_frame, judgements_as_json, read, read_call
+from trainprobe.op_check.online.messages import CannotSend, Verdict, Welcome, call_frame, judgements_as_json, read, read_call
 from trainprobe.op_check.online.reports import Report
 from trainprobe.op_check.recorded import RecordedRank
 from trainprobe.op_check.training import HeldValues
@@ -212,6 +212,31 @@ def test_verdicts_keep_infinities_and_nan() -> None:
     assert repr(checked.judgements) == repr(judgements)
     with pytest.raises(FrameError, match="a VERDICT frame"):
         Verdict(number=1, judgements=[{"outcome": "fine"}]).checked("forward")
+
+
+def test_mutated_frames_of_a_server_are_refused_or_read() -> None:
+    draw = random.Random(1)
+    judgements = [Judgement("bug", "far", float("inf"), (1, 2), float("nan"), 2.0, share=0.5, count=3), Judgement("exact")]
+    verdict = {"number": 3, "judgements": judgements_as_json(judgements), "source": "formula", "nearer": "the server's"}
+    outcomes = {"refused": 0, "read": 0}
+    for turn in range(1000):
+        kind, header, model = draw.choice([(Kind.VERDICT, verdict, Verdict), (Kind.WELCOME, {"window": 9}, Welcome)])
+        header = orjson.loads(orjson.dumps(header))
+        if turn % 2:
+            change_a_leaf(draw, header)
+        data = bytearray(encode(Frame(kind, header)))
+        if not turn % 2:
+            mutate(draw, data)
+        try:
+            for arrived in Decoder(0).feed(bytes(data)):
+                found = read(arrived, model)
+                outcomes["read"] += 1
+                if isinstance(found, Verdict):
+                    found.checked("forward")
+        except FrameError:
+            outcomes["refused"] += 1
+    assert outcomes["refused"] > 300
+    assert outcomes["read"] > 50
 
 
 def test_a_call_that_asks_for_more_memory_than_there_is_is_not_run(tmp_path: Any) -> None:

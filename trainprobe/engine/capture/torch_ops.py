@@ -97,7 +97,11 @@ class OpTap:
         return spec
 
     def look_after(self) -> None:
-        """From the next step on look at the arguments of a call after it too: those that it does not say it writes."""
+        """From the next step on keep the arguments that a call changes and does not say it writes.
+
+        On the host those are kept whose fingerprint has changed, so the plan has to ask for fingerprints; of other devices
+        all are kept.
+        """
         self._watch.looks_after = 1
 
     @property

@@ -80,7 +80,7 @@ class StepCounts:
                 attempt(fcntl.flock, self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, otherwise=str)
 
     def _text(self, ended: bool) -> bytes:
-        told = {"format": _FORMAT, "ended": ended, "sinks": {name: asdict(count) for name, count in self.sinks.items()}}
+        told = {"format": _FORMAT, "ended": ended, "sinks": self.sinks}
         return orjson.dumps(told).ljust(_SIZE - 1) + b"\n"
 
     def hand(self, names: Iterable[str]) -> None:

@@ -32,6 +32,7 @@ class Report:
         self.counts: Counter[str] = Counter()
         self.judged = 0
         self.lost = 0  # arrived, and not judged because the link had broken
+        self._told: dict[str, Any] = {}
         self._worst = ""
         self._gravest = (-1, 0.0)
         self._replays = 0
@@ -74,6 +75,7 @@ class Report:
 
     def end(self, told: dict[str, Any]) -> None:
         """Write the summary. told: what the training said of itself at its end, empty where it did not end in order."""
+        self._told = told
         document = {
             **{"verdict": self.sentence(), "worst": self._worst, "code": self.code()},
             **{"judged": self.judged, "lost": self.lost, "verdicts": dict(self.counts), "training": told},
@@ -86,14 +88,20 @@ class Report:
     def sentence(self) -> str:
         """Return what was judged, the worst of it first."""
         counts = ", ".join(f"{self.counts[outcome]} {outcome}" for outcome in OUTCOMES if self.counts[outcome])
-        lost = f", {self.lost} more arrived and were not judged, because the link broke" if self.lost else ""
-        return f"{f'{self._worst}; ' if self._worst else ''}{self.judged} calls judged{f' ({counts})' if counts else ''}{lost}"
+        parts = [f", {self.lost} more arrived and were not judged, because the link broke"] if self.lost else []
+        parts += [f", {self._unseen()} more were made and did not arrive"] if self._unseen() else []
+        parts += [] if self._told else [", and the link ended before the training said that these were all"]
+        worst = f"{self._worst}; " if self._worst else ""
+        return f"{worst}{self.judged} calls judged{f' ({counts})' if counts else ''}{''.join(parts)}"
+
+    def _unseen(self) -> int:
+        return int(self._told.get("left_out", 0)) + int(self._told.get("unanswered", 0))
 
     def code(self) -> int:
-        """Return the exit code: 2 a bug, 3 something was not checked or nothing judged, 1 suspicious or a mode, 0 neither."""
+        """Return the exit code: 2 a bug, 3 something was not checked or is not here, 1 suspicious or a mode, 0 neither."""
         if self.counts["bug"]:
             return 2
-        if self.counts["not checked"] or self.lost or not self.judged:
+        if self.counts["not checked"] or self.lost or not self.judged or not self._told or self._unseen():
             return 3
         return 1 if self.counts["suspicious"] or self.counts["mode"] else 0
 

@@ -23,6 +23,7 @@ typedef struct {
 } StatsRows;
 
 Py_ssize_t stats_rows_reduce(StatsRows *self, const Job *job); /* row, -1 when it was dropped, -2 with an exception set */
+uint64_t fingerprint_of(const Job *job); /* job->flags: CHECKSUM; lets other threads run while it reads much */
 Py_ssize_t stats_rows_repeat(StatsRows *self, Py_ssize_t row);        /* a row with the numbers of that one; -2 with an exception set */
 
 /* Neither is tracked by the garbage collector: a value refers to texts and a shape, a call to values and to calls before it. */
@@ -116,7 +117,7 @@ PyObject *tape_noted(Tape *self, PyObject *value, PyObject *note);
 
 int tape_is_plain(const Tape *self, PyObject *x); /* a tensor that needs no describing */
 void tape_touched(Tape *self, PyObject *t);
-Value *tape_unwritten(Tape *self, PyObject *t);
+Value *tape_overwritten(Tape *self, PyObject *t);
 
 /* Copies of small values on the host (arena.c). */
 typedef struct Arena Arena;

@@ -216,39 +216,45 @@ static int keep_written(OpWatch *self, Call *call, long written, long flags, PyO
     return failed ? -1 : 0;
 }
 
-/* Look again at an argument that the call does not say it writes. key: its place, taken over. */
-static int keep_again(OpWatch *self, Call *call, PyObject *tree, long flags, PyObject *x, PyObject *out, PyObject *key) {
-    Value *before = key && is_tensor(x) == 1 && x != out ? tape_unwritten(self->native, x) : NULL;
-    PyObject *at = before ? PyUnicode_FromFormat("%U.%zd.%U.after.%U", call->name, call->call, call->phase, key) : NULL;
-    PyObject *pair = NULL;
-    if (at) {
-        Py_INCREF((PyObject *)before); /* it is forgotten here */
-        tape_touched(self->native, x);
-        PyObject *now = tape_tree(self->native, x, flags, at, 0);
-        pair = now ? Py_BuildValue("[NN]", before, now) : NULL;
-        if (!now) Py_DECREF((PyObject *)before);
-    }
-    int failed = !key || PyErr_Occurred() || (pair && PyDict_SetItem(tree, key, pair));
-    Py_XDECREF(pair), Py_XDECREF(at), Py_XDECREF(key);
+/* Keep an argument that has changed, though the call does not say that it writes there. place: its position, keyword, or place in a list. */
+static int keep_changed(OpWatch *self, Call *call, PyObject **tree, long flags, PyObject *x, PyObject *place, Py_ssize_t item) {
+    Value *before = is_tensor(x) == 1 ? tape_overwritten(self->native, x) : NULL;
+    if (!before) return PyErr_Occurred() ? -1 : 0;
+    PyObject *key = item < 0 ? PyObject_Str(place) : PyUnicode_FromFormat("%S.%zd", place, item);
+    PyObject *at = key ? PyUnicode_FromFormat("%U.%zd.%U.after.%U", call->name, call->call, call->phase, key) : NULL;
+    PyObject *now = at ? tape_tree(self->native, x, flags, at, 0) : NULL, *pair = now ? Py_BuildValue("[OO]", before, now) : NULL;
+    if (pair && !*tree) *tree = PyDict_New();
+    int failed = !pair || !*tree || PyDict_SetItem(*tree, key, pair);
+    Py_XDECREF(pair), Py_XDECREF(now), Py_XDECREF(at), Py_XDECREF(key);
+    Py_DECREF((PyObject *)before);
     return failed ? -1 : 0;
 }
 
-/* The arguments of a call that it does not say it writes, before and after it, by position, place in a list, or keyword. */
+static int keep_changed_in(OpWatch *self, Call *call, PyObject **tree, long flags, PyObject *x, PyObject *out, PyObject *place) {
+    int tuple = PyTuple_CheckExact(x), list = PyList_CheckExact(x), failed = 0;
+    if (x == out) return 0;
+    if (!tuple && !list) return keep_changed(self, call, tree, flags, x, place, -1);
+    for (Py_ssize_t k = 0; !failed && k < (tuple ? PyTuple_Size(x) : PyList_Size(x)); k++) {
+        PyObject *item = tuple ? PyTuple_GetItem(x, k) : PyList_GetItem(x, k);
+        failed = item != out && keep_changed(self, call, tree, flags, item, place, k);
+    }
+    return failed ? -1 : 0;
+}
+
+/* The arguments of a call that changed and that it does not say it writes, before and after it. */
 static int keep_after(OpWatch *self, Call *call, long written, long flags, PyObject *args, PyObject *kwargs, PyObject *out) {
-    PyObject *tree = PyDict_New(), *name, *value;
+    PyObject *tree = NULL, *name, *value;
     Py_ssize_t at = 0, n = PyTuple_Check(args) ? PyTuple_Size(args) : 0;
-    int failed = !tree;
+    int failed = 0;
     for (Py_ssize_t i = 0; !failed && i < n; i++) {
-        PyObject *x = PyTuple_GetItem(args, i);
-        int tuple = PyTuple_CheckExact(x), list = PyList_CheckExact(x);
         if (i < 32 && written >> i & 1) continue;
-        if (!tuple && !list) failed = keep_again(self, call, tree, flags, x, out, PyUnicode_FromFormat("%zd", i));
-        for (Py_ssize_t k = 0; !failed && (tuple || list) && k < (tuple ? PyTuple_Size(x) : PyList_Size(x)); k++)
-            failed = keep_again(self, call, tree, flags, tuple ? PyTuple_GetItem(x, k) : PyList_GetItem(x, k), out, PyUnicode_FromFormat("%zd.%zd", i, k));
+        PyObject *place = PyLong_FromSsize_t(i);
+        failed = !place || keep_changed_in(self, call, &tree, flags, PyTuple_GetItem(args, i), out, place);
+        Py_XDECREF(place);
     }
     while (!failed && PyDict_Check(kwargs) && PyDict_Next(kwargs, &at, &name, &value))
-        if (PyUnicode_CompareWithASCIIString(name, "out")) failed = keep_again(self, call, tree, flags, value, out, Py_NewRef(name));
-    if (!failed && PyDict_Size(tree) > 0) return keep_beside(self, call, t_after, tree);
+        if (PyUnicode_CompareWithASCIIString(name, "out")) failed = keep_changed_in(self, call, &tree, flags, value, out, name);
+    if (!failed && tree) return keep_beside(self, call, t_after, tree);
     Py_XDECREF(tree);
     return failed ? -1 : 0;
 }

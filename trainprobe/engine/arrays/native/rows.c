@@ -426,6 +426,18 @@ Py_ssize_t stats_rows_reduce(StatsRows *self, const Job *job) {
     return row;
 }
 
+uint64_t fingerprint_of(const Job *job) {
+    Part part;
+    if (job->n * item_size[job->dtype] > ALONE) {
+        Py_BEGIN_ALLOW_THREADS
+        reduce(job, &part);
+        Py_END_ALLOW_THREADS
+    } else {
+        reduce(job, &part);
+    }
+    return part.checksum;
+}
+
 Py_ssize_t stats_rows_repeat(StatsRows *self, Py_ssize_t row) {
     if (self->rows == self->room && grow(self)) return -2;
     memcpy(self->partials + self->rows * COLUMNS, self->partials + row * COLUMNS, COLUMNS * sizeof(double));

@@ -629,12 +629,36 @@ void tape_touched(Tape *self, PyObject *t) {
     views_clear(&self->views); /* which share memory with it, perhaps */
 }
 
-/* What a tensor was when it was looked at, where its version counter says that nothing was written since; a borrowed reference or NULL. */
-Value *tape_unwritten(Tape *self, PyObject *t) {
+/* Whether a tensor that was looked at has other bits now, 0 or 1; -1 where that cannot be told from here: it is on a device, or has no fingerprint. */
+static int seen_differs(Tape *self, const Seen *seen, PyObject *t) {
+    Geometry at;
+    Job job;
+    PyObject *shape = seen->flags & CHECKSUM && !geometry_read(t, &at) ? shapes_find(&self->shapes, &at) : NULL;
+    int same = shape && shape == seen->shape && at.data == seen->data;
+    Py_XDECREF(shape);
+    const Dtype *dtype = same ? dtype_of(self, t, at.kind) : NULL;
+    Slot *slot = dtype && seen->value->row >= 0 ? slot_of(self, seen->flags & 255) : NULL;
+    int told = slot && slot->rows && job_of(t, &at, dtype->code, CHECKSUM, &job) == 1;
+    PyErr_Clear();
+    if (!told) return -1;
+    uint64_t then = slot->rows->checksums[seen->value->row];
+    return fingerprint_of(&job) != then;
+}
+
+/* What a tensor was when it was looked at, unless it is known to have the same bits still: a new reference, or NULL. Where its version counter moved,
+   NULL too: somebody says that he wrote there. What is returned is forgotten here, and all else with it where the tensor is known to have changed:
+   others may lie in the same memory. */
+Value *tape_overwritten(Tape *self, PyObject *t) {
     const Seen *seen = seen_find(&self->seen, t);
     long long version = seen && seen->known && seen_is(seen, t) ? version_of(t) : -1;
     if (version == -2) PyErr_Clear();
-    return version >= 0 && version == seen->version ? seen->value : NULL;
+    if (version < 0 || version != seen->version) return NULL;
+    Value *before = (Value *)Py_NewRef((PyObject *)seen->value);
+    int differs = seen_differs(self, seen, t);
+    if (differs > 0) seen_clear(&self->seen), views_clear(&self->views);
+    else if (differs < 0) tape_touched(self, t);
+    else Py_CLEAR(before);
+    return before;
 }
 
 PyObject *tape_noted(Tape *self, PyObject *value, PyObject *note) {
