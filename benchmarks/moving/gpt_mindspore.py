@@ -28,6 +28,8 @@ def _rates(t: Twin) -> Any:
 
 
 class RMSNorm(nn.Cell):
+    """A norm by the root mean square, of its own."""
+
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
         self.weight, self.eps = Parameter(ops.ones(width, ms.float32)), eps
@@ -41,6 +43,8 @@ def _norm(t: Twin) -> nn.Cell:
 
 
 class Attention(nn.Cell):
+    """Causal attention by hand."""
+
     def __init__(self, t: Twin) -> None:
         super().__init__()
         self.qkv, self.proj = nn.Dense(t.width, 3 * t.width, has_bias=t.bias), nn.Dense(t.width, t.width, has_bias=t.bias)
@@ -58,6 +62,8 @@ class Attention(nn.Cell):
 
 
 class MLP(nn.Cell):
+    """Two linear layers."""
+
     def __init__(self, t: Twin) -> None:
         super().__init__()
         self.up, self.down = nn.Dense(t.width, 4 * t.width, has_bias=t.bias), nn.Dense(4 * t.width, t.width, has_bias=t.bias)
@@ -68,6 +74,8 @@ class MLP(nn.Cell):
 
 
 class Block(nn.Cell):
+    """A block with norms before its parts."""
+
     def __init__(self, t: Twin) -> None:
         super().__init__()
         self.norm1, self.attention, self.norm2, self.mlp = _norm(t), Attention(t), _norm(t), MLP(t)
@@ -79,6 +87,8 @@ class Block(nn.Cell):
 
 
 class GPT(nn.Cell):
+    """The model."""
+
     def __init__(self, t: Twin) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(t.words, t.width), nn.Embedding(t.length, t.width)

@@ -22,6 +22,8 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 class RMSNorm(nn.Module):
+    """A norm by the root mean square, of its own."""
+
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
@@ -35,6 +37,8 @@ def _norm(t: Twin) -> nn.Module:
 
 
 class Attention(nn.Module):
+    """Causal attention by hand."""
+
     def __init__(self, t: Twin) -> None:
         super().__init__()
         self.qkv, self.proj = nn.Linear(t.width, 3 * t.width, bias=t.bias), nn.Linear(t.width, t.width, bias=t.bias)
@@ -51,6 +55,8 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
+    """Two linear layers."""
+
     def __init__(self, t: Twin) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(t.width, 4 * t.width, bias=t.bias), nn.Linear(4 * t.width, t.width, bias=t.bias)
@@ -61,6 +67,8 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
+    """A block with norms before its parts."""
+
     def __init__(self, t: Twin) -> None:
         super().__init__()
         self.norm1, self.attention, self.norm2, self.mlp = _norm(t), Attention(t), _norm(t), MLP(t)
@@ -72,6 +80,8 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
+    """The model."""
+
     def __init__(self, t: Twin) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(t.words, t.width), nn.Embedding(t.length, t.width)

@@ -16,7 +16,7 @@ TORCH |= {
     "group0.fused": None,
     "group0.parameters": ["norm.weight", "a.weight"],
 }
-MINDSPORE = {"class": "AdamWeightDecay", "beta1": 0.9, "beta2": 0.999, "eps": 1e-6, "weight_decay": 0.0, "loss_scale": 1.0}
+MINDSPORE = {"class": "AdamW", "beta1": 0.9, "beta2": 0.999, "eps": 1e-6, "weight_decay": 0.0, "loss_scale": 1.0}
 MINDSPORE |= {"group0.lr": 0.01, "group0.parameters": ["norm.gamma", "a.weight"]}
 MODELS = ({"a": "Linear(in_features=2, out_features=3, bias=True)", "rows": "ModuleList"}, {"a": "Dense", "rows": "CellList"})
 
@@ -42,6 +42,8 @@ def test_the_same_training_has_no_difference() -> None:
         ({"beta2": 0.95}, "betas differs: [0.9, 0.999] and [0.9, 0.95]"),
         ({"weight_decay": 0.1}, "weight decay differs: 0 and 0.1"),
         ({"class": "Momentum"}, "AdamW and SGD"),
+        ({"class": "AdamWeightDecay"}, "optimizer class differs: AdamW and AdamWeightDecay (without bias correction)"),
+        ({"class": "Adam", "formula.bias_correction": True}, "optimizer class differs: AdamW and Adam"),
         ({"loss_scale": 128.0}, "only in cmp: loss_scale 128"),
     ],
 )
