@@ -11,10 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from trainprobe.dump_compare.distances import SLACK, Distance
-from trainprobe.dump_compare.dump_side import Side
+from trainprobe.dump_compare.dump_side import STATISTICS, Side
+from trainprobe.dump_compare.intervals import format_name
 from trainprobe.dump_compare.judge import Judged
 from trainprobe.dump_compare.pairing import RankPair
 from trainprobe.dump_compare.parameter_states import AFTER, state_slot
+from trainprobe.engine.compare.movement import Numbers, moved_otherwise, shares
 from trainprobe.engine.core.records import Value
 from trainprobe.errors import FormatError, UnsafeFile
 
@@ -47,6 +49,40 @@ def changed(judged: Judged, left: Left) -> tuple[Distance, float] | None:
         if not value.result and value.interval.low > SLACK * max(was, value.epsilon):
             return value, was
     return None
+
+
+Moving = Mapping[str, tuple[Numbers, Numbers]]  # weight → its statistics in A and in B
+
+
+def weights_of(calls: Sequence[Judged], a: Side, b: Side) -> tuple[Moving, Moving]:
+    """Return the weights in single precision as the step begins, and as its optimizer leaves them, where dumps hold them."""
+    found: tuple[dict[str, tuple[Numbers, Numbers]], dict[str, tuple[Numbers, Numbers]]] = {}, {}
+    for one in calls:
+        if one.pair.a is None or one.pair.b is None:
+            continue
+        state, module = one.call.kind == "state" and one.call.phase == "step", one.call.kind == "module" and one.call.call == 0
+        if not state and not (module and one.call.phase == "forward"):
+            continue
+        for slot, mine in (one.pair.a.params or {}).items():
+            theirs = (one.pair.b.params or {}).get(slot)
+            if isinstance(mine, Value) and isinstance(theirs, Value) and _is_single(mine) and _is_single(theirs):
+                name = one.call.name if state else f"{one.call.name}.{slot}"
+                if module or slot in ("value", f"value{AFTER}"):
+                    numbers = (
+                        {key: n for key in STATISTICS if (n := side.numbers(v).get(key)) is not None}
+                        for side, v in ((a, mine), (b, theirs))
+                    )
+                    found[slot.endswith(AFTER)][name] = tuple(numbers)  # type: ignore[assignment]
+    return found
+
+
+def _is_single(value: Value) -> bool:
+    return format_name(value.dtype) == "float32"
+
+
+def optimizer_parts(before: Moving, after: Moving, steps: int) -> tuple[str, float, float] | None:
+    """Return the first weight that the optimizer has moved otherwise, how far, and the median (see `moved_otherwise`)."""
+    return moved_otherwise(shares((name, *before[name], *after[name]) for name in before if name in after), steps)
 
 
 def who_changed(judged: Judged, value: Distance, before: RankPair, now: RankPair) -> str:

@@ -51,4 +51,5 @@ def times(value: Distance) -> str:
     """Return how many times as large a value is on one side, in words."""
     size, side = (abs(value.factor), "B") if abs(value.factor) >= 1 else (1 / abs(value.factor), "A")
     sign = ", with the other sign" if value.factor < 0 else ""
-    return f"{'twice' if abs(size - 2) < 0.02 else f'{size:.3g} times'} as large in {side}{sign}"
+    many = f"{size:.4g}" if size >= 100 else f"{size:.3g}"
+    return f"{'twice' if abs(size - 2) < 0.02 else f'{many} times'} as large in {side}{sign}"

@@ -19,6 +19,7 @@ from typing import Any
 from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.op_names import common_name
 from trainprobe.dump_compare.pairing import CallPair, pair_calls
+from trainprobe.dump_compare.parameter_states import pair_states
 from trainprobe.dump_compare.renamed.mapping_files import Api
 from trainprobe.engine.core.records import Call, Value
 from trainprobe.errors import CompareError
@@ -51,7 +52,7 @@ def pair_frameworks(
     """
     mine, theirs = (_Named(side, _user_ops(apis, side.step_data.framework)) for side in (a, b))
     shares = mine if a.step_data.framework == "pytorch" else theirs
-    pairs = pair_calls(mine.calls, theirs.calls, rename, looked_through)
+    pairs = pair_calls(mine.calls, theirs.calls, rename, looked_through, (mine.look, theirs.look))
     found = [pair for pair in pairs if (pair.a is not None and pair.b is not None) or _kind(pair) != "op"]
     alone = Counter(
         "A" if pair.b is None else "B" for pair in pairs if (pair.a is None or pair.b is None) and _kind(pair) == "op"
@@ -75,6 +76,38 @@ def pair_frameworks(
             "and are not compared"
         )
     return found, notes
+
+
+def pair_states_of_frameworks(
+    a: Side, b: Side, rename: Callable[[str], str], pairs: Sequence[CallPair]
+) -> tuple[list[CallPair], list[str]]:
+    """Return what both dumps hold of parameters and their optimizer, behind `pairs`, and what is to be said of the rest.
+
+    rename: is given the name of each module of A.
+    """
+    states = a.step_data.states, b.step_data.states
+    if not all(states):
+        lacking = " nor ".join(name for name, held in zip("AB", states, strict=True) if not held)
+        return [], [f"{lacking} holds nothing of parameters and optimizer beside the calls of modules"] if any(states) else []
+    place = max((pair.place for pair in pairs), default=-1) + 1
+    found: list[CallPair] = []
+    left: Counter[str] = Counter()
+    for pair in pair_states(*states, rename, place, common=_parameter):
+        slots = [set((call.params or {}) if call is not None else ()) for call in (pair.a, pair.b)]
+        left.update(slots[0] ^ slots[1])
+        for call in (pair.a, pair.b):
+            if call is not None:
+                call.params = {slot: value for slot, value in (call.params or {}).items() if slot in slots[0] & slots[1]}
+        if slots[0] & slots[1]:
+            _same_layout(pair)
+            found.append(pair)
+    said = ", ".join(f"`{slot}` of {times}" for slot, times in left.items())
+    return found, [f"of parameters, one side alone holds {said}: not compared"] if left else []
+
+
+def _parameter(name: str) -> str:
+    module, dot, last = name.rpartition(".")
+    return f"{module}{dot}{PARAMETERS.get(last, last)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +160,11 @@ class _Named:
                 self._op(call)
             else:
                 self._keep(call, self._plain(call))
+
+    def look(self, call: Call) -> Hashable:
+        """Return what tells an op from others of its name and shapes: about how large what it gives first is."""
+        value = next((value for value in call.out or () if value is not None), None) if call.kind == "op" else None
+        return None if value is None else f"{self.side.numbers(value).get('norm', 0.0):.2e}"
 
     def name_as_recorded(self) -> None:
         """Give the copies the names and numbers that the dump has."""

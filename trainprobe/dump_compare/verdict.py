@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trainprobe.dump_compare.arguments import given_alone
-from trainprobe.dump_compare.between_steps import Left, changed, left_by, who_changed
+from trainprobe.dump_compare.between_steps import Left, Moving, changed, left_by, optimizer_parts, who_changed
 from trainprobe.dump_compare.causes import causes, without_gradient
 from trainprobe.dump_compare.distances import SLACK, Distance
 from trainprobe.dump_compare.factors import times
-from trainprobe.dump_compare.intervals import Interval
+from trainprobe.dump_compare.intervals import ANOTHER_ORDER, TRANSPOSED, Interval
 from trainprobe.dump_compare.judge import Judged, Outcome, enclosing
 from trainprobe.dump_compare.one_sided import cut_short, given_alone_around, lone_module_before, side_alone, tensor_of_one
 from trainprobe.dump_compare.pairing import RankPair
@@ -36,6 +36,7 @@ class Compared:
     nothing else tells of them.
     recorded: "optimizer" where A holds operators of the optimizer, "states" where it holds gradients as that sees them.
     cut: whether the dumps of A and of B say that the step did not end.
+    weights: of two frameworks, the weights as the step begins and as its optimizer leaves them (see between_steps).
     joined: whether these are calls of all ranks of two layouts, joined; `at` then names A's lowest rank and the steps' folders.
     """
 
@@ -53,6 +54,7 @@ class Compared:
     by_statistics: int = 0
     world: int = 1
     cut: tuple[bool, bool] = False, False
+    weights: tuple[Moving, Moving] = field(default_factory=lambda: ({}, {}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +93,13 @@ def _judge_runs(ranks: Sequence[Compared], missing: Sequence[str]) -> Verdict:
     details += _about_ranks(ranks)
     details += [*dict.fromkeys(note for rank in ranks for note in rank.notes), *_about_rounding(ranks), *_about_counts(counts)]
     first = _first(ranks)
+    optimizer = _in_the_optimizer(ranks, math.inf if first is None else first[0].at.step)
     structured = len({name for rank in ranks for name in rank.by_structure})
     of_them = f", {structured} modules of A paired by structure" if structured else ""
+    if optimizer is not None:
+        return Verdict(
+            2, optimizer, ["config-check compares rates, weight decay and the formula of the update", *details], None, counts
+        )
     if first is not None:
         rank, judged = first
         surely = "the runs part at" if judged.outcome != "suspicious" else "the runs may part at"
@@ -141,6 +148,25 @@ def _first(ranks: Sequence[Compared]) -> tuple[Compared, Judged] | None:
         if found:
             return min(found, key=lambda pair: (pair[1].outcome == "suspicious", pair[1].pair.place, pair[0].at.rank))
         apart |= {rank.at.rank for rank in here if any(judged.outcome in ("rounding", "carried") for judged in rank.calls)}
+    return None
+
+
+def _in_the_optimizer(ranks: Sequence[Compared], before: float) -> str | None:
+    """Return what is to be said where the optimizer of a step before `before` moves the weights of two frameworks otherwise."""
+    for rank in sorted(ranks, key=lambda rank: (rank.at.step, rank.at.rank)):
+        begins, left = rank.weights
+        behind = next((other for other in ranks if other.at.rank == rank.at.rank and other.at.step > rank.at.step), None)
+        found = None
+        if rank.at.step < before and left:
+            found = optimizer_parts(begins, left, 1 + rank.at.step)
+        elif rank.at.step < before and behind is not None:
+            found = optimizer_parts(begins, behind.weights[0], behind.at.step)
+        if found is not None:
+            name, share, middle = found
+            return (
+                f"the runs part in the step of the optimizer (step {rank.at.step}, rank {rank.at.rank}): what it is given "
+                f"agrees, and weights move otherwise; {name} is {share:.2g} of its movement apart (median of all: {middle:.2g})"
+            )
     return None
 
 
@@ -371,6 +397,7 @@ def _moved(value: Distance) -> str:
     found, far = value.beyond, value.interval
     exact = "" if far.evidence == "values" else "at least "
     at = f" (most at {far.note})" if far.evidence == "values" and far.note else ""
+    at = f" ({far.note})" if far.note in (TRANSPOSED, ANOTHER_ORDER) else at
     often = f"{found.times:.2g}" if found.times < 1000 else "over 1000"
     name = _MOVED.get(found.what, found.what)
     moved = f"{name} moved by {found.changed:.1e}, {often} times what rounding explains"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
 from trainprobe.config_check.compare.entries import STATISTICS, describe, same_tensor
@@ -13,7 +12,7 @@ from trainprobe.config_check.compare.pair import BENCH, CMP, absent, common_rank
 from trainprobe.config_check.compare.values import close
 from trainprobe.config_check.compare.verdicts import Check, Finding, shown, which_ranks
 from trainprobe.config_check.pack import Pack
-from trainprobe.engine.compare.movement import MOVED_ALIKE, apart_of_moved
+from trainprobe.engine.compare.movement import moved_otherwise, shares
 from trainprobe.engine.core.words import counted
 
 COLUMNS = ("micro-step", "rank", "weight", "name in cmp", "bench checksum", "cmp checksum", "bench", "cmp", "level")
@@ -130,16 +129,13 @@ def _nearly(a: Mapping[str, Any], b: Mapping[str, Any], tolerance: float = 1e-3)
 
 
 def _moved_alike(a0: Entries, b0: Entries, a: Entries, b: Entries, steps: int) -> bool:
-    """Tell whether most weights of two frameworks, equal at the start, have moved alike: rounding grows with each step.
-
-    A single weight may move otherwise: where its gradient is nothing but rounding, Adam makes whole steps of that.
-    """
-    apart = [
-        apart_of_moved(*([held[key] for key in STATISTICS if key in held] for held in (a0[n], b0[n], a[n], b[n])))
-        for n in a
-        if n in a0 and n in b0 and n in b and same_tensor(a0[n], b0[n])
-    ]
-    return bool(apart) and median(apart) <= MOVED_ALIKE * steps
+    """Tell whether the weights of two frameworks that were equal at the start have moved alike since."""
+    equal = [name for name in a if name in a0 and name in b0 and name in b and same_tensor(a0[name], b0[name])]
+    found = shares(
+        (name, *({key: held[name][key] for key in STATISTICS if key in held[name]} for held in (a0, b0, a, b)))
+        for name in equal
+    )
+    return bool(equal) and moved_otherwise(found, steps) is None
 
 
 def _content(entry: Mapping[str, Any]) -> str:

@@ -1,25 +1,48 @@
-"""Whether a weight has moved alike in two trainings: how far apart its statistics are, of how far they have moved."""
+"""Whether weights have moved alike in two trainings: how far apart their statistics are, of how far they have moved.
+
+A learning rate, a schedule or a formula of the optimizer changes how far all weights move, and rounding changes that little. A
+single weight may move otherwise in healthy trainings: where its gradient is nothing but rounding, Adam makes whole steps of it.
+So the median over weights tells.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from statistics import median
 
 MOVED_ALIKE = 1e-2  # a median over weights that rounding explains, for each step since they were equal
 _ROUNDED = 1e-6  # relative: what float32 leaves of a statistic that did not move
+Numbers = Mapping[str, float]  # statistic → of one weight
 
 
-def apart_of_moved(a0: Sequence[float], b0: Sequence[float], a: Sequence[float], b: Sequence[float]) -> float:
-    """Return the median over statistics of how far A and B are apart, of the farther of their two movements; 0 to 2.
+def shares(weights: Iterable[tuple[str, Numbers, Numbers, Numbers, Numbers]]) -> dict[str, float]:
+    """Return weight → how far A and B are apart, of the farther of their two movements: 0 to 2, a median over its statistics.
 
-    a0, b0, a, b: the same statistics of one weight before and after, of two trainings; those that are not finite count 2.
+    weights: name, statistics of A and of B before, and behind. Weights that have not moved are left out.
     """
-    return median(_apart(*numbers) for numbers in zip(a0, b0, a, b, strict=True)) if len(a) else 0.0
+    found: dict[str, float] = {}
+    for name, a0, b0, a, b in weights:
+        known = a0.keys() & b0.keys() & a.keys() & b.keys()
+        if any(a0[key] != a[key] or b0[key] != b[key] for key in known):
+            found[name] = median(_share(a0[key], b0[key], a[key], b[key]) for key in known)
+    return found
 
 
-def _apart(a0: float, b0: float, a: float, b: float) -> float:
-    moved = max(abs(a - a0), abs(b - b0))
-    apart = abs(a - b)
+def moved_otherwise(found: Mapping[str, float], steps: int) -> tuple[str, float, float] | None:
+    """Return the first weight that has moved otherwise, its share and the median, None where most have moved alike.
+
+    found: what `shares` returns. steps: of the optimizer since the weights were equal.
+    """
+    middle = median(found.values()) if found else 0.0
+    if not middle > MOVED_ALIKE * steps:
+        return None
+    name = next(name for name, share in found.items() if share >= middle)
+    return name, found[name], middle
+
+
+def _share(a0: float, b0: float, a: float, b: float) -> float:
+    """Return how far one statistic is apart; 2, the most, of what is not finite."""
+    moved, apart = max(abs(a - a0), abs(b - b0)), abs(a - b)
     if apart <= _ROUNDED * max(abs(a), abs(b)):
         return 0.0
     return min(apart / moved, 2.0) if moved > 0 else 2.0
