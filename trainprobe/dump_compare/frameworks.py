@@ -52,7 +52,7 @@ def pair_frameworks(
     """
     mine, theirs = (_Named(side, _user_ops(apis, side.step_data.framework)) for side in (a, b))
     shares = mine if a.step_data.framework == "pytorch" else theirs
-    pairs = pair_calls(mine.calls, theirs.calls, rename, looked_through, (mine.look, theirs.look))
+    pairs = pair_calls(mine.calls, theirs.calls, rename, looked_through, (mine.looks, theirs.looks))
     found = [pair for pair in pairs if (pair.a is not None and pair.b is not None) or _kind(pair) != "op"]
     alone = Counter(
         "A" if pair.b is None else "B" for pair in pairs if (pair.a is None or pair.b is None) and _kind(pair) == "op"
@@ -64,6 +64,7 @@ def pair_frameworks(
         )
     for pair in found:
         _same_layout(pair)
+        _same_arguments(pair)
         _same_gradients(pair, shares.others)
         _same_shapes(pair)
     for side in (mine, theirs):
@@ -161,10 +162,20 @@ class _Named:
             else:
                 self._keep(call, self._plain(call))
 
-    def look(self, call: Call) -> Hashable:
-        """Return what tells an op from others of its name and shapes: about how large what it gives first is."""
-        value = next((value for value in call.out or () if value is not None), None) if call.kind == "op" else None
-        return None if value is None else f"{self.side.numbers(value).get('norm', 0.0):.2e}"
+    def looks(self, call: Call) -> tuple[Hashable, Hashable]:
+        """Return how large what an op is given is, alone and with what it gives: what tells it from others of its shapes.
+
+        An op that gives what it is given (`x * 1`, within a loss that is one op elsewhere) is told by its result alone.
+        """
+        if call.kind != "op":
+            return None, None
+        given, results = ([self._size(value) for value in side or () if value is not None] for side in (call.args, call.out))
+        rough = [tuple(f"{size[0]:.2e}" for size in side) for side in (given, results)]
+        return (object() if results and results[0] in given else rough[0]), (rough[0], rough[1])
+
+    def _size(self, value: Value) -> tuple[float, ...]:
+        numbers = self.side.numbers(value)
+        return tuple(numbers.get(name, 0.0) for name in ("norm", "max", "min"))
 
     def name_as_recorded(self) -> None:
         """Give the copies the names and numbers that the dump has."""
@@ -206,7 +217,8 @@ class _Named:
 
     def _op_forward(self, call: Call, key: tuple[str, int], common: str) -> None:
         made = _copied(call)
-        made.args, made.kwargs, made.out = _tensors(call.args), None, _tensors(call.out)[:1]
+        made.args, made.kwargs = [*_tensors(call.args), *_tensors(call.kwargs)], None
+        made.out = _tensors(call.out)[:1]
         if call.name in self.user_ops:
             self._take_user_op(made, call, self.user_ops[call.name])
         if common == "embedding" and len(made.args) > 1 and "int" not in made.args[0].dtype.lower():
@@ -322,6 +334,20 @@ def _same_layout(pair: CallPair) -> None:
             shape = tuple(mine.shape)
             if shape != tuple(theirs.shape) and shape == tuple(theirs.shape)[::-1]:
                 pair.b.params[name] = _with_shape(theirs, shape)
+
+
+def _same_arguments(pair: CallPair) -> None:
+    """Leave out tensors that an op of one framework alone is given: numbers of the other, such as an epsilon."""
+    if pair.a is None or pair.b is None or pair.a.kind != "op" or pair.a.phase == "backward":
+        return
+    longer, other = sorted((pair.a, pair.b), key=lambda call: -len(call.args or ()))
+    wanted, kept = Counter(map(_count, other.args or ())), list[Value]()
+    for value in longer.args or ():
+        if wanted[_count(value)] > 0:
+            wanted[_count(value)] -= 1
+            kept.append(value)
+    if len(kept) == len(other.args or ()):
+        longer.args = kept
 
 
 def _same_gradients(pair: CallPair, others: dict[int, set[int]]) -> None:

@@ -15,7 +15,7 @@ from trainprobe.engine.core.step_data import slots
 from trainprobe.engine.storage.dumps.layout import DUMP_FILE, LOG_FILE, find_dumps, has_run_log, holds_dump
 from trainprobe.errors import CompareError, FormatError
 
-Look = Callable[[Call], Hashable]
+Looks = Callable[[Call], Sequence[Hashable]]
 _MOVES = frozenset(["reshape", "view", "transpose", "permute", "contiguous", "expand", "repeat", "flatten", "unflatten"])
 
 
@@ -119,7 +119,7 @@ def pair_calls(
     b: Sequence[Call],
     rename: Callable[[str], str] = str,
     looked_through: tuple[Set[str], Set[str]] = (frozenset(), frozenset()),
-    looks: tuple[Look, Look] | None = None,
+    looks: tuple[Looks, Looks] | None = None,
 ) -> list[CallPair]:
     """Return all calls of both sides, each with its partner, in the order of A; what only B has follows its neighbour.
 
@@ -127,8 +127,8 @@ def pair_calls(
     so that one more of them shifts all numbers behind it: their forwards are aligned as sequences of names, and a backward
     belongs to that of its forward's partner.
     rename: is given each name of A. looked_through: modules of each side that are left out; what runs within them, runs within
-    what is around them. looks: of A and of B, what makes two ops of one name and shapes partners before others are, as one
-    framework may calculate by several of them what is one op of the other.
+    what is around them. looks: of A and of B, what makes two ops of one name and shapes partners before others are, the
+    surest last, as one framework may calculate by several of them what is one op of the other.
     """
     if any(looked_through):
         a, b = (
@@ -161,7 +161,7 @@ def _pair_ops(
     b: Sequence[Call],
     rename: Callable[[str], str],
     looked_through: tuple[Set[str], Set[str]],
-    looks: tuple[Look, Look] | None,
+    looks: tuple[Looks, Looks] | None,
 ) -> dict[int, Call]:
     """Return place in A of each op → its partner."""
     mine, theirs = ([i for i, call in enumerate(side) if call.kind == "op" and call.phase != "backward"] for side in (a, b))
@@ -225,12 +225,12 @@ def _aligned_by_shapes(
     b: Sequence[Call],
     names_a: Sequence[Hashable],
     names_b: Sequence[Hashable],
-    looks: tuple[Look, Look] | None = None,
+    looks: tuple[Looks, Looks] | None = None,
 ) -> Iterator[tuple[int, int]]:
     """Yield pairs of places of equal names, in order. Where the names part, ops of equal shapes too belong together first.
 
     So an op that one side runs more often, a reshape in attention that is not fused, finds no partner of another shape while
-    there is one of its own. looks: those that look alike too come even before.
+    there is one of its own. looks: those that look alike too come even before, the more so the later what they return.
     """
     if names_a == names_b:
         yield from ((i, i) for i in range(len(names_a)))
@@ -238,7 +238,9 @@ def _aligned_by_shapes(
     keys: list[tuple[Sequence[Hashable], Sequence[Hashable]]] = [(names_a, names_b)]
     keys.append(([*zip(names_a, map(_shapes, a), strict=True)], [*zip(names_b, map(_shapes, b), strict=True)]))
     if looks is not None:
-        keys.append(([*zip(keys[1][0], map(looks[0], a), strict=True)], [*zip(keys[1][1], map(looks[1], b), strict=True)]))
+        seen = [[*zip(*map(look, ops), strict=True)] for look, ops in zip(looks, (a, b), strict=True)]
+        levels = zip(*seen, strict=False)
+        keys += [([*zip(keys[1][0], x, strict=True)], [*zip(keys[1][1], y, strict=True)]) for x, y in levels]
     yield from _aligned_by(keys, (0, len(a)), (0, len(b)))
 
 

@@ -13,7 +13,7 @@ from trainprobe.dump_compare.between_steps import Left, Moving, changed, left_by
 from trainprobe.dump_compare.causes import causes, without_gradient
 from trainprobe.dump_compare.distances import SLACK, Distance
 from trainprobe.dump_compare.factors import times
-from trainprobe.dump_compare.intervals import ANOTHER_ORDER, TRANSPOSED, Interval
+from trainprobe.dump_compare.intervals import ANOTHER_ORDER, OTHER_ORDER, TRANSPOSED, Interval
 from trainprobe.dump_compare.judge import Judged, Outcome, enclosing
 from trainprobe.dump_compare.one_sided import cut_short, given_alone_around, lone_module_before, side_alone, tensor_of_one
 from trainprobe.dump_compare.pairing import RankPair
@@ -84,6 +84,7 @@ def _cut_short(rank: Compared) -> str:
 
 
 def _judge_runs(ranks: Sequence[Compared], missing: Sequence[str]) -> Verdict:
+    _carry_over(ranks)
     counts: Counter[Outcome] = Counter(judged.outcome for rank in ranks for judged in rank.calls)
     for rank in ranks:
         counts.update(rank.agreeing)
@@ -107,7 +108,9 @@ def _judge_runs(ranks: Sequence[Compared], missing: Sequence[str]) -> Verdict:
         details = [*between[1:], *_hints(rank, judged), *details]
         told = causes(rank.calls, judged.pair.place)
         because = [f"; before it, {cause}" for cause in told if not cause.startswith(f"{judged.call.name} has no gradient")]
-        what = "".join([_what(judged, changed(judged, _left_before(ranks, rank))), *between[:1], *because])
+        what = "".join(
+            [_what(judged, changed(judged, _left_before(ranks, rank))), *between[:1], *_scaled(rank, judged), *because]
+        )
         return Verdict(2, f"{surely} {_where(rank, judged)}: {what}", details, first, counts)
     if whole == counts["missing"]:
         said = "no call of one has a partner in the other" if whole else "neither dump holds a call"
@@ -149,6 +152,23 @@ def _first(ranks: Sequence[Compared]) -> tuple[Compared, Judged] | None:
             return min(found, key=lambda pair: (pair[1].outcome == "suspicious", pair[1].pair.place, pair[0].at.rank))
         apart |= {rank.at.rank for rank in here if any(judged.outcome in ("rounding", "carried") for judged in rank.calls)}
     return None
+
+
+def _carry_over(ranks: Sequence[Compared]) -> None:
+    """Let what is suspicious between frameworks be carried, where the weights are apart and results before it as far.
+
+    Behind a step of an optimizer, which makes much of a small gradient, statistics tell too little of what a call is given.
+    """
+    apart: set[int] = set()
+    for rank in sorted(ranks, key=lambda rank: rank.at.step):
+        noise = 0.0
+        for judged in rank.calls if rank.framework != rank.framework_b else ():
+            far = max((value.low for value in judged.values if value.result), default=0.0)
+            if judged.outcome == "suspicious" and rank.at.rank in apart and far <= SLACK * noise:
+                judged.outcome = "carried"
+            noise = max(noise, far if far < math.inf and judged.call.kind != "state" else 0.0)
+        if any(judged.outcome in ("rounding", "carried") for judged in rank.calls):
+            apart.add(rank.at.rank)
 
 
 def _in_the_optimizer(ranks: Sequence[Compared], before: float) -> str | None:
@@ -286,7 +306,7 @@ def _other_weights(calls: Sequence[Judged], start: float) -> list[Judged]:
 
 
 def _is_a_weight(call: Call, value: Distance) -> bool:
-    return value.slot.startswith("parameters") and value.interval.low > 0
+    return value.slot.startswith("parameters") and (value.interval.low > 0 or value.interval == OTHER_ORDER)
 
 
 def _other_losses(calls: Sequence[Judged]) -> list[Judged]:
@@ -447,6 +467,16 @@ def _hints(rank: Compared, judged: Judged) -> list[str]:
     if before:
         said.append(f"before it, only {side_alone(before[-1])} runs {entry_name(before[-1].call, rank.framework)}")
     return said
+
+
+def _scaled(rank: Compared, judged: Judged) -> list[str]:
+    """Return that gradients are scaled between the backward and the optimizer, where those of the backward agree."""
+    factor = next((value.factor for value in judged.values if value.factor), 0.0)
+    if not factor or judged.call.kind != "state" or judged.call.phase != "backward":
+        return []
+    if not any(one.call.kind == "parameter" and one.pair.a and one.pair.b for one in rank.calls):
+        return []
+    return ["; gradients of the backward agree: they are clipped or scaled in between, on one side or by another number"]
 
 
 def _about_factor(rank: Compared, judged: Judged) -> list[str]:

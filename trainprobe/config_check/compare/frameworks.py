@@ -189,6 +189,8 @@ def _source(one: Mapping[str, Any]) -> dict[str, Any]:
     values = dict(one.get("values", {}))
     if one.get("kind") == "model":
         values = {name: _module(str(setting)) for name, setting in values.items()}
+    elif one.get("kind") == "clipping":
+        values.pop("error_if_nonfinite", None)
     elif one.get("kind") == "optimizer":
         if all(beta in values for beta in _BETAS):
             values["group0.betas"] = [values.pop(beta) for beta in _BETAS]

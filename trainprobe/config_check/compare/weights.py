@@ -180,7 +180,9 @@ def _measure(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
         return f"{a['dtype']} and {b['dtype']}"
     held = [key for key in ("norm", "mean", "max", "min") if key in a and key in b]
     if len(held) == 4 and all(close(a[key], b[key], _SUMMED) for key in held):
-        return "other bits with equal statistics, as the same numbers in another order have (a transposed matrix)"
+        square = len(a.get("shape") or ()) == 2 and len({*a["shape"]}) == 1
+        transposed = " (a transposed matrix?)" if square else ""
+        return f"other bits with equal statistics, as the same numbers in another order have{transposed}"
     for key in held:
         if a[key] != b[key]:
             return f"{key} {shown(a[key])} and {shown(b[key])}"
