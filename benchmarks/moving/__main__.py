@@ -43,7 +43,7 @@ def healthy(seed: int) -> Twin:
         return Twin()
     draw = random.Random(seed)
     heads = draw.choice((2, 3, 4))
-    return Twin(
+    drawn = Twin(
         seed=seed + 1,
         layers=draw.choice((1, 2, 3)),
         width=heads * draw.choice((6, 8, 16)),
@@ -60,14 +60,15 @@ def healthy(seed: int) -> Twin:
         rate=draw.choice((1e-3, 1e-2)),
         clip=draw.choice((0.0, 0.5)),
     )
+    return replace(drawn, decay=0.0) if drawn.optimizer == "SGD" else drawn
 
 
 def cases(seed: int) -> dict[str, Case]:
     """Return case → twins, of one seed."""
     base, draw = healthy(seed), random.Random(-seed)
     block = draw.randrange(base.layers)
-    square, weight = f"blocks.{block}.attention.proj.weight", f"blocks.{block}.mlp.{draw.choice(('up', 'down'))}.weight"
     norm = "LayerNorm" if base.norm == "layer" else "RMSNorm"
+    square, weight = f"blocks.{block}.attention.proj.weight", f"blocks.{block}.mlp.{draw.choice(('up', 'down'))}.weight"
     adam = replace(base, optimizer="AdamW")
     decays = tuple(1 / (1 + 0.5 * step) for step in range(base.steps))
     planted = {
@@ -87,6 +88,9 @@ def cases(seed: int) -> dict[str, Case]:
         found[name] = Case(twin, base, pattern) if of_torch else Case(base, twin, pattern)
     found["healthy AdamW"] = Case(adam, adam)
     found["optimizer"] = Case(adam, replace(adam, optimizer="AdamWeightDecay"), r"AdamWeightDecay")
+    sgd = replace(base, optimizer="SGD", decay=0.1)
+    if base.norm == "layer":
+        found["decay of norms"] = Case(sgd, sgd, r"weight decay of \S*norm")  # MindSpore's optimizers spare gamma and beta
     found["number format"] = Case(base, replace(base, half=f"blocks.{block}.mlp"), r"float16")
     if not seed:
         found["healthy, four micro-steps"] = Case(replace(base, micro=4), replace(base, micro=4))

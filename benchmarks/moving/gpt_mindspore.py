@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -113,8 +114,8 @@ def _load(model: nn.Cell, t: Twin) -> None:
         raise SystemExit(f"weights of the twin do not fit: {missing} {unknown}")
 
 
-def train(t: Twin, output: Path) -> None:
-    """Train a twin under the plan of the bench."""
+def train(t: Twin, output: Path, more: Mapping[str, Any] | None = None) -> None:
+    """Train a twin under the plan of the bench. more: other fields of the plan."""
     ms.set_seed(t.seed)
     model = GPT(t)
     _load(model, t)
@@ -127,7 +128,7 @@ def train(t: Twin, output: Path) -> None:
         return ops.cross_entropy(model(x, added).reshape(-1, t.words), y.reshape(-1)) * (t.scale / t.micro)
 
     gradients = ms.value_and_grad(forward, None, optimizer.parameters)
-    with trainprobe.watch(model, optimizer, plan(str(output))) as probe:
+    with trainprobe.watch(model, optimizer, {**plan(str(output)), **(more or {})}) as probe:
         for step in range(t.steps):
             with probe.step():
                 if hasattr(optimizer, "param_groups"):
@@ -153,4 +154,4 @@ if __name__ == "__main__":
     ms.set_device("CPU")
     ms.set_deterministic(True)
     for folder, given in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")).items():
-        train(Twin.of(given), Path(folder))
+        train(Twin.of(given), Path(folder), given.get("plan"))

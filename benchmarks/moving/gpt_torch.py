@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -95,13 +96,13 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
-def train(t: Twin, output: Path) -> None:
-    """Train a twin under the plan of the bench."""
+def train(t: Twin, output: Path, more: Mapping[str, Any] | None = None) -> None:
+    """Train a twin under the plan of the bench. more: other fields of the plan."""
     torch.manual_seed(t.seed)
     model = GPT(t)
     model.load_state_dict({name: torch.from_numpy(array) for name, array in weights(t).items()})
     optimizer, added = OPTIMIZERS[t.optimizer](model.parameters(), t), torch.from_numpy(mask(t))
-    with trainprobe.watch(model, optimizer, plan(str(output))) as probe:
+    with trainprobe.watch(model, optimizer, {**plan(str(output)), **(more or {})}) as probe:
         for step in range(t.steps):
             with probe.step():
                 for group in optimizer.param_groups:
@@ -126,4 +127,4 @@ def train(t: Twin, output: Path) -> None:
 
 if __name__ == "__main__":
     for folder, given in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")).items():
-        train(Twin.of(given), Path(folder))
+        train(Twin.of(given), Path(folder), given.get("plan"))

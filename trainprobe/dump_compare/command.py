@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import track
 
 from trainprobe.dump_compare import report
-from trainprobe.dump_compare.between_steps import weights_of
+from trainprobe.dump_compare.between_steps import NO_WEIGHTS, weights_of
 from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.factors import see_factors
 from trainprobe.dump_compare.frameworks import pair_frameworks, pair_states_of_frameworks
@@ -258,7 +258,7 @@ def compare_rank(
         recorded=recorded,
         by_statistics=alike,
         world=sides[0].step_data.place.world_size,
-        weights=weights_of(judged, *sides) if len({*frameworks}) > 1 else ({}, {}),
+        weights=weights_of(judged, *sides) if len({*frameworks}) > 1 else NO_WEIGHTS,
         cut=(not sides[0].step_data.complete, not sides[1].step_data.complete),
     )
 

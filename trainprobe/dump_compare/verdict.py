@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trainprobe.dump_compare.arguments import given_alone
-from trainprobe.dump_compare.between_steps import Left, Moving, changed, left_by, optimizer_parts, who_changed
+from trainprobe.dump_compare.between_steps import NO_WEIGHTS, Left, Weights, changed, left_by, optimizer_parts, who_changed
 from trainprobe.dump_compare.causes import causes, without_gradient
 from trainprobe.dump_compare.distances import SLACK, Distance
 from trainprobe.dump_compare.factors import times
@@ -54,7 +54,7 @@ class Compared:
     by_statistics: int = 0
     world: int = 1
     cut: tuple[bool, bool] = False, False
-    weights: tuple[Moving, Moving] = field(default_factory=lambda: ({}, {}))
+    weights: Weights = NO_WEIGHTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,19 +174,14 @@ def _carry_over(ranks: Sequence[Compared]) -> None:
 def _in_the_optimizer(ranks: Sequence[Compared], before: float) -> str | None:
     """Return what is to be said where the optimizer of a step before `before` moves the weights of two frameworks otherwise."""
     for rank in sorted(ranks, key=lambda rank: (rank.at.step, rank.at.rank)):
-        begins, left = rank.weights
+        if rank.at.step >= before:
+            return None
         behind = next((other for other in ranks if other.at.rank == rank.at.rank and other.at.step > rank.at.step), None)
-        found = None
-        if rank.at.step < before and left:
-            found = optimizer_parts(begins, left, 1 + rank.at.step)
-        elif rank.at.step < before and behind is not None:
-            found = optimizer_parts(begins, behind.weights[0], behind.at.step)
-        if found is not None:
-            name, share, middle = found
-            return (
-                f"the runs part in the step of the optimizer (step {rank.at.step}, rank {rank.at.rank}): what it is given "
-                f"agrees, and weights move otherwise; {name} is {share:.2g} of its movement apart (median of all: {middle:.2g})"
-            )
+        steps = rank.at.step + 1 if rank.weights.leaves or behind is None else behind.at.step
+        after = rank.weights.leaves or (behind.weights.begins if behind is not None else {})
+        if said := optimizer_parts(rank.weights, after, steps):
+            where = f"step {rank.at.step}, rank {rank.at.rank}"
+            return f"the runs part in the step of the optimizer ({where}): what it is given agrees, and {said}"
     return None
 
 

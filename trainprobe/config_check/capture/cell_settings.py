@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mindspore
@@ -76,10 +76,32 @@ def optimizer_source(number: int, optimizer: Any) -> dict[str, Any]:
     if isinstance(held, list):
         groups = {f"group{i}": _group(group) for i, group in enumerate(held)}
         return source("optimizer", str(number), flat(about | groups))
-    values = {name: getattr(optimizer, name) for name in _NUMBERS if hasattr(optimizer, name)}
-    numbers = {key: _number(value) for key, value in values.items()}
-    group = {"lr": _as_one(present_rates(optimizer)), "parameters": [str(p.name) for p in optimizer.parameters]}
-    return source("optimizer", str(number), flat({**about, **numbers, "group0": group}))
+    decays: Any = getattr(optimizer, "weight_decay", None)
+    several = isinstance(decays, tuple | list) and not isinstance(decays, mindspore.Tensor)
+    names = [name for name in _NUMBERS if hasattr(optimizer, name) and not (several and name == "weight_decay")]
+    numbers = {name: _number(getattr(optimizer, name)) for name in names}
+    groups = (
+        _groups(optimizer, decays) if several else {"group0": {"lr": _as_one(present_rates(optimizer)), **_names(optimizer)}}
+    )
+    flags = getattr(optimizer, "decay_flags", ()) if getattr(optimizer, "exec_weight_decay", False) else ()
+    spared = [str(p.name) for p, decayed in zip(optimizer.parameters, flags, strict=False) if not decayed]
+    return source("optimizer", str(number), flat({**about, **numbers, **groups, "without_decay": [] if several else spared}))
+
+
+def _names(optimizer: Any) -> dict[str, list[str]]:
+    return {"parameters": [str(p.name) for p in optimizer.parameters]}
+
+
+def _groups(optimizer: Any, decays: Sequence[Any]) -> dict[str, dict[str, Any]]:
+    """Return the parameters of an optimizer by learning rate and weight decay, in the order in which these first come."""
+    rates, found = rates_of(optimizer), dict[tuple[Any, Any], list[str]]()
+    for i, (p, decay) in enumerate(zip(optimizer.parameters, decays, strict=False)):
+        rate = rates[i if len(rates) > 1 else 0] if rates else None
+        found.setdefault((rate if rate is None else float(str(np.float32(rate))), _number(decay)), []).append(str(p.name))
+    return {
+        f"group{i}": {"lr": rate, "weight_decay": decay, "parameters": names}
+        for i, ((rate, decay), names) in enumerate(found.items())
+    }
 
 
 def _group(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -134,6 +134,7 @@ def _align_optimizers(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
             f"{a.get('class')} adds eps {places[0]} in {BENCH} and {places[1]} in {CMP}: where gradients are not much larger, "
             "steps differ"
         )
+    _align_decay(a, b)
     rates = [values.get("lr_by_step") for values in (a, b)]
     if not all(rates):
         for values in (a, b):
@@ -144,6 +145,23 @@ def _align_optimizers(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
         if len(x) == len(y) and all(close(p, q, _SAME_RATE) for p, q in zip(x, y, strict=True)):
             b["lr_by_step"][i] = x
     return notes
+
+
+def _align_decay(a: dict[str, Any], b: dict[str, Any]) -> None:
+    """Say of which parameters weight decay differs where both optimizers decay: MindSpore spares `gamma` and `beta`."""
+    sides: list[tuple[list[str], set[str]]] = []
+    for values in (a, b):
+        spared, names, decayed = set(values.pop("without_decay", ())), list[str](), set[str]()
+        for key in [key for key in values if key.endswith(".parameters")]:
+            names += values[key]
+            decayed |= set(values[key]) - spared if values.get(f"{key.rpartition('.')[0]}.weight_decay") else set()
+        sides.append((names, decayed))
+    (names, mine), (others, theirs) = sides
+    apart = [name for name in names if name in others and (name in mine) != (name in theirs)]
+    if mine and theirs and apart:
+        more = f" and {len(apart) - 1} more" if len(apart) > 1 else ""
+        for values, decayed in ((a, mine), (b, theirs)):
+            values[f"weight decay of {apart[0]}{more}"] = "applied" if apart[0] in decayed else "not applied"
 
 
 def _formula(values: dict[str, Any]) -> Mapping[str, Any] | None:
@@ -192,9 +210,11 @@ def _source(one: Mapping[str, Any]) -> dict[str, Any]:
     elif one.get("kind") == "clipping":
         values.pop("error_if_nonfinite", None)
     elif one.get("kind") == "optimizer":
+        groups = [key.partition(".")[0] for key in values if key.endswith(".parameters")] or ["group0"]
         if all(beta in values for beta in _BETAS):
-            values["group0.betas"] = [values.pop(beta) for beta in _BETAS]
-        values = {name: value for key, setting in values.items() for name, value in _of_optimizer(key, setting)}
+            betas = [values.pop(beta) for beta in _BETAS]
+            values |= {f"{group}.betas": betas for group in groups}
+        values = {name: value for key, setting in values.items() for name, value in _of_optimizer(key, setting, groups)}
     return {**one, "values": values}
 
 
@@ -211,12 +231,15 @@ def _class(name: str) -> str:
     return _CLASSES.get(name, name)
 
 
-def _of_optimizer(key: str, value: Any) -> list[tuple[str, Any]]:
-    """Return a number of an optimizer by torch's name, or nothing for what changes nothing or has no counterpart."""
+def _of_optimizer(key: str, value: Any, groups: Sequence[str]) -> list[tuple[str, Any]]:
+    """Return a number of an optimizer by torch's name, or nothing for what changes nothing or has no counterpart.
+
+    groups: those that torch keeps numbers for, which MindSpore has once.
+    """
     last = key.rpartition(".")[2]
     if key == "class":
         return [(key, _class(str(value)))]
-    if last == "parameters":
+    if last in ("parameters", "without_decay"):
         return [(key, [_parameter(str(name)) for name in value])]
     if last in _OF_TORCH:
         return []
@@ -224,7 +247,7 @@ def _of_optimizer(key: str, value: Any) -> list[tuple[str, Any]]:
         return [(key, [list(dict.fromkeys(rates)) for rates in value])]
     if last in _CHANGES_NOTHING and (value is None or meaning(value) == meaning(_CHANGES_NOTHING[last])):
         return []
-    return [(f"group0.{key}" if key in _OF_GROUPS else key, value)]
+    return [(f"{group}.{key}", value) for group in groups] if key in _OF_GROUPS else [(key, value)]
 
 
 def _parameter(name: str) -> str:
