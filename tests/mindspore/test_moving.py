@@ -22,7 +22,7 @@ from tests.mindspore.test_across_frameworks import ROOT, TORCH
 from trainprobe.cli import main
 from trainprobe.config_check.pack_reader import read_pack
 
-BASE = Twin(layers=1, width=12, heads=2, words=17, length=5, batch=2, micro=2, clip=0.5)
+BASE = Twin(layers=1, width=12, heads=2, words=17, length=5, batch=2, micro=2, steps=2, clip=0.5)
 ONE = replace(BASE, micro=1, clip=0.0)
 SGD = replace(BASE, optimizer="SGD", mask=-1e9, decay=0.0)
 MATRIX = "blocks.0.attention.proj.weight"
@@ -119,7 +119,7 @@ def test_what_is_planted_is_named(
 
 def test_a_pack_of_mindspore_holds_settings_of_cells_rates_and_the_formula(tmp_path: Path) -> None:
     ms.set_context(mode=ms.PYNATIVE_MODE)
-    gpt_mindspore.train(replace(ONE, optimizer="Adam", schedule=(1.0, 0.5, 0.25)), tmp_path / "run")
+    gpt_mindspore.train(replace(ONE, optimizer="Adam", steps=3, schedule=(1.0, 0.5, 0.25)), tmp_path / "run")
     sources: list[dict[str, Any]] = (
         read_pack(tmp_path / "run/config_check_pack.zip").ranks[0].single["hyperparameters"]["sources"]
     )
