@@ -469,7 +469,8 @@ def _scaled(rank: Compared, judged: Judged) -> list[str]:
     factor = next((value.factor for value in judged.values if value.factor), 0.0)
     if not factor or judged.call.kind != "state" or judged.call.phase != "backward":
         return []
-    if not any(one.call.kind == "parameter" and one.pair.a and one.pair.b for one in rank.calls):
+    backward = [one.outcome for one in rank.calls if one.call.kind == "parameter" and one.pair.a and one.pair.b]
+    if not backward or not {"bug", "suspicious", "unknown"}.isdisjoint(backward):
         return []
     return ["; gradients of the backward agree: they are clipped or scaled in between, on one side or by another number"]
 

@@ -20,8 +20,10 @@ _CLASSES = {
     "Momentum": "SGD",
 }
 # arguments of cells → of modules; those that say the same in other numbers are not compared
-_ARGUMENTS = {"epsilon": "eps", "has_bias": "bias", "in_channels": "in_features", "out_channels": "out_features"}
-_ARGUMENTS |= {"axis": "dim", "group": "groups"}
+_ARGUMENTS = {
+    **{"epsilon": "eps", "has_bias": "bias", "in_channels": "in_features", "out_channels": "out_features"},
+    **{"axis": "dim", "group": "groups"},
+}
 _ARGUMENTS_OF = {"LeakyReLU": {"alpha": "negative_slope"}}
 _OTHER_NUMBERS = frozenset({"padding", "pad_mode", "inplace"})
 _DECISIVE = frozenset({"p", "approximate"})  # beside fractions: settings that one side's lack of is told

@@ -131,11 +131,12 @@ def _nearly(a: Mapping[str, Any], b: Mapping[str, Any], tolerance: float = 1e-3)
 def _moved_alike(a0: Entries, b0: Entries, a: Entries, b: Entries, steps: int) -> bool:
     """Tell whether the weights of two frameworks that were equal at the start have moved alike since."""
     equal = [name for name in a if name in a0 and name in b0 and name in b and same_tensor(a0[name], b0[name])]
-    found = shares(
-        (name, *({key: held[name][key] for key in STATISTICS if key in held[name]} for held in (a0, b0, a, b)))
-        for name in equal
-    )
+    found = shares((n, _statistics(a0[n]), _statistics(b0[n]), _statistics(a[n]), _statistics(b[n])) for n in equal)
     return bool(equal) and moved_otherwise(found, steps) is None
+
+
+def _statistics(entry: Mapping[str, Any]) -> dict[str, float]:
+    return {key: entry[key] for key in STATISTICS if key in entry}
 
 
 def _content(entry: Mapping[str, Any]) -> str:
