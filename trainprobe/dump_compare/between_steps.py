@@ -7,17 +7,21 @@ behind the first. If it is further apart, something has changed it on one side: 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
+from typing import NamedTuple
 
 from trainprobe.dump_compare.distances import SLACK, Distance
-from trainprobe.dump_compare.dump_side import Side
+from trainprobe.dump_compare.dump_side import STATISTICS, Side
+from trainprobe.dump_compare.intervals import format_name
 from trainprobe.dump_compare.judge import Judged
 from trainprobe.dump_compare.pairing import RankPair
 from trainprobe.dump_compare.parameter_states import AFTER, state_slot
+from trainprobe.engine.compare.movement import Numbers, moved_otherwise, shares
 from trainprobe.engine.core.records import Value
 from trainprobe.errors import FormatError, UnsafeFile
 
+_AGREES = 0.05  # a gradient that is no further apart is no rounding alone
 Left = Mapping[tuple[str, str], float]  # parameter and slot → how far apart a step has left it
 
 
@@ -47,6 +51,62 @@ def changed(judged: Judged, left: Left) -> tuple[Distance, float] | None:
         if not value.result and value.interval.low > SLACK * max(was, value.epsilon):
             return value, was
     return None
+
+
+Moving = Mapping[str, tuple[Numbers, Numbers]]  # weight → its statistics in A and in B
+
+
+class Weights(NamedTuple):
+    """Weights in single precision as a step begins and as its optimizer leaves them; those whose gradients agree."""
+
+    begins: Moving
+    leaves: Moving
+    sure: Set[str]
+
+
+NO_WEIGHTS = Weights({}, {}, frozenset())
+
+
+def weights_of(calls: Sequence[Judged], a: Side, b: Side) -> Weights:
+    """Return what both dumps hold of weights, from the calls of modules and from what a monitor saw of parameters."""
+    found: list[dict[str, tuple[Numbers, Numbers]]] = [{}, {}]
+    sure: set[str] = set()
+    for one in calls:
+        state = one.call.kind == "state" and one.call.phase == "step"
+        module = one.call.kind == "module" and one.call.phase == "forward" and one.call.call == 0
+        if one.pair.a is None or one.pair.b is None or not (state or module):
+            continue
+        sure.update(one.call.name for value in one.values if value.slot == "grad" and value.interval.high < _AGREES and state)
+        for slot, mine in (one.pair.a.params or {}).items():
+            theirs = (one.pair.b.params or {}).get(slot)
+            wanted = module or slot in ("value", f"value{AFTER}")
+            if wanted and isinstance(mine, Value) and isinstance(theirs, Value) and _is_single(mine) and _is_single(theirs):
+                name = one.call.name if state else f"{one.call.name}.{slot}"
+                found[slot == f"value{AFTER}"][name] = _numbers(a, mine), _numbers(b, theirs)
+    return Weights(found[0], found[1], sure)
+
+
+def _numbers(side: Side, value: Value) -> Numbers:
+    numbers = side.numbers(value)
+    return {name: numbers[name] for name in STATISTICS if name in numbers}
+
+
+def _is_single(value: Value) -> bool:
+    return format_name(value.dtype) == "float32"
+
+
+def optimizer_parts(now: Weights, after: Moving, steps: int) -> str:
+    """Return which weights the optimizer has moved otherwise, and how far, as text or "" (see `moved_otherwise`).
+
+    now: of the step. after: the weights behind it. steps: of the optimizer since the beginning.
+    """
+    moved = shares((name, *now.begins[name], *after[name]) for name in now.begins if name in after)
+    found = moved_otherwise(moved, steps, now.sure)
+    if found is None:
+        return ""
+    names, share = found
+    apart = f"{names[0]} first: it is {share:.2g} times its own movement apart"
+    return f"{len(names)} of {len(moved)} weights move otherwise, {apart}"
 
 
 def who_changed(judged: Judged, value: Distance, before: RankPair, now: RankPair) -> str:

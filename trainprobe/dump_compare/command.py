@@ -13,9 +13,10 @@ from rich.console import Console
 from rich.progress import track
 
 from trainprobe.dump_compare import report
+from trainprobe.dump_compare.between_steps import NO_WEIGHTS, weights_of
 from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.factors import see_factors
-from trainprobe.dump_compare.frameworks import pair_frameworks
+from trainprobe.dump_compare.frameworks import pair_frameworks, pair_states_of_frameworks
 from trainprobe.dump_compare.intervals import ALIKE
 from trainprobe.dump_compare.judge import Judged, judge_calls
 from trainprobe.dump_compare.layouts.compare import Maker, compare_other_layouts
@@ -257,6 +258,7 @@ def compare_rank(
         recorded=recorded,
         by_statistics=alike,
         world=sides[0].step_data.place.world_size,
+        weights=weights_of(judged, *sides) if len({*frameworks}) > 1 else NO_WEIGHTS,
         cut=(not sides[0].step_data.complete, not sides[1].step_data.complete),
     )
 
@@ -279,8 +281,8 @@ def _paired(
         names = structure.renaming(rename)
         pairs, notes = pair_frameworks(a, b, names, apis, mapped=bool(values), looked_through=structure.looked_through)
         sides, notes = (a, b), [*structure.note(), *notes]
-        if a.step_data.states or b.step_data.states:
-            notes.append("what dumps hold of parameters beside the calls of modules is not compared across frameworks")
+        held, lacking = pair_states_of_frameworks(a, b, names, pairs)
+        pairs, notes = [*pairs, *held], [*notes, *lacking]
         if structure.fused:
             sides = composed = Composed(a), Composed(b)
             pairs, said = as_one(pairs, structure.fused, composed, shares=False)

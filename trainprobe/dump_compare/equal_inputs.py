@@ -11,6 +11,7 @@ import numpy as np
 from trainprobe.dump_compare.call_slots import named_values
 from trainprobe.dump_compare.distances import Distance
 from trainprobe.dump_compare.dump_side import STATISTICS, Side
+from trainprobe.dump_compare.intervals import OTHER_ORDER, SUMS
 from trainprobe.dump_compare.own_rounding import (
     COARSE,
     SEVERAL,
@@ -49,7 +50,10 @@ def see_weights(one: Judged, a: Side, b: Side) -> None:
     for i, value, left, right in _apart(one) if one.weights > 0 and a.step_data.step == b.step_data.step == 0 else ():
         if value.slot.startswith("parameters"):
             far = value.interval.evidence == "values" or value.interval.low > _SUMS_IN_SINGLE
-            if far or _other_bits(a, left, b, right):
+            other = _other_bits(a, left, b, right)
+            if other and value.interval.low < SUMS and value.interval.evidence == "statistics":
+                one.values[i] = value._replace(stored=True, interval=OTHER_ORDER)  # two libraries sum in another order
+            elif far or other:
                 one.values[i] = value._replace(stored=True)
 
 

@@ -26,12 +26,16 @@ def see_factors(judged: Sequence[Judged], a: Side, b: Side) -> None:
         ratios = np.stack(
             [np.where(mine[name][1] & theirs[name][1], theirs[name][0] / mine[name][0], np.nan) for name in STATISTICS]
         )
-    for (one, i, _, _), (norm, *others) in zip(found, ratios.T.tolist(), strict=True):
+    for (one, i, left, _), (norm, *others) in zip(found, ratios.T.tolist(), strict=True):
         value = one.values[i]
         close = 2 * max(value.epsilon, one.own, 1e-4)
         sign = -1.0 if others[0] < 0 else 1.0
         told = [abs(x / (sign * norm) - 1) <= close for x in others[:2]] if norm > 0 else []
-        if told and all(told) and abs(norm - 1) > close:
+        alone = math.prod(left.shape) == 1 and not value.slot.startswith(
+            "grad"
+        )  # one number is any times another: a whole one?
+        whole = max(norm, 1 / norm) if norm > 0 else 0.0
+        if told and all(told) and abs(norm - 1) > close and not (alone and abs(whole / round(whole) - 1) > close):
             one.values[i] = value._replace(factor=sign * norm)
 
 
@@ -43,7 +47,7 @@ def _far_apart(one: Judged) -> Iterator[tuple[Judged, int, Value, Value]]:
     left, right = (dict(zip(*named_values(call), strict=True)) for call in (one.pair.a, one.pair.b))
     for i in apart:
         slot = one.values[i].slot
-        if slot in left and slot in right and (math.prod(left[slot].shape) > 1 or slot.startswith("grad")):
+        if slot in left and slot in right:
             yield one, i, left[slot], right[slot]
 
 
@@ -51,4 +55,5 @@ def times(value: Distance) -> str:
     """Return how many times as large a value is on one side, in words."""
     size, side = (abs(value.factor), "B") if abs(value.factor) >= 1 else (1 / abs(value.factor), "A")
     sign = ", with the other sign" if value.factor < 0 else ""
-    return f"{'twice' if abs(size - 2) < 0.02 else f'{size:.3g} times'} as large in {side}{sign}"
+    many = f"{size:.4g}" if size >= 100 else f"{size:.3g}"
+    return f"{'twice' if abs(size - 2) < 0.02 else f'{many} times'} as large in {side}{sign}"

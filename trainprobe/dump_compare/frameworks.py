@@ -19,6 +19,7 @@ from typing import Any
 from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.op_names import common_name
 from trainprobe.dump_compare.pairing import CallPair, pair_calls
+from trainprobe.dump_compare.parameter_states import pair_states
 from trainprobe.dump_compare.renamed.mapping_files import Api
 from trainprobe.engine.core.records import Call, Value
 from trainprobe.errors import CompareError
@@ -51,7 +52,7 @@ def pair_frameworks(
     """
     mine, theirs = (_Named(side, _user_ops(apis, side.step_data.framework)) for side in (a, b))
     shares = mine if a.step_data.framework == "pytorch" else theirs
-    pairs = pair_calls(mine.calls, theirs.calls, rename, looked_through)
+    pairs = pair_calls(mine.calls, theirs.calls, rename, looked_through, (mine.looks, theirs.looks))
     found = [pair for pair in pairs if (pair.a is not None and pair.b is not None) or _kind(pair) != "op"]
     alone = Counter(
         "A" if pair.b is None else "B" for pair in pairs if (pair.a is None or pair.b is None) and _kind(pair) == "op"
@@ -63,6 +64,7 @@ def pair_frameworks(
         )
     for pair in found:
         _same_layout(pair)
+        _same_arguments(pair)
         _same_gradients(pair, shares.others)
         _same_shapes(pair)
     for side in (mine, theirs):
@@ -75,6 +77,38 @@ def pair_frameworks(
             "and are not compared"
         )
     return found, notes
+
+
+def pair_states_of_frameworks(
+    a: Side, b: Side, rename: Callable[[str], str], pairs: Sequence[CallPair]
+) -> tuple[list[CallPair], list[str]]:
+    """Return what both dumps hold of parameters and their optimizer, behind `pairs`, and what is to be said of the rest.
+
+    rename: is given the name of each module of A.
+    """
+    states = a.step_data.states, b.step_data.states
+    if not all(states):
+        lacking = " nor ".join(name for name, held in zip("AB", states, strict=True) if not held)
+        return [], [f"{lacking} holds nothing of parameters and optimizer beside the calls of modules"] if any(states) else []
+    place = max((pair.place for pair in pairs), default=-1) + 1
+    found: list[CallPair] = []
+    left: Counter[str] = Counter()
+    for pair in pair_states(*states, rename, place, common=_parameter):
+        slots = [set((call.params or {}) if call is not None else ()) for call in (pair.a, pair.b)]
+        left.update(slots[0] ^ slots[1])
+        for call in (pair.a, pair.b):
+            if call is not None:
+                call.params = {slot: value for slot, value in (call.params or {}).items() if slot in slots[0] & slots[1]}
+        if slots[0] & slots[1]:
+            _same_layout(pair)
+            found.append(pair)
+    said = ", ".join(f"`{slot}` of {times}" for slot, times in left.items())
+    return found, [f"of parameters, one side alone holds {said}: not compared"] if left else []
+
+
+def _parameter(name: str) -> str:
+    module, dot, last = name.rpartition(".")
+    return f"{module}{dot}{PARAMETERS.get(last, last)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +162,21 @@ class _Named:
             else:
                 self._keep(call, self._plain(call))
 
+    def looks(self, call: Call) -> tuple[Hashable, Hashable]:
+        """Return how large what an op is given is, alone and with what it gives: what tells it from others of its shapes.
+
+        An op that gives what it is given (`x * 1`, within a loss that is one op elsewhere) is told by its result alone.
+        """
+        if call.kind != "op":
+            return None, None
+        given, results = ([self._size(value) for value in side or () if value is not None] for side in (call.args, call.out))
+        rough = [tuple(f"{size[0]:.2e}" for size in side) for side in (given, results)]
+        return (object() if results and results[0] in given else rough[0]), (rough[0], rough[1])
+
+    def _size(self, value: Value) -> tuple[float, ...]:
+        numbers = self.side.numbers(value)
+        return tuple(numbers.get(name, 0.0) for name in ("norm", "max", "min"))
+
     def name_as_recorded(self) -> None:
         """Give the copies the names and numbers that the dump has."""
         for call, name, number in self._recorded:
@@ -168,7 +217,8 @@ class _Named:
 
     def _op_forward(self, call: Call, key: tuple[str, int], common: str) -> None:
         made = _copied(call)
-        made.args, made.kwargs, made.out = _tensors(call.args), None, _tensors(call.out)[:1]
+        made.args, made.kwargs = [*_tensors(call.args), *_tensors(call.kwargs)], None
+        made.out = _tensors(call.out)[:1]
         if call.name in self.user_ops:
             self._take_user_op(made, call, self.user_ops[call.name])
         if common == "embedding" and len(made.args) > 1 and "int" not in made.args[0].dtype.lower():
@@ -284,6 +334,20 @@ def _same_layout(pair: CallPair) -> None:
             shape = tuple(mine.shape)
             if shape != tuple(theirs.shape) and shape == tuple(theirs.shape)[::-1]:
                 pair.b.params[name] = _with_shape(theirs, shape)
+
+
+def _same_arguments(pair: CallPair) -> None:
+    """Leave out tensors that an op of one framework alone is given: numbers of the other, such as an epsilon."""
+    if pair.a is None or pair.b is None or pair.a.kind != "op" or pair.a.phase == "backward":
+        return
+    longer, other = sorted((pair.a, pair.b), key=lambda call: -len(call.args or ()))
+    wanted, kept = Counter(map(_count, other.args or ())), list[Value]()
+    for value in longer.args or ():
+        if wanted[_count(value)] > 0:
+            wanted[_count(value)] -= 1
+            kept.append(value)
+    if len(kept) == len(other.args or ()):
+        longer.args = kept
 
 
 def _same_gradients(pair: CallPair, others: dict[int, set[int]]) -> None:

@@ -41,26 +41,27 @@ class Interval(NamedTuple):
 
 _ABOUT = 10.0  # times: copies that are apart by less explain no distance of the sides
 _SUMS_IN_SINGLE = 2.0**-20  # relative: by how much sums that were taken in float32 may be off
-_SUMS = 2.0**-44  # relative: statistics of a whole that was added up of those of its parts in float64 are no nearer
+SUMS = 2.0**-44  # relative: statistics of a whole that was added up of those of its parts in float64 are no nearer
 SAME = Interval(0.0, 0.0, "bits")
 _EQUAL = Interval(0.0, 0.0, "values")
 _NONFINITE = Interval(math.inf, math.inf, "statistics", "NaN or infinities on one side alone")
 _OTHER_BITS = Interval(0.0, math.inf, "bits", "the bits differ, and there are no statistics that say how far")
 _NOTHING = Interval(0.0, math.inf, "nothing", "neither dump holds anything to compare")
-_OTHER_ORDER = Interval(
+OTHER_ORDER = Interval(
     0.0,
     math.inf,
     "bits",
     "the bits differ, the statistics do not: the same numbers in another order, or zeros of another sign?",
 )
+TRANSPOSED, ANOTHER_ORDER = "the same numbers, transposed", "the same numbers in another order"
 ALIKE = Interval(0.0, 0.0, "statistics")
 MASKED = Interval(
     0.0, math.inf, "statistics", "most of the norm is that of a mask, so that the statistics tell little of the rest"
 )
-_FIXED = (SAME, ALIKE, _NONFINITE, _OTHER_BITS, _NOTHING, _OTHER_ORDER, MASKED)  # by the numbers below
+_FIXED = (SAME, ALIKE, _NONFINITE, _OTHER_BITS, _NOTHING, OTHER_ORDER, MASKED)  # by the numbers below
 _IS_SAME, _IS_ALIKE, _IS_NONFINITE, _HAS_OTHER_BITS, _IS_UNKNOWN, _HAS_OTHER_ORDER, _IS_MASKED, _IS_MEASURED = range(8)
 _OTHER_LOWEST = 1e-3  # the lowest numbers of any two formats are at least this far apart
-_FILL, _ABOVE, _SAME_FILL = 1e4, 1e3, 0.01  # how large a mask's number is at least, how many times all else, and how equal
+_FILL, _ABOVE, _SAME_FILL = 9e3, 1e3, 0.01  # how large a mask's number is at least, how many times all else, and how equal
 
 
 def interval(a: Side, left: Value, b: Side, right: Value) -> Interval:
@@ -83,7 +84,7 @@ def intervals(a: Side, left: Sequence[Value], b: Side, right: Sequence[Value]) -
         if _is_whole(left[i]) and _is_whole(right[i]) and _are_rounded(mine, theirs, i):
             outcome[i] = _IS_ALIKE
     if a.adds_up or b.adds_up:
-        as_near = (outcome == _IS_MEASURED) & (low < _SUMS)
+        as_near = (outcome == _IS_MEASURED) & (low < SUMS)
         outcome[as_near & (same_bits < 0)] = _IS_ALIKE
         outcome[as_near & (same_bits == 0)] = _HAS_OTHER_ORDER
     outcome[(same_bits > 0) | (sizes == 0)] = _IS_SAME  # of a tensor without elements there is nothing to differ
@@ -106,7 +107,8 @@ def intervals(a: Side, left: Sequence[Value], b: Side, right: Sequence[Value]) -
                 for side, value in ((a, left[i]), (b, right[i])):
                     side.contradicts(value)
             exact = _EQUAL if exact is SAME else exact
-            found[i] = exact if at is None else exact._replace(note=a.place_of(left[i], at) or b.place_of(right[i], at))
+            place = "" if at is None else exact.note or a.place_of(left[i], at) or b.place_of(right[i], at)
+            found[i] = exact if at is None else exact._replace(note=place)
     if a.has_copies or b.has_copies:
         found = [_with_copies(far, a, x, b, y) for far, x, y in zip(found, left, right, strict=True)]
     return found
@@ -163,7 +165,15 @@ def _by_elements(x: npt.NDArray[Any] | None, y: npt.NDArray[Any] | None) -> tupl
     if found.misplaced:
         return Interval(math.inf, math.inf, "values", "NaN or infinities on one side alone"), None
     far = found.relative_l2
-    return Interval(far, far, "values"), found.at if far else None
+    return Interval(far, far, "values", _order(x, y) if far > _OTHER_LOWEST else ""), found.at if far else None
+
+
+def _order(x: npt.NDArray[Any], y: npt.NDArray[Any]) -> str:
+    """Return how two arrays that differ hold the same numbers, "" where they do not."""
+    if x.ndim == 2 and x.shape[0] == x.shape[1] and np.array_equal(x, y.T):
+        return TRANSPOSED
+    same = np.max(x) == np.max(y) and np.min(x) == np.min(y) and np.array_equal(np.sort(x, None), np.sort(y, None))
+    return ANOTHER_ORDER if same else ""
 
 
 def _beside_lowest(x: npt.NDArray[Any], y: npt.NDArray[Any]) -> Difference | None:

@@ -15,6 +15,7 @@ from trainprobe.engine.core.step_data import slots
 from trainprobe.engine.storage.dumps.layout import DUMP_FILE, LOG_FILE, find_dumps, has_run_log, holds_dump
 from trainprobe.errors import CompareError, FormatError
 
+Looks = Callable[[Call], Sequence[Hashable]]
 _MOVES = frozenset(["reshape", "view", "transpose", "permute", "contiguous", "expand", "repeat", "flatten", "unflatten"])
 
 
@@ -118,6 +119,7 @@ def pair_calls(
     b: Sequence[Call],
     rename: Callable[[str], str] = str,
     looked_through: tuple[Set[str], Set[str]] = (frozenset(), frozenset()),
+    looks: tuple[Looks, Looks] | None = None,
 ) -> list[CallPair]:
     """Return all calls of both sides, each with its partner, in the order of A; what only B has follows its neighbour.
 
@@ -125,7 +127,8 @@ def pair_calls(
     so that one more of them shifts all numbers behind it: their forwards are aligned as sequences of names, and a backward
     belongs to that of its forward's partner.
     rename: is given each name of A. looked_through: modules of each side that are left out; what runs within them, runs within
-    what is around them.
+    what is around them. looks: of A and of B, what makes two ops of one name and shapes partners before others are, the
+    surest last, as one framework may calculate by several of them what is one op of the other.
     """
     if any(looked_through):
         a, b = (
@@ -134,7 +137,7 @@ def pair_calls(
         )
     named = {_key(call): call for call in b if call.kind != "op"}
     partner = {i: named[key] for i, call in enumerate(a) if call.kind != "op" and (key := _key(call, rename)) in named}
-    partner |= _pair_ops(a, b, rename, looked_through)
+    partner |= _pair_ops(a, b, rename, looked_through, looks)
     whole = all(any(call.name == ROOT for call in side) for side in (a, b))  # other tools leave the model itself out
     place_in_b = {id(call): j for j, call in enumerate(b)}
     place_of = {place_in_b[id(call)]: i for i, call in partner.items()}
@@ -154,7 +157,11 @@ def _key(call: Call, rename: Callable[[str], str] = str) -> Hashable:
 
 
 def _pair_ops(
-    a: Sequence[Call], b: Sequence[Call], rename: Callable[[str], str], looked_through: tuple[Set[str], Set[str]]
+    a: Sequence[Call],
+    b: Sequence[Call],
+    rename: Callable[[str], str],
+    looked_through: tuple[Set[str], Set[str]],
+    looks: tuple[Looks, Looks] | None,
 ) -> dict[int, Call]:
     """Return place in A of each op → its partner."""
     mine, theirs = ([i for i, call in enumerate(side) if call.kind == "op" and call.phase != "backward"] for side in (a, b))
@@ -164,7 +171,7 @@ def _pair_ops(
         _op_keys([a[i] for i in mine], looked_through[0], plain, rename),
         _op_keys([b[j] for j in theirs], looked_through[1], plain),
     )
-    aligned = [(mine[i], theirs[j]) for i, j in _aligned_by_shapes([a[i] for i in mine], [b[j] for j in theirs], *keys)]
+    aligned = [(mine[i], theirs[j]) for i, j in _aligned_by_shapes([a[i] for i in mine], [b[j] for j in theirs], *keys, looks)]
     partner = {i: b[j] for i, j in aligned}
     if not any(call.kind == "op" and call.phase == "backward" for call in a):
         return partner
@@ -214,25 +221,42 @@ def _first_shape(call: Call) -> Hashable:
 
 
 def _aligned_by_shapes(
-    a: Sequence[Call], b: Sequence[Call], names_a: Sequence[Hashable], names_b: Sequence[Hashable]
+    a: Sequence[Call],
+    b: Sequence[Call],
+    names_a: Sequence[Hashable],
+    names_b: Sequence[Hashable],
+    looks: tuple[Looks, Looks] | None = None,
 ) -> Iterator[tuple[int, int]]:
     """Yield pairs of places of equal names, in order. Where the names part, ops of equal shapes too belong together first.
 
     So an op that one side runs more often, a reshape in attention that is not fused, finds no partner of another shape while
-    there is one of its own.
+    there is one of its own. looks: those that look alike too come even before, the more so the later what they return.
     """
     if names_a == names_b:
         yield from ((i, i) for i in range(len(names_a)))
         return
-    shapes = [[(name, _shapes(call)) for name, call in zip(*side, strict=True)] for side in ((names_a, a), (names_b, b))]
-    sure = [*aligned(*shapes), (len(a), len(b))]
-    before = (-1, -1)
-    for i, j in sure:
-        between = names_a[before[0] + 1 : i], names_b[before[1] + 1 : j]
-        yield from ((before[0] + 1 + p, before[1] + 1 + q) for p, q in aligned(*between))
-        if i < len(a):
+    keys: list[tuple[Sequence[Hashable], Sequence[Hashable]]] = [(names_a, names_b)]
+    keys.append(([*zip(names_a, map(_shapes, a), strict=True)], [*zip(names_b, map(_shapes, b), strict=True)]))
+    if looks is not None:
+        seen = [[*zip(*map(look, ops), strict=True)] for look, ops in zip(looks, (a, b), strict=True)]
+        levels = zip(*seen, strict=False)
+        keys += [([*zip(keys[1][0], x, strict=True)], [*zip(keys[1][1], y, strict=True)]) for x, y in levels]
+    yield from _aligned_by(keys, (0, len(a)), (0, len(b)))
+
+
+def _aligned_by(
+    keys: Sequence[tuple[Sequence[Hashable], Sequence[Hashable]]], in_a: tuple[int, int], in_b: tuple[int, int]
+) -> Iterator[tuple[int, int]]:
+    """Yield pairs of places of equal keys within a part of each side: by the last keys, and between these by those before."""
+    *others, (a, b) = keys
+    before = in_a[0], in_b[0]
+    sure = [(in_a[0] + i, in_b[0] + j) for i, j in aligned(a[slice(*in_a)], b[slice(*in_b)])]
+    for i, j in [*sure, (in_a[1], in_b[1])]:
+        if others:
+            yield from _aligned_by(others, (before[0], i), (before[1], j))
+        if i < in_a[1]:
             yield i, j
-        before = i, j
+        before = i + 1, j + 1
 
 
 def _shapes(call: Call) -> Hashable:

@@ -26,12 +26,15 @@ def state_slot(slot: str) -> str:
     return "value" if slot.startswith("parameters.") else slot
 
 
-def pair_states(a: Sequence[Call], b: Sequence[Call], rename: Callable[[str], str], place: int) -> list[CallPair]:
+def pair_states(
+    a: Sequence[Call], b: Sequence[Call], rename: Callable[[str], str], place: int, common: Callable[[str], str] = str
+) -> list[CallPair]:
     """Return the gradients that the optimizer is given, of all parameters, and behind them what it makes of each.
 
-    a, b: the states of both dumps. rename: is given the name of each module of A. place: the first that is free.
+    a, b: the states of both dumps. rename: is given the name of each module of A. place: the first that is free. common: is
+    given the name of each parameter, of A as B has it.
     """
-    held = _by_parameter(a, lambda name: _renamed(name, rename)), _by_parameter(b, str)
+    held = _by_parameter(a, lambda name: common(_renamed(name, rename))), _by_parameter(b, common)
     pairs: list[CallPair] = []
     phases: tuple[tuple[bool, Phase], ...] = ((True, "backward"), (False, "step"))
     for wanted, phase in phases:

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trainprobe.dump_compare.arguments import given_alone
-from trainprobe.dump_compare.between_steps import Left, changed, left_by, who_changed
+from trainprobe.dump_compare.between_steps import NO_WEIGHTS, Left, Weights, changed, left_by, optimizer_parts, who_changed
 from trainprobe.dump_compare.causes import causes, without_gradient
 from trainprobe.dump_compare.distances import SLACK, Distance
 from trainprobe.dump_compare.factors import times
-from trainprobe.dump_compare.intervals import Interval
+from trainprobe.dump_compare.intervals import ANOTHER_ORDER, OTHER_ORDER, TRANSPOSED, Interval
 from trainprobe.dump_compare.judge import Judged, Outcome, enclosing
 from trainprobe.dump_compare.one_sided import cut_short, given_alone_around, lone_module_before, side_alone, tensor_of_one
 from trainprobe.dump_compare.pairing import RankPair
@@ -36,6 +36,7 @@ class Compared:
     nothing else tells of them.
     recorded: "optimizer" where A holds operators of the optimizer, "states" where it holds gradients as that sees them.
     cut: whether the dumps of A and of B say that the step did not end.
+    weights: of two frameworks, the weights as the step begins and as its optimizer leaves them (see between_steps).
     joined: whether these are calls of all ranks of two layouts, joined; `at` then names A's lowest rank and the steps' folders.
     """
 
@@ -53,6 +54,7 @@ class Compared:
     by_statistics: int = 0
     world: int = 1
     cut: tuple[bool, bool] = False, False
+    weights: Weights = NO_WEIGHTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,7 @@ def _cut_short(rank: Compared) -> str:
 
 
 def _judge_runs(ranks: Sequence[Compared], missing: Sequence[str]) -> Verdict:
+    _carry_over(ranks)
     counts: Counter[Outcome] = Counter(judged.outcome for rank in ranks for judged in rank.calls)
     for rank in ranks:
         counts.update(rank.agreeing)
@@ -91,8 +94,13 @@ def _judge_runs(ranks: Sequence[Compared], missing: Sequence[str]) -> Verdict:
     details += _about_ranks(ranks)
     details += [*dict.fromkeys(note for rank in ranks for note in rank.notes), *_about_rounding(ranks), *_about_counts(counts)]
     first = _first(ranks)
+    optimizer = _in_the_optimizer(ranks, math.inf if first is None else first[0].at.step)
     structured = len({name for rank in ranks for name in rank.by_structure})
     of_them = f", {structured} modules of A paired by structure" if structured else ""
+    if optimizer is not None:
+        return Verdict(
+            2, optimizer, ["config-check compares rates, weight decay and the formula of the update", *details], None, counts
+        )
     if first is not None:
         rank, judged = first
         surely = "the runs part at" if judged.outcome != "suspicious" else "the runs may part at"
@@ -100,7 +108,9 @@ def _judge_runs(ranks: Sequence[Compared], missing: Sequence[str]) -> Verdict:
         details = [*between[1:], *_hints(rank, judged), *details]
         told = causes(rank.calls, judged.pair.place)
         because = [f"; before it, {cause}" for cause in told if not cause.startswith(f"{judged.call.name} has no gradient")]
-        what = "".join([_what(judged, changed(judged, _left_before(ranks, rank))), *between[:1], *because])
+        what = "".join(
+            [_what(judged, changed(judged, _left_before(ranks, rank))), *between[:1], *_scaled(rank, judged), *because]
+        )
         return Verdict(2, f"{surely} {_where(rank, judged)}: {what}", details, first, counts)
     if whole == counts["missing"]:
         said = "no call of one has a partner in the other" if whole else "neither dump holds a call"
@@ -141,6 +151,37 @@ def _first(ranks: Sequence[Compared]) -> tuple[Compared, Judged] | None:
         if found:
             return min(found, key=lambda pair: (pair[1].outcome == "suspicious", pair[1].pair.place, pair[0].at.rank))
         apart |= {rank.at.rank for rank in here if any(judged.outcome in ("rounding", "carried") for judged in rank.calls)}
+    return None
+
+
+def _carry_over(ranks: Sequence[Compared]) -> None:
+    """Let what is suspicious between frameworks be carried, where the weights are apart and results before it as far.
+
+    Behind a step of an optimizer, which makes much of a small gradient, statistics tell too little of what a call is given.
+    """
+    apart: set[int] = set()
+    for rank in sorted(ranks, key=lambda rank: rank.at.step):
+        noise = 0.0
+        for judged in rank.calls if rank.framework != rank.framework_b else ():
+            far = max((value.low for value in judged.values if value.result), default=0.0)
+            if judged.outcome == "suspicious" and rank.at.rank in apart and far <= SLACK * noise:
+                judged.outcome = "carried"
+            noise = max(noise, far if far < math.inf and judged.call.kind != "state" else 0.0)
+        if any(judged.outcome in ("rounding", "carried") for judged in rank.calls):
+            apart.add(rank.at.rank)
+
+
+def _in_the_optimizer(ranks: Sequence[Compared], before: float) -> str | None:
+    """Return what is to be said where the optimizer of a step before `before` moves the weights of two frameworks otherwise."""
+    for rank in sorted(ranks, key=lambda rank: (rank.at.step, rank.at.rank)):
+        if rank.at.step >= before:
+            return None
+        behind = next((other for other in ranks if other.at.rank == rank.at.rank and other.at.step > rank.at.step), None)
+        steps = rank.at.step + 1 if rank.weights.leaves or behind is None else behind.at.step
+        after = rank.weights.leaves or (behind.weights.begins if behind is not None else {})
+        if said := optimizer_parts(rank.weights, after, steps):
+            where = f"step {rank.at.step}, rank {rank.at.rank}"
+            return f"the runs part in the step of the optimizer ({where}): what it is given agrees, and {said}"
     return None
 
 
@@ -260,7 +301,7 @@ def _other_weights(calls: Sequence[Judged], start: float) -> list[Judged]:
 
 
 def _is_a_weight(call: Call, value: Distance) -> bool:
-    return value.slot.startswith("parameters") and value.interval.low > 0
+    return value.slot.startswith("parameters") and (value.interval.low > 0 or value.interval == OTHER_ORDER)
 
 
 def _other_losses(calls: Sequence[Judged]) -> list[Judged]:
@@ -371,6 +412,7 @@ def _moved(value: Distance) -> str:
     found, far = value.beyond, value.interval
     exact = "" if far.evidence == "values" else "at least "
     at = f" (most at {far.note})" if far.evidence == "values" and far.note else ""
+    at = f" ({far.note})" if far.note in (TRANSPOSED, ANOTHER_ORDER) else at
     often = f"{found.times:.2g}" if found.times < 1000 else "over 1000"
     name = _MOVED.get(found.what, found.what)
     moved = f"{name} moved by {found.changed:.1e}, {often} times what rounding explains"
@@ -420,6 +462,17 @@ def _hints(rank: Compared, judged: Judged) -> list[str]:
     if before:
         said.append(f"before it, only {side_alone(before[-1])} runs {entry_name(before[-1].call, rank.framework)}")
     return said
+
+
+def _scaled(rank: Compared, judged: Judged) -> list[str]:
+    """Return that gradients are scaled between the backward and the optimizer, where those of the backward agree."""
+    factor = next((value.factor for value in judged.values if value.factor), 0.0)
+    if not factor or judged.call.kind != "state" or judged.call.phase != "backward":
+        return []
+    backward = [one.outcome for one in rank.calls if one.call.kind == "parameter" and one.pair.a and one.pair.b]
+    if not backward or not {"bug", "suspicious", "unknown"}.isdisjoint(backward):
+        return []
+    return ["; gradients of the backward agree: they are clipped or scaled in between, on one side or by another number"]
 
 
 def _about_factor(rank: Compared, judged: Judged) -> list[str]:

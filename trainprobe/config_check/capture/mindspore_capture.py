@@ -16,8 +16,8 @@ from typing import Any
 
 import mindspore
 import numpy as np
-import numpy.typing as npt
 
+from trainprobe.config_check.capture.cell_settings import clipping_source, clips, describe, optimizer_source, present_rates
 from trainprobe.config_check.capture.environment import capture_environment
 from trainprobe.config_check.capture.hyperparameters import SettingsWatch
 from trainprobe.config_check.capture.packages import capture_packages
@@ -30,14 +30,14 @@ from trainprobe.config_check.settings import make_settings
 from trainprobe.engine.arrays.mindspore_library import HostStatsRows, host_array, plain_dtype, without_data
 from trainprobe.engine.arrays.numpy_rows import NumpyStatsRows
 from trainprobe.engine.capture.mindspore.calls import KnownCalls, listed
-from trainprobe.engine.capture.mindspore.cells import is_graph_mode
-from trainprobe.engine.capture.mindspore.states import rates_of
+from trainprobe.engine.capture.mindspore.cells import is_graph_mode, is_optimizer
 from trainprobe.engine.probe import Probe
 from trainprobe.engine.program import Program, Schedule
 from trainprobe.engine.stats import finish
 from trainprobe.engine.stats.checksum import fingerprint
 from trainprobe.engine.stats.partials import CHECKSUM, STATS
 
+MOST_STEPS = 1000  # learning rates that are kept
 STATISTICS = ("min", "max", "mean", "norm")
 MOST_ROWS, LARGEST_ROWS = 4096, 1 << 22  # samples of a batch that get a fingerprint of their own; elements of such a batch
 UNSEEN = "random calls are not captured under MindSpore: its operators draw inside their kernels"
@@ -59,12 +59,15 @@ class CellCapture(Program):
         self._writer: PackWriter | None = None
         self._ending: threading.Thread | None = None
         self._started = time.time()
+        self._rates: dict[int, list[list[float]]] = {}  # number of an optimizer → its rates of each step
+        self._stepped: dict[int, dict[str, Any]] = {}  # number of an optimizer → its settings as it first stepped
+        self._clipping: dict[str, Any] | None = None
 
     def attached(self, probe: Probe) -> None:
         """Run under the guard of this part of the probe."""
         self._probe = probe
         self._guard = probe.guard.of(self.part)
-        self._calls = KnownCalls(self._guard, self._called)
+        self._calls = _Calls(self._guard, self._called)
 
     def opened(self, model: Any, optimizer: Any, declared: bool) -> None:
         """Remember the model; a second one is not looked at."""
@@ -75,7 +78,7 @@ class CellCapture(Program):
         """Begin to look at calls: of the model, or, in graph mode, of the cell that trains."""
         if self._writer is None and self._ending is None:
             self._guard.run(self._start)
-            self._calls.know(listed(training_cell) if is_graph_mode() else self._models)
+            self._calls.know(listed(training_cell) if is_graph_mode() else [*self._models, *self._optimizers])
             self._calls.begin()
 
     def begins(self, step: int) -> None:
@@ -105,32 +108,61 @@ class CellCapture(Program):
         if "hyperparameters" in captures:
             scripts = [read_settings(path) for path in self.settings.scripts]
             given = SettingsWatch().sources([], dict(self.settings.settings))
-            models = [part for model in self._models for part in _of_model(model)]
-            optimizers = [_of_optimizer(i, optimizer) for i, optimizer in enumerate(self._optimizers)]
-            sources = [*scripts, *given, *models, *optimizers]
-            writer.put("hyperparameters", {"framework": "mindspore", "sources": sources})
+            self._sources = [*scripts, *given, *(part for model in self._models for part in _of_model(model))]
+            self._put_settings(writer)
         if "randomness" in captures:
             writer.note(UNSEEN)
 
+    def _put_settings(self, writer: PackWriter) -> None:
+        """Put settings into the pack, with what is known of optimizers and of clipping by now."""
+        found = [self._clipping] if self._clipping is not None else []
+        for i, optimizer in enumerate(self._optimizers):
+            stepped = self._stepped.get(i) or optimizer_source(i, optimizer)
+            found.append({**stepped, "values": {**stepped["values"], "lr_by_step": list(self._rates.get(i, []))}})
+        writer.put("hyperparameters", {"framework": "mindspore", "sources": [*self._sources, *found]})
+
     def _called(self, cell: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         writer = self._writer
-        if writer is None or not cell.training:
+        if writer is None:
             return
+        if is_optimizer(cell):
+            self._steps(writer, cell)
+        elif clips(cell):
+            self._clipping = self._clipping or clipping_source(cell)
+        elif cell.training and self.micro < self.settings.micro_steps:
+            self._begins_micro_step(writer, cell, args, kwargs)
+        elif cell.training:
+            self._finish()
+
+    def _begins_micro_step(self, writer: PackWriter, cell: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         captures, micro = self.settings.captures, self.micro
+        done = micro if is_graph_mode() else max(map(len, self._rates.values()), default=0)
         if "dataset" in captures:
-            writer.put("dataset", _inputs(cell, args, kwargs, micro, self.settings.tokens), micro)
+            writer.put("dataset", _inputs(cell, args, kwargs, done, self.settings.tokens), micro)
         if "weights" in captures:
             named = ((p.name, p, "parameter") for model in self._models for p in model.get_parameters())
-            writer.put("weights", {"step": micro, "parameters": entries(named)}, micro)
+            writer.put("weights", {"step": done, "parameters": entries(named)}, micro)
         self.micro += 1
-        if self.micro >= self.settings.micro_steps:
-            self._finish()
+
+    def _steps(self, writer: PackWriter, optimizer: Any) -> None:
+        """Keep the rates of a step; at the first one, settings are those that are used."""
+        number = next((i for i, known in enumerate(self._optimizers) if known is optimizer), len(self._optimizers))
+        if number == len(self._optimizers):
+            self._optimizers.append(optimizer)
+        steps = self._rates.setdefault(number, [])
+        if len(steps) < MOST_STEPS:
+            steps.append(present_rates(optimizer))
+        if number not in self._stepped and "hyperparameters" in self.settings.captures:
+            self._stepped[number] = optimizer_source(number, optimizer)
+            self._put_settings(writer)
 
     def _finish(self) -> None:
         self._calls.end()
         writer, self._writer = self._writer, None
         if writer is None:
             return
+        if "hyperparameters" in self.settings.captures:
+            self._guard.run(self._put_settings, writer)
         if self.micro < self.settings.micro_steps:
             writer.note(f"the training ended after {self.micro} of {self.settings.micro_steps} micro-steps")
         self._ending = threading.Thread(
@@ -143,6 +175,13 @@ class CellCapture(Program):
         place = self._probe.place
         if place.rank == 0 and place.world_size > 1:
             merge_ranks(self.settings.output, place.world_size, self.settings.wait, self._started)
+
+
+class _Calls(KnownCalls):
+    """Reports also calls of what clips gradients, and of another optimizer than was known."""
+
+    def _joins(self, cell: Any) -> bool:
+        return clips(cell) or (is_optimizer(cell) and not is_graph_mode())
 
 
 def entries(named: Iterable[tuple[str, Any, str]], tokens: int = 0) -> dict[str, dict[str, Any]]:
@@ -194,24 +233,8 @@ def _inputs(cell: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], step: i
 
 
 def _of_model(model: Any) -> list[dict[str, Any]]:
-    """Return the classes of a model's cells, and the configuration of a model of MindFormers, as sources of settings."""
-    found = [source("model", "model", {name: type(cell).__name__ for name, cell in model.cells_and_names() if name})]
+    """Return what a model's cells are, and the configuration of a model of MindFormers, as sources of settings."""
+    found = [source("model", "model", {name: describe(cell) for name, cell in model.cells_and_names() if name})]
     config: Any = getattr(model, "config", None)
     values = plain(config.to_dict()) if hasattr(config, "to_dict") else None
     return [*found, source("model settings", "model.config", flat(values))] if isinstance(values, Mapping) else found
-
-
-def _of_optimizer(number: int, optimizer: Any) -> dict[str, Any]:
-    """Return class, learning rates and plain numbers of an optimizer as a source of settings."""
-    names = ("beta1", "beta2", "eps", "momentum", "loss_scale", "weight_decay")
-    values = {name: getattr(optimizer, name) for name in names if hasattr(optimizer, name)}
-    numbers = {k: _as_written(v.asnumpy()) if isinstance(v, mindspore.Tensor) else plain(v) for k, v in values.items()}
-    rates = _as_written(np.asarray(list(dict.fromkeys(rates_of(optimizer))), np.float32))
-    group = {"lr": rates, "parameters": [str(p.name) for p in optimizer.parameters]}
-    return source("optimizer", str(number), flat({"class": type(optimizer).__name__, **numbers, "group0": group}))
-
-
-def _as_written(array: npt.NDArray[Any]) -> Any:
-    """Return a number that an optimizer keeps as a tensor as it was written, 0.1 and not 0.10000000149; of several a list."""
-    found = [float(str(x)) if array.dtype.kind == "f" else x.item() for x in array.reshape(-1)]
-    return found[0] if len(found) == 1 else found

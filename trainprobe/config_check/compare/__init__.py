@@ -21,10 +21,11 @@ CHECKS = (compare_environment, compare_packages, compare_hyperparameters, compar
 def compare_packs(bench: Pack, cmp: Pack) -> Comparison:
     """Compare two packs; raises CompareError where their content is not what a pack holds."""
     frameworks = framework_of(bench), framework_of(cmp)
+    lacking: tuple[str, ...] = ()
     try:
         if len(set(frameworks)) > 1:
-            comparable = in_common_words(bench), in_common_words(cmp)
-            checks = [as_notes(compare(*comparable)) for compare in CHECKS]
+            left, right, lacking = in_common_words(bench, cmp)
+            checks = [as_notes(compare(left, right)) for compare in CHECKS]
         else:
             checks = [compare(bench, cmp) for compare in CHECKS]
     except (AttributeError, TypeError, KeyError, ValueError, IndexError) as error:
@@ -40,7 +41,7 @@ def compare_packs(bench: Pack, cmp: Pack) -> Comparison:
             checks[0].name, checks[0].columns, checks[0].rows, (*checks[0].findings, *incomplete), checks[0].compared
         )
     sentence, consequences = headline(checks)
-    notes = (across(*frameworks), *_notes(bench, cmp)) if len(set(frameworks)) > 1 else _notes(bench, cmp)
+    notes = (across(*frameworks), *lacking, *_notes(bench, cmp)) if len(set(frameworks)) > 1 else _notes(bench, cmp)
     return Comparison(bench.path, cmp.path, tuple(checks), sentence, consequences, notes)
 
 

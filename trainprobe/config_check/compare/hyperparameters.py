@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from trainprobe.config_check.capture.setting_files import ASTRAY, IDLE_LOADER
+from trainprobe.config_check.compare.frameworks import TO_FLOAT
 from trainprobe.config_check.compare.model_state import state_findings
+from trainprobe.config_check.compare.module_texts import class_and_arguments
 from trainprobe.config_check.compare.pair import BENCH, CMP, absent, rank_findings, rank_pairs
 from trainprobe.config_check.compare.step_schedule import schedule_findings
 from trainprobe.config_check.compare.values import meaning, same
@@ -52,7 +53,6 @@ _KNOWN_BY = {
     "megatron": ("package megatron",),
     "lightning": ("package lightning", "package pytorch-lightning"),
 }
-_MODULE = re.compile(r"(\w+)\((.*)\)", re.S)
 _MOST_REPORTED = 8
 _DRAWN = ("setting seed", "setting data_seed", "random seed", "generator seed")  # what the seed of a generator may come from
 # settings that show again in the structure of the model
@@ -290,10 +290,13 @@ def _structure(gathered: Mapping[str, tuple[_Difference, list[int]]], ranks: lis
             assert item is not None
             groups.setdefault(("only", BENCH if d.left else CMP, place), []).append(f"{item.key}: {item.value}")
             continue
-        a, b = (_MODULE.fullmatch(str(v)) for v in (d.left.value, d.right.value))
-        if a and b and a[1] == b[1]:
-            for name, x, y in _arguments(a[2], b[2]):
-                groups.setdefault(("argument", a[1], name, x, y, place), []).append(d.left.key)
+        (a, left), (b, right) = (class_and_arguments(str(v)) for v in (d.left.value, d.right.value))
+        if a == b and left and right:
+            for name in [*left, *(n for n in right if n not in left)]:
+                x, y = (side.get(name, "(default)") for side in (left, right))
+                if x != y:
+                    kind = "" if name == TO_FLOAT else a
+                    groups.setdefault(("argument", kind, name, x, y, place), []).append(d.left.key)
         else:
             groups.setdefault(("class", str(d.left.value), str(d.right.value), place), []).append(d.left.key)
     return [Finding("error", _structure_text(key, modules), "model", _SHAPING) for key, modules in groups.items()]
@@ -304,25 +307,9 @@ def _structure_text(key: tuple[str, ...], modules: list[str]) -> str:
     if key[0] == "only":
         return f"{counted(len(modules), 'module')} only in {key[1]}{key[2]}: {shown(modules[0], 100)}"
     if key[0] == "argument":
-        what = "dropout p" if "ropout" in key[1] and key[2] == "p" else f"{key[2]} of {key[1]}"
+        what = "dropout p" if "ropout" in key[1] and key[2] == "p" else f"{key[2]} of {key[1]}" if key[1] else key[2]
         return f"{what} in {names} differs: {key[3]} and {key[4]}{key[5]}"
     return f"{names} differs: {shown(key[1], 100)} and {shown(key[2], 100)}{key[3]}"
-
-
-def _arguments(a: str, b: str) -> Iterator[tuple[str, str, str]]:
-    left, right = (_parsed_arguments(t) for t in (a, b))
-    for name in [*left, *(n for n in right if n not in left)]:
-        if left.get(name) != right.get(name):
-            yield name, left.get(name, "(default)"), right.get(name, "(default)")
-
-
-def _parsed_arguments(text: str) -> dict[str, str]:
-    """Return name → text of `4, 8, bias=True`; those without a name are numbered. Commas in brackets do not divide."""
-    found: dict[str, str] = {}
-    for index, piece in enumerate(re.split(r",\s*(?![^(\[]*[)\]])", text)):
-        name, equals, value = piece.partition("=")
-        found[name if equals else str(index)] = value if equals else piece
-    return found
 
 
 def _value_text(one_sided: Finding) -> str:

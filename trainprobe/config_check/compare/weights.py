@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainprobe.config_check.compare.entries import STATISTICS, describe, same_tensor
+from trainprobe.config_check.compare.frameworks import framework_of
 from trainprobe.config_check.compare.pair import BENCH, CMP, absent, common_ranks, rank_findings
 from trainprobe.config_check.compare.values import close
 from trainprobe.config_check.compare.verdicts import Check, Finding, shown, which_ranks
 from trainprobe.config_check.pack import Pack
+from trainprobe.engine.compare.movement import moved_otherwise, shares
 from trainprobe.engine.core.words import counted
 
 COLUMNS = ("micro-step", "rank", "weight", "name in cmp", "bench checksum", "cmp checksum", "bench", "cmp", "level")
@@ -25,6 +27,7 @@ INITIAL = (
     "flag default_dtype",
 )
 ROUNDED = ("variable ", "package ", "flag ")  # what makes weights of the start differ by rounding alone
+_SUMMED = 1e-9  # relative: statistics of the same numbers, summed in another order
 Entries = Mapping[str, Mapping[str, Any]]
 
 
@@ -37,6 +40,7 @@ class _Sorted:
     one_sided: dict[tuple[str, str], list[int]] = field(default_factory=dict[tuple[str, str], list[int]])
     renamed: dict[tuple[str, str], list[int]] = field(default_factory=dict[tuple[str, str], list[int]])
     gradients: dict[tuple[str, bool], list[int]] = field(default_factory=dict[tuple[str, bool], list[int]])
+    rounded: dict[str, None] = field(default_factory=dict[str, None])
 
 
 def compare_weights(bench: Pack, cmp: Pack) -> Check:
@@ -45,18 +49,30 @@ def compare_weights(bench: Pack, cmp: Pack) -> Check:
         return early
     found = _Sorted()
     findings = rank_findings("weights", bench, cmp)
+    across = framework_of(bench) != framework_of(cmp)
     ranks = [r for r in common_ranks(bench, cmp) if bench.ranks[r].has("weights") and cmp.ranks[r].has("weights")]
     for rank in ranks:
         left, right = bench.ranks[rank].by_micro["weights"], cmp.ranks[rank].by_micro["weights"]
-        for micro in sorted(left.keys() & right.keys()):
+        start: tuple[Entries, Entries] | None = None
+        for i, micro in enumerate(sorted(left.keys() & right.keys())):
             rounding = micro > 0 and bench.world_size != cmp.world_size  # gradients were summed in another order
-            _sort(found, micro, rank, left[micro].get("parameters", {}), right[micro].get("parameters", {}), rounding)
+            sides = left[micro].get("parameters", {}), right[micro].get("parameters", {})
+            if start is not None and across and _moved_alike(*start, *sides, steps=i):
+                found.rounded.update(
+                    {name: None for name in sides[0] if not same_tensor(sides[0][name], sides[1].get(name, {}))}
+                )
+                sides = sides[0], {**sides[1], **{name: sides[0][name] for name in found.rounded if name in sides[1]}}
+            start = start or sides
+            _sort(found, micro, rank, *sides, rounding)
         if left.keys() != right.keys():
             text = f"weights of rank {rank} were captured at {counted(len(left), 'micro-step')} and {len(right)}"
             findings.append(Finding("warning", text, "captured weights", ("captured micro-steps",)))
     findings += _differing(found.different, bench, cmp, ranks)
     findings += _one_sided(found.one_sided, ranks)
     findings += _gradients(found.gradients, ranks)
+    if found.rounded:
+        text = f"{counted(len(found.rounded), 'weight')} differ after the first step by no more than frameworks round"
+        findings.append(Finding("note", text, "rounded weights"))
     if found.renamed:
         (old, new), *_ = found.renamed
         verb = "has" if len(found.renamed) == 1 else "have"
@@ -112,6 +128,17 @@ def _nearly(a: Mapping[str, Any], b: Mapping[str, Any], tolerance: float = 1e-3)
     )
 
 
+def _moved_alike(a0: Entries, b0: Entries, a: Entries, b: Entries, steps: int) -> bool:
+    """Tell whether the weights of two frameworks that were equal at the start have moved alike since."""
+    equal = [name for name in a if name in a0 and name in b0 and name in b and same_tensor(a0[name], b0[name])]
+    found = shares((n, _statistics(a0[n]), _statistics(b0[n]), _statistics(a[n]), _statistics(b[n])) for n in equal)
+    return bool(equal) and moved_otherwise(found, steps) is None
+
+
+def _statistics(entry: Mapping[str, Any]) -> dict[str, float]:
+    return {key: entry[key] for key in STATISTICS if key in entry}
+
+
 def _content(entry: Mapping[str, Any]) -> str:
     return f"{entry.get('shape')} {entry.get('checksum') or [entry.get(s) for s in STATISTICS]}"
 
@@ -152,8 +179,13 @@ def _measure(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
         return f"shape {list(a['shape'])} and {list(b['shape'])}"
     if a.get("dtype") != b.get("dtype") and a.get("dtype") and b.get("dtype"):
         return f"{a['dtype']} and {b['dtype']}"
-    for key in ("norm", "mean", "max", "min"):
-        if key in a and key in b and a[key] != b[key]:
+    held = [key for key in ("norm", "mean", "max", "min") if key in a and key in b]
+    if len(held) == 4 and all(close(a[key], b[key], _SUMMED) for key in held):
+        square = len(a.get("shape") or ()) == 2 and len({*a["shape"]}) == 1
+        transposed = " (a transposed matrix?)" if square else ""
+        return f"other bits with equal statistics, as the same numbers in another order have{transposed}"
+    for key in held:
+        if a[key] != b[key]:
             return f"{key} {shown(a[key])} and {shown(b[key])}"
     return "other bits with equal statistics"
 

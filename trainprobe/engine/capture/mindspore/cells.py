@@ -347,11 +347,13 @@ class CellTap:
         if back.args is None:
             back.args, back.out = [], []
             tape.calls.append(back)
+        places = back.args if part == "input" else back.out
+        if i < len(places) and places[i] is not None:
+            return  # a tensor that lives on, such as a parameter, is reached by the micro-steps behind too
         at = self._path(info, back)
         value = tape.tree(gradient, info.flags, at and f"{at}.{part}.{i}")
         if part == "output":
             self.notes[INPUTS] = None
-        places = back.args if part == "input" else back.out
         places += [None] * (i + 1 - len(places))
         places[i] = value
         tape.more_known(back)

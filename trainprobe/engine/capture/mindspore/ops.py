@@ -170,8 +170,9 @@ class PrimitiveTap:
                     self._handles.append(handle)
 
     def _arrive(self, back: Call, flags: int, i: int, gradient: Any) -> None:
+        """Keep the gradient at an input once: at a parameter others arrive, of the micro-steps behind."""
         tape = self._tape
-        if tape is None:
+        if tape is None or (back.out is not None and i < len(back.out) and back.out[i] is not None):
             return
         if back.out is None:
             back.args, back.out = [], []

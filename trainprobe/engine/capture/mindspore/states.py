@@ -25,7 +25,7 @@ from trainprobe.engine.tape import Tape
 STANDARD = {
     **dict.fromkeys(("moment1", "moments1", "exp_avg"), "exp_avg"),
     **dict.fromkeys(("moment2", "moments2", "exp_avg_sq"), "exp_avg_sq"),
-    **dict.fromkeys(("moments", "momentum_buf"), "momentum_buffer"),
+    **dict.fromkeys(("moments", "momentum_buf", "accum"), "momentum_buffer"),
 }
 
 
