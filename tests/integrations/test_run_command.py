@@ -87,6 +87,36 @@ def test_an_option_that_there_is_not_is_no_plan(capsys: pytest.CaptureFixture[st
     assert "--outptu is no option of `trainprobe run`" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        (("--", "torchrun", "--nproc-per-node", "2", "train.py"), "2 train.py"),
+        (("--", "python", "default"), "python default"),
+        (("-o", "here", "--", "srun", "--", "train.py"), "-- train.py"),
+        (("--", "plan.yaml", "--", "train.py"), "-- train.py"),
+        (("torchrun", "train.py", "--", "plan.yaml"), "-- plan.yaml"),
+        (("train.py", "--", "x"), "-- x"),
+        (("-m", "package.train", "--lr", "1"), "--lr 1"),
+    ],
+)
+def test_a_command_is_not_taken_for_a_plan(start: Start, words: tuple[str, ...], command: str) -> None:
+    started = start(*words)
+    assert (started[auto_attach.VARIABLE], started["command"]) == ("default", command)
+
+
+@pytest.mark.parametrize(
+    "words", [("absent.yaml", "train.py"), ("absent.json", "--", "train.py"), ("--plan", "absent.yml", "x")]
+)
+def test_a_plan_that_is_absent_is_named(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", *words]) != 0
+    assert "there is no such plan file" in capsys.readouterr().err
+
+
+def test_a_word_before_dashes_is_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "runs/debug", "--", "train.py"]) != 0
+    assert "runs/debug: a plan is a .yaml, .yml or .json file" in capsys.readouterr().err
+
+
 def test_a_second_run_is_written_beside_the_first_and_says_so(start: Start, tmp_path: Path, capsys) -> None:
     for number in ("", ".2", ".3"):
         started = start("default", "--", "train.py")
