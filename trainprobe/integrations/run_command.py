@@ -12,8 +12,8 @@ import typer
 from trainprobe.engine.plan.loading import load_plan
 from trainprobe.engine.plan.model import Plan
 from trainprobe.errors import UsageError
-from trainprobe.integrations import default_plan
-from trainprobe.integrations.auto_attach import Run, environment_for, free_folder
+from trainprobe.integrations.auto_attach import Run, environment_for
+from trainprobe.integrations.output_folder import free_folder
 
 OPTIONS = ("--output", "-o", "--plan")
 NODES = ("SLURM_NNODES", "SLURM_JOB_NUM_NODES", "NNODES", "PET_NNODES")
@@ -57,7 +57,7 @@ def run(
     if left[0].startswith("-") and left[0] != "-m":
         raise UsageError(f"{left[0]} is no option of `trainprobe run`; those of the program stand behind it, and behind `--`")
     path = None if plan in (None, "default") else Path(plan)
-    chosen = load_plan(path if path is not None else default_plan(), **({} if output is None else {"output": output}))
+    chosen = load_plan(path, **({} if output is None else {"output": output}))
     started = [sys.executable, *left] if left[0].endswith(".py") or left[0] == "-m" else left
     try:
         os.execvpe(started[0], started, environment_for(_run(path, chosen, left)))
@@ -82,8 +82,8 @@ def _begins_with_plan(words: list[str]) -> bool:
 def _run(path: Path | None, plan: Plan, command: list[str]) -> Run:
     """Return where this run is written; print a line if an earlier run lies there."""
     folder = plan.output
-    if (path is not None and plan.on_existing != "refuse") or _has_several_nodes(command):
-        return Run(path, folder)
+    if plan.on_existing != "beside" or _has_several_nodes(command):
+        return Run(path, folder, decided=False)
     free, earlier = free_folder(folder)
     if earlier is not None:
         sys.stderr.write(

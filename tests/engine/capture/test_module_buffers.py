@@ -101,7 +101,7 @@ def test_a_plan_without_parameters_of_calls_has_no_buffers(tmp_path, plan):
 
 def test_an_evaluation_changes_no_running_statistics(tmp_path):
     model = nn.Sequential(nn.BatchNorm1d(4)).eval()
-    with trainprobe.watch(model, plan={"output": str(tmp_path)}) as probe, probe.step(0):
+    with trainprobe.watch(model, plan={"output": str(tmp_path), "record": "L0"}) as probe, probe.step(0):
         model(torch.randn(8, 4))
     assert set(parameters(tmp_path, 0, 0)) == {"weight", "bias"}
 
