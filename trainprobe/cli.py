@@ -23,6 +23,7 @@ from trainprobe.engine.storage.left_out import told
 from trainprobe.errors import ProbeError, did_you_mean
 
 VERBS: dict[str, tuple[str, str]] = {
+    "doctor": ("trainprobe.doctor_command:doctor", "what works on this machine, and what is missing"),
     "demo": ("trainprobe.demo.command:demo", "train a small GPT with the probe on and show what it saw"),
     "self-test": ("trainprobe.self_test.command:self_test", "verify the whole tool on this machine's device"),
     "plan": ("trainprobe.engine.plan.command:plan", "check, explain or export the schema of a plan"),
@@ -106,7 +107,7 @@ def _answer(arguments: list[str]) -> int:
     verb, *rest = arguments
     if rest and f"{verb} {rest[0]}" in VERBS:  # a verb of two words
         verb, rest = f"{verb} {rest[0]}", rest[1:]
-    if verb in {"-V", "--version"}:
+    if verb in {"-V", "--version", "version"}:
         from trainprobe import __version__
 
         sys.stdout.write(f"trainprobe {__version__}\n")

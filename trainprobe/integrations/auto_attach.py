@@ -50,8 +50,9 @@ class Run:
 
 def environment_for(run: Run) -> dict[str, str]:
     """Return the environment in which a program, and each Python process that it starts, is watched."""
+    inherited = {name: value for name, value in python_start.environment_for(__name__).items() if name != EARLIER}
     return {
-        **python_start.environment_for(__name__),
+        **inherited,
         VARIABLE: str(run.plan.absolute()) if run.plan else "default",
         OUTPUT: str(run.output),
         **({EARLIER: str(run.earlier or "")} if run.decided else {}),

@@ -9,7 +9,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from trainprobe.errors import FormatError
 from trainprobe.integrations.auto_attach import EARLIER, OUTPUT
 
 MARKER = ".launch"  # file of a folder that several processes write to: what they have in common, and no other launch has
+LOOKED_AT = 16  # parameters: a counter on a device is waited for
 _opened: Counter[Path] = Counter()  # how often this process has asked for each folder
 
 
@@ -100,11 +101,11 @@ def steps_to_go_on_from(plan: Plan, here: Place, optimizers: Iterable[Any]) -> i
 
 
 def updates_made(optimizer: Any) -> int:
-    """Return the highest step counter in the state of an optimizer of torch.optim, 0 where it has none."""
+    """Return the highest step counter of the first parameters of an optimizer of torch.optim, 0 where it has none."""
     state: Any = getattr(optimizer, "state", None)
-    kept = list(state.values()) if hasattr(state, "values") else []
+    kept = islice(state.values(), LOOKED_AT) if hasattr(state, "values") else ()
     counters = [entry["step"] for entry in kept if isinstance(entry, dict) and "step" in entry]
-    return max((attempt(int, counter, otherwise=lambda _: 0) for counter in counters), default=0)
+    return max((attempt(int, getattr(one, "_local_tensor", one), otherwise=lambda _: 0) for one in counters), default=0)
 
 
 def _of_earlier(asked: Path, hint: Any) -> Path:

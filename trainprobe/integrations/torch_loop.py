@@ -121,7 +121,7 @@ class TorchLoop:
         self._parameters = parameters_of(model)
         optimizers = [getattr(wrapper, "optimizer", wrapper) for wrapper in optimizers]  # Accelerate wraps the one that steps
         if not self._number and self._trainings == 1:
-            makers = optimizers or [o for o in live_optimizers() if not held_by(o).isdisjoint(self._parameters)]
+            makers = optimizers or (o for o in live_optimizers() if not held_by(o).isdisjoint(self._parameters))
             here = self.session.probe_kind.backend.place()
             self._first = self._number = steps_to_go_on_from(self.session.plan, here, makers)
         self.session.begin(model, optimizers, step=self._number, first=first, write_line=_log.warning)
