@@ -28,7 +28,7 @@ from benchmarks.overhead import Lockstep
 
 ALL = {"activations": True, "parameters": True, "gradients": True, "optimizer_state": True}
 NONE = {"activations": False, "parameters": False, "gradients": False, "optimizer_state": False}
-DEFAULT = {"activations": False, "parameters": True, "gradients": True, "scalars": True}  # integrations.default_plan
+DEFAULT = {"activations": False, "parameters": True, "gradients": True, "scalars": True}  # engine.plan.defaults.default_plan
 # variant → plan, least steps a block, bars for (real, tiny)
 VARIANTS: dict[str, tuple[Mapping[str, Any], int, tuple[float, float]]] = {
     "monitor all": ({"monitor": ALL}, 1, (1.10, 1.7)),

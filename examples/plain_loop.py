@@ -13,7 +13,7 @@ torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
-with trainprobe.watch(model, optimizer, level="mix", step=[1, 3], on_existing="replace") as probe:
+with trainprobe.watch(model, optimizer, record="mix", step=[1, 3], on_existing="replace") as probe:
     for _ in range(5):
         with probe.step():
             x = torch.randn(32, 16)

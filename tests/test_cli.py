@@ -30,8 +30,9 @@ def use(monkeypatch: pytest.MonkeyPatch, verb: object) -> None:
     monkeypatch.setitem(cli.VERBS, "plan", (f"{__name__}:verb_under_test", "a verb"))
 
 
-def test_the_version_is_printed() -> None:
-    done = run("--version")
+@pytest.mark.parametrize("word", ["--version", "-V", "version"])
+def test_the_version_is_printed(word: str) -> None:
+    done = run(word)
     assert (done.returncode, done.stdout) == (0, f"trainprobe {trainprobe.__version__}\n")
 
 

@@ -140,11 +140,12 @@ def test_an_op_pattern_that_matches_nothing_is_told_at_the_end(tmp_path):
 # ---- output -------------------------------------------------------------------------------------------------------
 
 
-def test_a_second_run_into_the_same_folder_is_refused(tmp_path):
+def test_a_second_run_into_the_same_folder_is_refused_where_the_plan_says_so(tmp_path):
     for expected in (False, True):
         case, model, optimizer = start()
         try:
-            with trainprobe.watch(model, optimizer, output=tmp_path / "out") as probe, probe.step():
+            plan = {"record": "L0", "on_existing": "refuse"}
+            with trainprobe.watch(model, optimizer, plan, output=tmp_path / "out") as probe, probe.step():
                 one_step(case, model, optimizer, 0)
         except OutputError as error:
             assert expected
@@ -157,7 +158,10 @@ def test_a_second_run_into_the_same_folder_is_refused(tmp_path):
 def test_a_second_run_into_the_same_folder_goes_ahead_when_told_to(choice, tmp_path):
     for first_step in (0, 5):
         case, model, optimizer = start()
-        with trainprobe.watch(model, optimizer, output=tmp_path / "out", on_existing=choice) as probe, probe.step(first_step):
+        with (
+            trainprobe.watch(model, optimizer, output=tmp_path / "out", record="L0", on_existing=choice) as probe,
+            probe.step(first_step),
+        ):
             one_step(case, model, optimizer, 0)
     kept = {path.name for path in (tmp_path / "out").glob("step*")}
     assert kept == ({"step0", "step5"} if choice == "continue" else {"step5"})

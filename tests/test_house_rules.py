@@ -288,7 +288,13 @@ def test_every_folder_of_the_package_is_a_package() -> None:
 
 # a field of the plan → what the engine calls to learn what it says, where that is not the field itself
 READ_THROUGH = {
-    **{"step": r"\.wants_step\(", "rank": r"\.wants_rank\(", "micro": r"\.wants_micro\b", "slice": r"\bdetail\.index\("},
+    **{
+        "record": r"\.level\b",
+        "step": r"\.wants_step\(",
+        "rank": r"\.wants_rank\(",
+        "micro": r"\.wants_micro\b",
+        "slice": r"\bdetail\.index\(",
+    },
     **{"modules": r"\.module_selected\b", "ops": r"\.op_selected\b", "parameters": r"\.parameter_selected\b"},
     **dict.fromkeys(["tensors", "tensor_entries", "details"], r"\.detail_for\("),
     **dict.fromkeys(["task", "summary", "statistics"], r"\.base_detail\b"),

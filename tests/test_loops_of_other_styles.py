@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import trainprobe
 from tests.integrations.records import recorded, steps_of
 from tests.lockstep import bits_of
-from trainprobe.integrations import default_plan
+from trainprobe.engine.plan.defaults import default_plan
 from trainprobe.integrations.torch_loop import attach_to_script
 
 EVERY_STEP = {**default_plan(), "console": False, "audit": {"every": 1}}

@@ -164,7 +164,7 @@ def _carry_out(verb: str, arguments: list[str]) -> int:
         app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         app.command(context_settings=getattr(loaded, "context_settings", None), epilog=example)(loaded)
     try:
-        code = app(args=arguments, prog_name=f"trainprobe {verb}", standalone_mode=False)
+        code = app(args=arguments, prog_name=f"trainprobe {verb}", standalone_mode=False, obj=arguments)
     except typer.Abort:
         return _complain("interrupted", INTERRUPTED)
     except _usage_error() as error:

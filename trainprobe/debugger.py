@@ -68,7 +68,7 @@ class PrecisionDebugger:
             config_path = {"dump_path": "./dump_path", "task": named.pop("task", "statistics")}
         switch = DumpSwitch.of(config_path)
         settings = config_path if switch is None else switch.settings
-        plan = load_plan(settings, self._probe_kind().backend.name, **named)
+        plan = load_plan(settings, self._probe_kind().backend.name, {"level": "L0", "on_existing": "refuse"}, **named)
         if PrecisionDebugger._only is self:
             if plan != self.plan:
                 raise UsageError(

@@ -11,6 +11,7 @@ from trainprobe.engine.core.guard import attempt
 from trainprobe.engine.core.naming import chunks_of
 from trainprobe.engine.core.records import Place
 from trainprobe.engine.core.topology import check_place
+from trainprobe.engine.plan.loading import load_plan
 from trainprobe.errors import ProbeError
 from trainprobe.probe import PlanSource as PlanSource
 from trainprobe.probe import Probe as Probe
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from trainprobe.engine.plan.fields import PlanFields
+    from trainprobe.engine.plan.model import Plan
     from trainprobe.integrations.torch_pipeline import Pipeline
 
 
@@ -61,6 +63,25 @@ def _about(model: Any, place: Place | None, pipeline: Pipeline | None) -> dict[s
     return {"place": pipeline.place() if pipeline is not None and place is None else place}
 
 
+def _placed(plan: Plan, here: Place, told: Place | None, optimizer: Any) -> tuple[Plan, int]:
+    """Return the plan with the folder that is written to, and how many steps an earlier run there has that this one goes on."""
+    from trainprobe.integrations.output_folder import placed, steps_to_go_on_from
+
+    if told is not None and told.world_size != here.world_size:  # ranks that this process alone plays
+        return plan, 0
+    given: Any = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+    updates = steps_to_go_on_from(plan, here, given)
+    return placed(plan, here, resumed=updates > 0), updates
+
+
+def _announce(probe: Probe) -> None:
+    """Print what is watched, where it is written and what it costs, unless the plan prints nothing."""
+    from trainprobe.integrations import announce
+
+    if probe.plan.console:
+        announce(probe)
+
+
 @contextmanager
 def watch(
     model: Any,
@@ -78,8 +99,12 @@ def watch(
                     loss = model(batch); probe.note("loss", loss)
                     loss.backward(); optimizer.step(); optimizer.zero_grad()
 
-    plan: path, dict, Plan or None; `overrides` are plan fields. Everything is written when the block ends. Warnings and errors
-    are printed when they happen, and one line when the block ends, unless the plan says `console: false`.
+    A folder that holds a run is not written to again: a new run gets one beside it. Where the optimizer's counters show that
+    the training goes on with the newest run there, it is written behind it, and steps are numbered on.
+
+    plan: path, dict, Plan or None; `overrides` are plan fields. With neither, each step is judged and nothing is dumped;
+    `record="L0"` asks for dumps. Everything is written when the block ends. One line is printed at the start, one at the end,
+    and warnings and errors when they happen, unless the plan says `console: false`.
 
     place: where this rank stands on the parallel axes, `trainprobe.Place(rank, world_size, {"dp": (0, 2), "tp": (1, 4)})`;
     without it, what Megatron's parallel state, the meshes of DTensors or torch.distributed say. Raises UsageError for a place
@@ -89,7 +114,10 @@ def watch(
         check_place(place)
     try:
         pipeline: Pipeline | None = attempt(pipeline_of, model, otherwise=lambda _: None)
-        probe = probe_class(model)(plan, **_about(model, place, pipeline), **overrides)
+        kind = probe_class(model)
+        plan, updates = _placed(load_plan(plan, kind.backend.name, **overrides), kind.backend.place(), place, optimizer)
+        probe = kind(plan, **_about(model, place, pipeline))
+        probe.step_number += updates
         checking: Any = None
         if probe.framework == "pytorch":
             from trainprobe.integrations import loop_checks as checking
@@ -102,6 +130,7 @@ def watch(
     with probe:
         probe.open(model, optimizer)
         probe.watches_own_loop()
+        probe.guard.run(_announce, probe)
         if checking is None:
             yield probe
             return

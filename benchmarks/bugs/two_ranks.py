@@ -25,7 +25,7 @@ from benchmarks.bugs.unseen_again import UNSEEN_AGAIN
 from benchmarks.bugs.unseen_fourth import UNSEEN_FOURTH
 from benchmarks.bugs.unseen_third import UNSEEN_THIRD
 from tests.distributed.launch import launch as in_ranks
-from trainprobe.integrations import default_plan
+from trainprobe.engine.plan.defaults import default_plan
 from trainprobe.watching import Probe
 
 ALL = {bug.name: bug for bug in (*PUBLISHED, *HELD_OUT, *UNSEEN, *UNSEEN_AGAIN, *UNSEEN_THIRD, *UNSEEN_FOURTH)}

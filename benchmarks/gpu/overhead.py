@@ -15,7 +15,7 @@ import torch
 import trainprobe
 from benchmarks.gpu.machine import Machine, prepare
 from benchmarks.interleaved import median_ratio
-from trainprobe.integrations import default_plan
+from trainprobe.engine.plan.defaults import default_plan
 
 EVERY = {"activations": True, "activation_gradients": True, "parameters": True, "gradients": True, "optimizer_state": True}
 # name → plan, and the highest ratio on the 124M model that is good enough

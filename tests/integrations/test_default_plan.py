@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from tests.lockstep import bits_of
+from trainprobe.engine.plan.defaults import default_plan
 from trainprobe.engine.plan.loading import load_plan
-from trainprobe.integrations import default_plan, describe
+from trainprobe.integrations import describe
 from trainprobe.integrations.expected_cost import expected
 from trainprobe.integrations.torch_loop import attach
 from trainprobe.watching import Probe

@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.distributed.launch import launch
 from tests.integrations.records import recorded
-from trainprobe.integrations import default_plan
+from trainprobe.engine.plan.defaults import default_plan
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.frameworks

@@ -11,7 +11,7 @@ import torch
 
 from tests.integrations.records import recorded
 from trainprobe.cli import main
-from trainprobe.integrations import auto_attach, torch_loop
+from trainprobe.integrations import auto_attach, output_folder, torch_loop
 
 Start = Callable[..., dict[str, str]]
 
@@ -87,6 +87,36 @@ def test_an_option_that_there_is_not_is_no_plan(capsys: pytest.CaptureFixture[st
     assert "--outptu is no option of `trainprobe run`" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        (("--", "torchrun", "--nproc-per-node", "2", "train.py"), "2 train.py"),
+        (("--", "python", "default"), "python default"),
+        (("-o", "here", "--", "srun", "--", "train.py"), "-- train.py"),
+        (("--", "plan.yaml", "--", "train.py"), "-- train.py"),
+        (("torchrun", "train.py", "--", "plan.yaml"), "-- plan.yaml"),
+        (("train.py", "--", "x"), "-- x"),
+        (("-m", "package.train", "--lr", "1"), "--lr 1"),
+    ],
+)
+def test_a_command_is_not_taken_for_a_plan(start: Start, words: tuple[str, ...], command: str) -> None:
+    started = start(*words)
+    assert (started[auto_attach.VARIABLE], started["command"]) == ("default", command)
+
+
+@pytest.mark.parametrize(
+    "words", [("absent.yaml", "train.py"), ("absent.json", "--", "train.py"), ("--plan", "absent.yml", "x")]
+)
+def test_a_plan_that_is_absent_is_named(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", *words]) != 0
+    assert "there is no such plan file" in capsys.readouterr().err
+
+
+def test_a_word_before_dashes_is_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "runs/debug", "--", "train.py"]) != 0
+    assert "runs/debug: a plan is a .yaml, .yml or .json file" in capsys.readouterr().err
+
+
 def test_a_second_run_is_written_beside_the_first_and_says_so(start: Start, tmp_path: Path, capsys) -> None:
     for number in ("", ".2", ".3"):
         started = start("default", "--", "train.py")
@@ -96,7 +126,7 @@ def test_a_second_run_is_written_beside_the_first_and_says_so(start: Start, tmp_
     assert "this one is written to probe_out.3" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("asked", ["continue", "replace"])
+@pytest.mark.parametrize("asked", ["refuse", "continue", "replace"])
 def test_a_plan_that_says_what_to_do_with_an_earlier_run_is_followed(start: Start, tmp_path: Path, asked: str) -> None:
     (tmp_path / "plan.yaml").write_text(f"output: out\non_existing: {asked}\n")
     a_run(tmp_path / "out")
@@ -105,7 +135,8 @@ def test_a_plan_that_says_what_to_do_with_an_earlier_run_is_followed(start: Star
 
 def test_several_machines_share_one_folder(start: Start, tmp_path: Path) -> None:
     a_run(tmp_path / "probe_out")
-    assert start("default", "--", "torchrun", "--nnodes", "2", "train.py")[auto_attach.OUTPUT] == "probe_out"
+    started = start("default", "--", "torchrun", "--nnodes", "2", "train.py")
+    assert started[auto_attach.OUTPUT] == "probe_out" and auto_attach.EARLIER not in started  # the processes find one
 
 
 def test_only_a_training_that_is_resumed_goes_on_in_the_earlier_run(
@@ -127,7 +158,7 @@ def test_only_a_training_that_is_resumed_goes_on_in_the_earlier_run(
 
     for first_step in (0, 2, 0):
         train(first_step)
-    assert auto_attach.asked_output(Path("probe_out.2")) == Path("probe_out")
-    assert auto_attach.asked_output(Path("other.2")) == Path("other.2")
+    assert output_folder.asked_output(Path("probe_out.2")) == Path("probe_out")
+    assert output_folder.asked_output(Path("other.2")) == Path("other.2")
     assert list(recorded(tmp_path / "probe_out")) == [0, 1, 2, 3]
     assert list(recorded(tmp_path / "probe_out.2")) == [0, 1]

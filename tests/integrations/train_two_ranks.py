@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import distributed, nn
 
-from trainprobe.integrations import default_plan
+from trainprobe.engine.plan.defaults import default_plan
 from trainprobe.integrations.torch_loop import attach
 
 STEPS = 64

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from trainprobe.engine.core.records import Finding
-from trainprobe.integrations import default_plan
+from trainprobe.engine.plan.defaults import default_plan
 from trainprobe.integrations.torch_loop import attach
 from trainprobe.watching import Probe
 

@@ -112,7 +112,7 @@ def test_a_run_whose_plan_names_none_of_its_steps_has_no_findings_to_be_glad_of(
     assert "0 steps watched, nothing judged" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("plan", [{"monitor": True}, {"audit": True}, {"monitor": True, "level": "mix"}])
+@pytest.mark.parametrize("plan", [{"monitor": True}, {"audit": True, "record": "L0"}, {"monitor": True, "record": "mix"}])
 @pytest.mark.parametrize("healthy", [0, 2])
 def test_a_step_that_fails_is_among_the_steps_that_the_plan_names(plan, healthy, tmp_path, capfd):
     model = torch.nn.Linear(4, 2)

@@ -11,22 +11,9 @@ from trainprobe.monitor.audit.relations import relation_names
 if TYPE_CHECKING:
     from trainprobe.watching import Probe
 
+OTHERS = {"black_box": "the black box", "config_check": "the settings of the run", "op_check": "operators"}
+DUMPED = {"statistics": "statistics", "tensor": "values"}
 KINDS = ("gradients", "parameters", "optimizer_state", "activations", "activation_gradients", "scalars")
-
-
-def default_plan() -> dict[str, Any]:
-    """Return the plan of an integration that was given none: gradients, parameters and scalars of each step are judged.
-
-    The audit looks at one of ten steps on average, two in a row. Tables and findings go to `./probe_out`; a run that is
-    resumed goes on there.
-    """
-    return {
-        "level": "off",
-        "sinks": ["parquet", "csv"],
-        "on_existing": "continue",
-        "monitor": {"gradients": True, "parameters": True, "scalars": True, "activations": False},
-        "audit": True,
-    }
 
 
 def announce(probe: Probe, write_line: Callable[[str], Any] | None = None) -> str:
@@ -44,23 +31,29 @@ def announce(probe: Probe, write_line: Callable[[str], Any] | None = None) -> st
 def describe(probe: Probe) -> str:
     """Return that line."""
     plan, monitor = probe.plan, probe.parts.monitor
-    watched = [f"{plan.task} of level {plan.level} at {_steps(plan.step)}"] if plan.level != "off" else []
+    dumps = "" if plan.level == "off" else f"a dump of {plan.level} with {DUMPED[plan.task]} of {_steps(plan.step)}"
+    watched = [dumps] if dumps else []
     if monitor is not None:
         kinds = [kind.replace("_", " ") for kind in KINDS if getattr(monitor, kind).on]
         watched.append(f"{_joined(kinds) or 'nothing'} at {_steps(monitor.step)}")
     audit = probe.parts.audit_plan
     watched += ["the audit"] if audit is not None else []
+    watched += [words for section, words in OTHERS.items() if getattr(plan, section)]
+    if not watched:
+        return "trainprobe: nothing is recorded or judged, as the plan says"
     count = len(set(probe.parts.naming.parameter_names.values()))
-    what = f"{'; '.join(watched) or 'nothing'} ({count} parameters on this rank)"
-    return f"trainprobe: watching {what}; writing to {plan.output}; {_costs(probe)}"
+    what = f"{'; '.join(watched)} ({count} parameters on this rank)"
+    return "; ".join(filter(None, (f"trainprobe: watching {what}", f"writing to {plan.output}", _costs(probe))))
 
 
 def _costs(probe: Probe) -> str:
     """Say what a step costs, from a timing on this machine; where parameters cannot be read, in words."""
     from trainprobe.integrations.expected_cost import expected
 
-    costs = probe.guard.run(expected, probe) if "torch" in sys.modules else None
     monitor, audit = probe.parts.monitor, probe.parts.audit_plan
+    if monitor is None and audit is None:
+        return "a dumped step costs one pass over each tensor that is dumped" if probe.plan.level != "off" else ""
+    costs = probe.guard.run(expected, probe) if "torch" in sys.modules else None
     if costs is None or not any(cost.bytes for cost in costs):
         return "a watched step costs one pass over each of these tensors and one transfer to the host"
     parts: list[str] = []
@@ -70,7 +63,7 @@ def _costs(probe: Probe) -> str:
     if audit is not None:
         every = min((e for name in relation_names() if (e := audit.interval(name))), default=0)
         parts.append(f"{costs[1]} for the audit of {f'one of {every} steps' if every > 1 else 'each step'}")
-    return f"it costs {' and '.join(parts)}, as timed here at the start"
+    return f"it costs {' and '.join(parts)}{', dumps left out' * (probe.plan.level != 'off')}, as timed here at the start"
 
 
 def _steps(steps: tuple[int | str, ...]) -> str:

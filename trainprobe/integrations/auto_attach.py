@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 VARIABLE = "TRAINPROBE_RUN"  # path of the plan, or "default"
 OUTPUT = "TRAINPROBE_RUN_OUTPUT"  # folder that this run is written to
-EARLIER = "TRAINPROBE_RUN_EARLIER"  # folder of the earlier run in the same output; empty if there is none
+EARLIER = "TRAINPROBE_RUN_EARLIER"  # folder of the earlier run in the same output; empty if there is none, unset if not known
 
 # what a program imports → file of trainprobe.integrations that has attach_to_script(plan); it is called once that is imported
 FRAMEWORKS = {
@@ -38,46 +38,25 @@ FRAMEWORKS = {
 class Run:
     """What a program is watched under. plan: a file, or None for the default plan. output: where it is written.
 
-    earlier: the newest run in a folder of that name, which a training that is resumed goes on with.
+    earlier: the newest run in a folder of that name, which a training that is resumed goes on with. decided: that the folder is
+    free; else the processes find out.
     """
 
     plan: Path | None
     output: Path
     earlier: Path | None = None
+    decided: bool = True
 
 
 def environment_for(run: Run) -> dict[str, str]:
     """Return the environment in which a program, and each Python process that it starts, is watched."""
+    inherited = {name: value for name, value in python_start.environment_for(__name__).items() if name != EARLIER}
     return {
-        **python_start.environment_for(__name__),
+        **inherited,
         VARIABLE: str(run.plan.absolute()) if run.plan else "default",
         OUTPUT: str(run.output),
-        EARLIER: str(run.earlier or ""),
+        **({EARLIER: str(run.earlier or "")} if run.decided else {}),
     }
-
-
-def free_folder(folder: Path) -> tuple[Path, Path | None]:
-    """Return a folder that holds no run, `folder` or the first free `folder.2`, `folder.3` …, and the one before it."""
-    earlier, free, number = None, folder, 1
-    while _holds_run(free):
-        number += 1
-        earlier, free = free, folder.with_name(f"{folder.name}.{number}")
-    return free, earlier
-
-
-def _holds_run(folder: Path) -> bool:
-    return any(any(folder.glob(pattern)) for pattern in ("rank*", "step*/rank*"))
-
-
-def resumed_output(output: Path) -> Path:
-    """Return where a training that is resumed goes on: the earlier run, if this one was written next to one."""
-    earlier = os.environ.get(EARLIER)
-    return Path(earlier) if earlier and output == Path(os.environ.get(OUTPUT, "")) else output
-
-
-def asked_output(output: Path) -> Path:
-    """Return the folder that was asked for, if `output` was put next to it."""
-    return output.with_name(output.name.rpartition(".")[0]) if resumed_output(output) != output else output
 
 
 def at_start() -> None:
@@ -96,10 +75,9 @@ def _attach(file: str, imported: Any) -> None:
 def _plan(framework: str) -> Plan:
     """Return the plan of this run, as a framework has it."""
     from trainprobe.engine.plan.loading import load_plan
-    from trainprobe.integrations import default_plan
 
     plan_file = os.environ[VARIABLE]
-    return load_plan(default_plan() if plan_file == "default" else plan_file, framework, output=os.environ[OUTPUT])
+    return load_plan(None if plan_file == "default" else plan_file, framework, output=os.environ[OUTPUT])
 
 
 def called_from(packages: tuple[str, ...]) -> bool:

@@ -21,11 +21,12 @@ from torch._C import DisableTorchFunction
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.plan.loading import load_plan
 from trainprobe.errors import StopTraining, UsageError
-from trainprobe.integrations import announce, default_plan
+from trainprobe.integrations import announce
 from trainprobe.integrations.auto_attach import called_from
 from trainprobe.integrations.deepspeed_layout import place_of, renaming
 from trainprobe.integrations.deepspeed_source import DeepSpeedSource, loss_scale, tensors_of
-from trainprobe.integrations.session import agreed, resumed_plan
+from trainprobe.integrations.output_folder import placed
+from trainprobe.integrations.session import agreed
 from trainprobe.watching import PlanSource, Probe
 
 CALLBACKS = ("lightning.pytorch", "pytorch_lightning", "transformers.trainer")  # their integrations find the engine themselves
@@ -42,10 +43,9 @@ def attach(engine: Any, plan: PlanSource = None, **overrides: Any) -> Any:
     _require_engine(engine)
     if probe_of(engine) is not None:
         return engine
-    loaded = load_plan(default_plan() if plan is None else plan, **overrides)
-    if engine.global_steps:
-        loaded = resumed_plan(loaded)
-    probe = Probe(loaded, place=place_of(engine), rename=renaming(engine.module))
+    place = place_of(engine)
+    loaded = placed(load_plan(plan, **overrides), place, resumed=bool(engine.global_steps))
+    probe = Probe(loaded, place=place, rename=renaming(engine.module))
     try:
         probe.open(engine.module, engine.basic_optimizer)
         loop_hooks = LoopHooks(probe, engine)

@@ -17,6 +17,7 @@ _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def floor(
+    context: typer.Context,
     words: Annotated[
         list[str] | None,
         typer.Argument(
@@ -46,7 +47,7 @@ def floor(
         )
     elif way == "perturb":
         os.environ |= python_start.environment_for("trainprobe.integrations.perturbed_start")
-    run(words, plan, output)
+    run(context, words, plan, output)
 
 
 floor.context_settings = run.context_settings  # type: ignore[attr-defined]

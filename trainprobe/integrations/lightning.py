@@ -20,9 +20,9 @@ from trainprobe.engine.core.flat_parameters import handles_of
 from trainprobe.engine.core.records import Finding, Place
 from trainprobe.engine.core.topology import axes_from_mesh, place_from_environment
 from trainprobe.errors import MissingExtra
-from trainprobe.integrations.auto_attach import asked_output
 from trainprobe.integrations.deepspeed import engine_of, follow
 from trainprobe.integrations.deepspeed_layout import place_of, renaming
+from trainprobe.integrations.output_folder import asked_output
 from trainprobe.integrations.session import Session
 from trainprobe.watching import PlanSource
 
@@ -61,7 +61,7 @@ class PlainCallback:
     @property
     def state_key(self) -> str:
         """Tell several callbacks apart in a checkpoint by where they write."""
-        return f"ProbeCallback[{asked_output(self.session.plan.output)}]"
+        return f"ProbeCallback[{asked_output(self.session.asked)}]"
 
     # ---- a training ----------------------------------------------------------------------------------------------
 

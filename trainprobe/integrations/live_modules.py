@@ -21,7 +21,7 @@ def model_around(called: Any) -> Any:
     step them; the largest module around it where no optimizer of torch.optim holds any of them.
     """
     own = set(parameters_of(called))
-    held = {number for numbers in held_by_optimizers() if own & numbers for number in numbers}
+    held = {number for numbers in map(held_by, live_optimizers()) if own & numbers for number in numbers}
     if held <= own and held:
         return called
     around = [module for module in _live_modules() if module is not called and own <= set(parameters_of(module))]
@@ -79,8 +79,13 @@ def _live_modules() -> list[Any]:
     return [x for x in gc.get_objects() if issubclass(type(x), torch.nn.Module)]
 
 
-def held_by_optimizers() -> Iterator[set[int]]:
-    """Yield the ids of the parameters that each optimizer of torch.optim holds."""
+def live_optimizers() -> Iterator[Any]:
+    """Yield the optimizers of torch.optim that are alive."""
     for x in gc.get_objects():
         if issubclass(type(x), torch.optim.Optimizer):
-            yield {id(p) for group in x.__dict__.get("param_groups", ()) for p in group["params"]}
+            yield x
+
+
+def held_by(optimizer: Any) -> set[int]:
+    """Return the ids of the parameters that an optimizer of torch.optim holds."""
+    return {id(p) for group in optimizer.__dict__.get("param_groups", ()) for p in group["params"]}

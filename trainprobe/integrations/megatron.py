@@ -25,10 +25,11 @@ from trainprobe.engine.core.naming import chunks_of
 from trainprobe.engine.core.topology import place_from_environment
 from trainprobe.engine.plan.loading import load_plan
 from trainprobe.errors import MissingExtra, StopTraining
-from trainprobe.integrations import announce, default_plan
+from trainprobe.integrations import announce
 from trainprobe.integrations.megatron_layout import bare, held_parameters, parallel_axes, renaming
 from trainprobe.integrations.megatron_source import MegatronSource, loss_scaler
-from trainprobe.integrations.session import agreed, resumed_plan
+from trainprobe.integrations.output_folder import placed
+from trainprobe.integrations.session import agreed
 from trainprobe.watching import PlanSource, Probe
 
 TRAINING = "megatron.training.training"
@@ -94,9 +95,9 @@ def attach(
     _require_megatron()
     models = [bare(chunk) for chunk in chunks]
     axes = parallel_axes(len(chunks))
-    probe = MegatronProbe(
-        default_plan() if plan is None else plan, rename=renaming(models), place=place_from_environment(axes), **overrides
-    )
+    place = place_from_environment(axes)
+    loaded = placed(load_plan(plan, **overrides), place, resumed=first_step > 0)
+    probe = MegatronProbe(loaded, rename=renaming(models), place=place)
     source = MegatronSource(list(held_parameters(models, axes)), optimizer)
     try:
         probe.use_source(source)
@@ -325,7 +326,7 @@ def _follow_setup(training: Any, plan: PlanSource, only_with_flag: bool, overrid
 def follow_training(training: Any, model: Any, optimizer: Any, plan: PlanSource, **overrides: Any) -> MegatronProbe:
     """Watch the loop of `megatron.training.training`, whose steps are numbered as in its log, from 1."""
     if getattr(training.get_args(), "iteration", 0):
-        plan, overrides = resumed_plan(load_plan(default_plan() if plan is None else plan, **overrides)), {}
+        plan, overrides = placed(load_plan(plan, **overrides), place_from_environment(), resumed=True), {}
     probe = attach(model, optimizer, plan, **overrides)
     loop_hooks = probe.loop_hooks
     if loop_hooks is None or loop_hooks.trainer_reports:

@@ -12,9 +12,10 @@ import typer
 from trainprobe.engine.plan.loading import load_plan
 from trainprobe.engine.plan.model import Plan
 from trainprobe.errors import UsageError
-from trainprobe.integrations import default_plan
-from trainprobe.integrations.auto_attach import Run, environment_for, free_folder
+from trainprobe.integrations.auto_attach import Run, environment_for
+from trainprobe.integrations.output_folder import free_folder
 
+OPTIONS = ("--output", "-o", "--plan")
 NODES = ("SLURM_NNODES", "SLURM_JOB_NUM_NODES", "NNODES", "PET_NNODES")
 
 
@@ -23,11 +24,12 @@ OutputOption = Annotated[Path | None, typer.Option("--output", "-o", help="Folde
 
 
 def run(
+    context: typer.Context,
     words: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="[PLAN] -- COMMAND",
-            help="Plan (YAML or JSON, or `default`), then the script or command.",
+            help="Plan (YAML or JSON; without one the default plan), then the script or command.",
             show_default=False,
         ),
     ] = None,
@@ -41,10 +43,10 @@ def run(
     from a checkpoint continues in the earlier one; a plan that says `on_existing: continue` or `replace` is followed.
     """
     left = list(words or [])
-    if plan is None and left and left[0] != "--" and not left[0].endswith(".py"):
-        plan = left.pop(0)
-    while len(left) > 1 and left[0] in ("--output", "-o", "--plan"):  # behind the plan
-        name, value = left.pop(0), left.pop(0)
+    if plan is None and not _behind_dashes(context.obj or [], left) and _begins_with_plan(left):
+        plan, *left = left
+    while len(left) > 1 and left[0] in OPTIONS:  # behind the plan
+        name, value, *left = left
         plan, output = (value, output) if name == "--plan" else (plan, Path(value))
     if left and left[0] == "--":
         left.pop(0)
@@ -52,10 +54,10 @@ def run(
         raise UsageError(
             "nothing to run: give the script and its arguments behind `--`, as in `trainprobe run plan.yaml -- train.py`"
         )
-    if plan is not None and plan.startswith("-"):
-        raise UsageError(f"{plan} is no option of `trainprobe run`; those of the program stand behind it, and behind `--`")
+    if left[0].startswith("-") and left[0] != "-m":
+        raise UsageError(f"{left[0]} is no option of `trainprobe run`; those of the program stand behind it, and behind `--`")
     path = None if plan in (None, "default") else Path(plan)
-    chosen = load_plan(path if path is not None else default_plan(), **({} if output is None else {"output": output}))
+    chosen = load_plan(path, **({} if output is None else {"output": output}))
     started = [sys.executable, *left] if left[0].endswith(".py") or left[0] == "-m" else left
     try:
         os.execvpe(started[0], started, environment_for(_run(path, chosen, left)))
@@ -63,11 +65,25 @@ def run(
         raise UsageError(f"{started[0]!r} cannot be run: {error.strerror or error}") from None
 
 
+def _behind_dashes(arguments: list[str], words: list[str]) -> bool:
+    """Tell whether these last words of the command line stand behind a `--`, which is not among them."""
+    return arguments[: len(arguments) - len(words)][-1:] == ["--"]
+
+
+def _begins_with_plan(words: list[str]) -> bool:
+    """Tell whether the first word is a plan: `default`, a name of a YAML or JSON file, or what stands before a `--`."""
+    first, *behind = words or [""]
+    while behind[:1] and behind[0] in OPTIONS:
+        behind = behind[2:]
+    named = first == "default" or first.lower().endswith((".yaml", ".yml", ".json"))
+    return named or (behind[:1] == ["--"] and not first.startswith("-") and not first.endswith(".py"))
+
+
 def _run(path: Path | None, plan: Plan, command: list[str]) -> Run:
     """Return where this run is written; print a line if an earlier run lies there."""
     folder = plan.output
-    if (path is not None and plan.on_existing != "refuse") or _has_several_nodes(command):
-        return Run(path, folder)
+    if plan.on_existing != "beside" or _has_several_nodes(command):
+        return Run(path, folder, decided=False)
     free, earlier = free_folder(folder)
     if earlier is not None:
         sys.stderr.write(

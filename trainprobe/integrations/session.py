@@ -17,11 +17,10 @@ from trainprobe.engine.core.facts import Progress
 from trainprobe.engine.core.naming import Rename
 from trainprobe.engine.core.records import Finding, Place, StepData
 from trainprobe.engine.plan.loading import load_plan
-from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.stats import finish
 from trainprobe.errors import StopTraining
-from trainprobe.integrations import announce, default_plan
-from trainprobe.integrations.auto_attach import resumed_output
+from trainprobe.integrations import announce
+from trainprobe.integrations.output_folder import placed
 from trainprobe.monitor.watcher import Watcher, keep_state, resume_state
 from trainprobe.watching import PlanSource, Probe
 
@@ -39,7 +38,8 @@ class Session:
     probe_kind: type[Probe] = Probe
 
     def __init__(self, plan: PlanSource = None, **overrides: Any) -> None:
-        self.plan = load_plan(default_plan() if plan is None else plan, self.probe_kind.backend.name, **overrides)
+        self.plan = load_plan(plan, self.probe_kind.backend.name, **overrides)
+        self.asked = self.plan.output  # the plan has the folder that is written to
         self.probe: Probe | None = None
         self.findings: list[Finding] = []
         self.step_data: StepData | None = None  # of the last step that was collected
@@ -81,8 +81,9 @@ class Session:
         if self.probe is not None and self._model is model and self._last is None:
             return  # the callback was added twice: each event comes twice
         self.end(complete=False)
-        if step > first and not self._trainings:
-            self.plan = resumed_plan(self.plan)
+        if not self._trainings:
+            hint = (self.inherited or {}).get("output")
+            self.plan = placed(self.plan, self.probe_kind.backend.place(), resumed=step > first, hint=hint)
         plan = self.plan
         if self._trainings or step > first:  # what this run or the one that it resumes wrote stays
             plan = load_plan(plan, on_existing="continue")
@@ -267,11 +268,6 @@ class Session:
         self._loss = share if self._loss is None else self._loss + share
         self._later.append(share)
         probe.note("loss", self._loss)
-
-
-def resumed_plan(plan: Plan) -> Plan:
-    """Return the plan of a training that goes on from a checkpoint: it writes to the earlier run, whose steps stay."""
-    return load_plan(plan, output=resumed_output(plan.output), on_existing="continue")
 
 
 def gradient_norm(step_data: StepData) -> float | None:

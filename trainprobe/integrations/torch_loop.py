@@ -31,7 +31,8 @@ from trainprobe.integrations.left_out import LeftOut
 from trainprobe.integrations.live_modules import (
     has_data,
     has_own_parameters,
-    held_by_optimizers,
+    held_by,
+    live_optimizers,
     model_around,
     model_of,
     parameters_of,
@@ -40,6 +41,7 @@ from trainprobe.integrations.loop_gates import DRIVERS, Handle, backward_gate, d
 from trainprobe.integrations.loop_losses import Losses
 from trainprobe.integrations.loop_step import Step
 from trainprobe.integrations.loop_words import NO_MODEL, NO_UPDATE, OWN_UPDATES, no_update
+from trainprobe.integrations.output_folder import steps_to_go_on_from
 from trainprobe.integrations.own_updates import Gradients, Weights
 from trainprobe.integrations.session import Session, agreed
 from trainprobe.watching import PlanSource
@@ -89,7 +91,7 @@ class TorchLoop:
 
     def _forget(self, number: int) -> None:
         """Know no model. number: of the next step."""
-        self._number = number
+        self._first = self._number = number
         self._model: Any = None
         self._owned: set[int] = set()  # ids of the model's modules
         self._parameters: dict[int, Any] = {}
@@ -118,7 +120,13 @@ class TorchLoop:
         self._owned = {id(module) for module in model.modules()}
         self._parameters = parameters_of(model)
         optimizers = [getattr(wrapper, "optimizer", wrapper) for wrapper in optimizers]  # Accelerate wraps the one that steps
+        if not self._number and self._trainings == 1:
+            makers = optimizers or (o for o in live_optimizers() if not held_by(o).isdisjoint(self._parameters))
+            here = self.session.probe_kind.backend.place()
+            self._first = self._number = steps_to_go_on_from(self.session.plan, here, makers)
         self.session.begin(model, optimizers, step=self._number, first=first, write_line=_log.warning)
+        if self._trainings == 1:
+            self._output = self.session.plan.output
         atexit.unregister(self.close)
         atexit.register(self.close)  # before the session's own, which knows nothing of a step that waits for its end
 
@@ -237,7 +245,7 @@ class TorchLoop:
         if self._given or self._updates or self._is_held(alone=True):
             return False
         self._drop_step()
-        self._number, self._own_updates = 0, 0
+        self._number, self._own_updates = self._first, 0
         self._left_out = LeftOut()
         self._take(module, [], first=0)
         self._begin(id(module))
@@ -396,7 +404,7 @@ class TorchLoop:
 
     def _is_held(self, alone: bool = False) -> bool:
         """Return whether an optimizer of torch.optim holds parameters of the model. alone: and none holds others too."""
-        holding = [held for held in held_by_optimizers() if not held.isdisjoint(self._parameters)]
+        holding = [held for held in map(held_by, live_optimizers()) if not held.isdisjoint(self._parameters)]
         return bool(holding) and not (alone and any(held - self._parameters.keys() for held in holding))
 
     def _go_over_to(self, optimizer: Any, made: int) -> None:

@@ -19,6 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from trainprobe import __version__, compiled
+from trainprobe.engine.plan.command import sentences
+from trainprobe.engine.plan.loading import load_plan
 
 _LEAST_FREE = 1 << 30  # bytes; a dump of one step of a small model takes some hundred megabytes
 _FRAMEWORKS = (
@@ -64,6 +66,9 @@ def doctor(
         table.add_row(Text(name), Text({"ok": "ok", "absent": "–", "fault": "FAULT"}[state], style=style), Text(text))
     console = Console(highlight=False)
     console.print(table)
+    console.print("without a plan, `trainprobe run -- train.py` and `watch(model, optimizer)` would:", markup=False)
+    for sentence in sentences(load_plan(output=folder)):
+        console.print(f"  {sentence}", markup=False)
     faults = [fact for fact in facts if fact.state == "fault"]
     console.print(
         Text(f"{len(faults)} faults: {'; '.join(fact.name for fact in faults)}" if faults else "a training can be watched here")

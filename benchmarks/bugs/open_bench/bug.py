@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import trainprobe
-from trainprobe.integrations import default_plan
+from trainprobe.engine.plan.defaults import default_plan
 
 
 def plan_named(name: str) -> dict[str, Any]:

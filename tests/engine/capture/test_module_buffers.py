@@ -77,7 +77,7 @@ def test_changed_buffers_stand_in_their_modules_entry_and_the_bits_stay(tmp_path
 
 
 def test_of_several_micro_batches_the_last_call_has_them(tmp_path):
-    seen, _ = train(tmp_path, steps=1, micro=2)
+    seen, _ = train(tmp_path, steps=1, micro=2, record="L0")
     assert set(parameters(tmp_path, 0, 1, call=0)) == {"weight", "bias"}
     assert parameters(tmp_path, 0, 1, call=1)["running_mean"]["Norm"] == pytest.approx(seen[0]["1.running_mean"])
 
@@ -101,7 +101,7 @@ def test_a_plan_without_parameters_of_calls_has_no_buffers(tmp_path, plan):
 
 def test_an_evaluation_changes_no_running_statistics(tmp_path):
     model = nn.Sequential(nn.BatchNorm1d(4)).eval()
-    with trainprobe.watch(model, plan={"output": str(tmp_path)}) as probe, probe.step(0):
+    with trainprobe.watch(model, plan={"output": str(tmp_path), "record": "L0"}) as probe, probe.step(0):
         model(torch.randn(8, 4))
     assert set(parameters(tmp_path, 0, 0)) == {"weight", "bias"}
 

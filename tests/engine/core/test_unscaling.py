@@ -127,7 +127,7 @@ def test_gradients_that_a_dump_shows_with_the_scale_are_another_series_for_the_r
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
     optimizer, scaling = torch.optim.AdamW(model.parameters(), 1e-3), torch.amp.GradScaler("cpu", init_scale=SCALE)
-    with watch(model, optimizer, output=tmp_path / "out", sinks=["parquet"], monitor=True) as probe:
+    with watch(model, optimizer, output=tmp_path / "out", record="L0", sinks=["parquet"], monitor=True) as probe:
         for step in range(30):
             with probe.step(step):
                 loss = model(torch.randn(16, 8)).square().mean()

@@ -37,7 +37,7 @@ def test_every_field_says_what_it_does(model: type[Plan]) -> None:
 def test_loading_a_plan_imports_neither_a_tensor_library_nor_numpy() -> None:
     code = """import sys
 from trainprobe.engine.plan.loading import load_plan
-load_plan()
+load_plan(record="L0")
 print({'torch', 'numpy', 'mindspore'} & {*sys.modules})"""
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
 
@@ -89,6 +89,53 @@ def test_a_wrong_environment_variable_is_told_by_its_name(monkeypatch: pytest.Mo
         "environment variable TRAINPROBE_ON_ERROR: on_error: 'rise' cannot be used: "
         "expected one of continue, raise — did you mean 'raise'?"
     )
+
+
+def test_no_plan_judges_and_dumps_nothing() -> None:
+    for plan in (load_plan(), load_plan({}), load_plan(output="x", rank=0, sinks="jsonl", console=False), Plan(output="x")):
+        assert (plan.record, plan.level, plan.audit) == ("nothing", "off", True)
+        assert set(plan.monitor) >= {"gradients", "parameters", "scalars"}
+    assert load_plan().sinks == ("parquet", "csv") and load_plan(sinks="jsonl").sinks == ("jsonl",)
+
+
+@pytest.mark.parametrize("program", ["monitor", "audit", "black_box", "config_check", "op_check"])
+def test_a_plan_that_asks_for_one_program_alone_dumps_nothing(program: str) -> None:
+    plan = load_plan({program: True})
+    asked = [name for name in CHECKERS if getattr(plan, name)]
+    assert (plan.level, asked) == ("off", [program])
+    assert load_plan({program: True}, record="mix").level == "mix"
+
+
+HOW = ("output", "on_existing", "rank", "sinks", "csv_layout", "csv_steps", "nan_tokens", "console", "on_error", "reuse")
+HOW += ("native", "graph_callbacks", "control")
+
+
+@pytest.mark.parametrize("name", [name for name in Plan.model_fields if name not in (*HOW, *CHECKERS, "record", "level")])
+def test_a_field_that_says_what_is_dumped_asks_for_a_dump(name: str) -> None:
+    value = {"step": [3], "scope": ("a", "b"), "details": [{"match": "a"}], "slice": [{"dim": 0}]}.get(
+        name, Plan.model_fields[name].default
+    )
+    plan = load_plan({name: value, "monitor": True})
+    assert (plan.record, plan.level) == ("L0", "L0")
+
+
+@pytest.mark.parametrize(
+    ("record", "level"), [("nothing", "off"), ("L0", "L0"), ("L1", "L1"), ("mix", "mix"), ("debug", "debug")]
+)
+def test_record_and_level_are_two_names_of_one_field(record: str, level: str) -> None:
+    plans = [load_plan(record=record), load_plan(level=level), load_plan({"level": "L1"}, record=record)]
+    plans += [load_plan({"record": "L1"}, level=level), load_plan(load_plan(level="L1"), record=record)]
+    assert {(plan.record, plan.level) for plan in plans} == {(record, level)}
+
+
+def test_record_and_level_that_differ_are_refused_and_a_wrong_one_is_named_alone() -> None:
+    assert problem({"record": "L1", "level": "off"}) == (
+        "plan: record: 'L1' and level: 'nothing' cannot both be: leave `level`, its older name, out"
+    )
+    assert problem(record="L3").splitlines() == [
+        "keyword argument: record: 'L3' cannot be used: expected one of nothing, L0, L1, mix, debug — did you mean 'L1'?"
+    ]
+    assert problem(level="L3").count("\n") == 0
 
 
 def test_level_off_wants_no_step() -> None:

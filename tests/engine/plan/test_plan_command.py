@@ -81,8 +81,8 @@ def test_a_file_that_cannot_be_written_gives_3_and_is_named(tmp_path: Path, caps
 
 
 def test_level_off_is_said_to_record_nothing() -> None:
-    assert list(sentences(load_plan(level="off"))) == ["record nothing, because level is off"]
+    assert list(sentences(load_plan(level="off"))) == ["record nothing, because record is nothing"]
     watched = list(sentences(load_plan(level="off", monitor=True, audit=True)))
-    assert watched[0] == "dump nothing, because level is off; of each step record what the monitor and the audit ask for"
+    assert watched[0] == "dump nothing, because record is nothing; of each step record what the monitor and the audit ask for"
     assert watched[1].startswith("write parquet to ")
     assert watched[2:] == ["run the monitor", "run the audit"]

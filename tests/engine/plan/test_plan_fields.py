@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[3]
 GOOD = """
 import torch, trainprobe
 model = torch.nn.Linear(2, 2)
-with trainprobe.watch(model, None, level="mix", step=[0, "every 10"], sinks="dump", monitor={"gradients": True}) as probe:
+with trainprobe.watch(model, None, record="mix", step=[0, "every 10"], sinks="dump", monitor={"gradients": True}) as probe:
     with probe.step():
         probe.note("loss", 1.0)
 with trainprobe.watch(model, plan="plan.yaml", console=False, quantiles=(0.1, 0.9), details=[{"match": "a"}]) as probe:
@@ -26,7 +26,7 @@ BAD = """
 import torch, trainprobe
 with trainprobe.watch(torch.nn.Linear(2, 2), levle="mix") as probe:
     pass
-with trainprobe.watch(torch.nn.Linear(2, 2), level="L3") as probe:
+with trainprobe.watch(torch.nn.Linear(2, 2), record="L3") as probe:
     pass
 """
 

@@ -12,7 +12,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from tests.integrations.deepspeed import small_deepspeed as small
-from trainprobe.integrations import default_plan
+from trainprobe.engine.plan.defaults import default_plan
 from trainprobe.integrations.deepspeed import attach, probe_of
 
 STEPS = 64

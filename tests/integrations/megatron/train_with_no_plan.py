@@ -12,7 +12,8 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parent)]
 import train as trained  # noqa: E402
 
-from trainprobe.integrations import default_plan, megatron  # noqa: E402
+from trainprobe.engine.plan.defaults import default_plan  # noqa: E402
+from trainprobe.integrations import megatron  # noqa: E402
 
 STEPS = 64
 folder, half = Path(sys.argv[1]), sys.argv[2] == "fp16"

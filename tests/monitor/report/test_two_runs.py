@@ -20,7 +20,12 @@ def trained(folder, *, change=False, threads=1, steps=10, **monitor) -> str:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 4))
         optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-        plan = {"output": str(folder), "monitor": {"gradients": True, "parameters": True, **monitor}, "console": False}
+        plan = {
+            "output": str(folder),
+            "record": "L0",
+            "monitor": {"gradients": True, "parameters": True, **monitor},
+            "console": False,
+        }
         with trainprobe.watch(model, optimizer, plan=plan) as probe:
             for step in range(steps):
                 x = torch.randn(32, 64, generator=torch.Generator().manual_seed(step))
@@ -83,7 +88,9 @@ def test_what_one_run_alone_holds_is_told_and_nothing_in_common_is_no_agreement(
         assert f"not compared, as {alone} alone has them: 6 series (such as 0.bias value_after norm), steps 8, 9" in said
         assert f"as {alone} alone has them" in (tmp_path / "page.html").read_text()
     other = tmp_path / "other"
-    with trainprobe.watch(nn.Identity(), plan={"output": str(other), "monitor": True, "console": False}) as probe:
+    with trainprobe.watch(
+        nn.Identity(), plan={"output": str(other), "record": "L0", "monitor": True, "console": False}
+    ) as probe:
         for step in range(4):
             with probe.step():
                 probe.note("reward", float(step))

@@ -116,11 +116,11 @@ def sentences(checked: Plan) -> Iterator[str]:
     """Say in plain sentences what a plan will do."""
     programs = [name.replace("_", " ") for name in _PROGRAMS if getattr(checked, name)]
     if checked.level == "off" and not programs:
-        yield "record nothing, because level is off"
+        yield "record nothing, because record is nothing"
         return
     if checked.level == "off":
         sinks, verb = [sink for sink in checked.sinks if sink != "dump"], "asks" if len(programs) == 1 else "ask"
-        yield f"dump nothing, because level is off; of each step record what the {' and the '.join(programs)} {verb} for"
+        yield f"dump nothing, because record is nothing; of each step record what the {' and the '.join(programs)} {verb} for"
         if sinks:
             yield f"write {', '.join(sinks)} to {checked.output} ({_on_existing(checked)})"
         yield from (f"run the {name}" for name in programs)
@@ -180,5 +180,9 @@ def _recorded(checked: Plan) -> str:
 
 
 def _on_existing(checked: Plan) -> str:
-    effects = {"refuse": "refused where a run lies there", "continue": "beside a run that lies there"}
+    effects = {
+        "beside": "or beside a run that lies there",
+        "refuse": "refused where a run lies there",
+        "continue": "beside a run that lies there",
+    }
     return effects.get(checked.on_existing, "replacing a run that lies there")

@@ -19,7 +19,8 @@ class PlanFields(TypedDict, total=False):
     """Keyword arguments of `trainprobe.watch` and `trainprobe.Probe`: the fields of `Plan`, in what users may write."""
 
     output: str | PathLike[str]
-    on_existing: Literal["refuse", "continue", "replace"]
+    on_existing: Literal["beside", "refuse", "continue", "replace"]
+    record: Literal["nothing", "L0", "L1", "mix", "debug"]
     level: Literal["off", "L0", "L1", "mix", "debug"]
     task: Literal["statistics", "tensor"]
     statistics: Patterns

@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from trainprobe.engine.plan.defaults import one_level
 from trainprobe.engine.plan.file import read_plan_file
 from trainprobe.engine.plan.legacy import is_legacy, translate
 from trainprobe.engine.plan.model import Plan
@@ -17,11 +18,17 @@ from trainprobe.errors import PlanError
 
 
 def load_plan(
-    source: Plan | Mapping[str, Any] | str | os.PathLike[str] | None = None, framework: str = "pytorch", /, **overrides: Any
+    source: Plan | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    framework: str = "pytorch",
+    under: Mapping[str, Any] | None = None,
+    /,
+    **overrides: Any,
 ) -> Plan:
     """Make a plan from a file, a mapping, another plan or nothing, with `overrides` (fields of `Plan`) on top.
 
-    framework: "pytorch" or "mindspore", which the training runs under. A file or mapping in the `config.json` dialect of
+
+    framework: "pytorch" or "mindspore", which the training runs under. under: fields that hold where the source and `overrides`
+    leave them out; for the rest `engine.plan.defaults` says what is meant. A file or mapping in the `config.json` dialect of
     mindstudio-probe is recognised by its keys and translated; what has no equivalent is listed in `Plan.notes`.
     Raises PlanError, which names every problem, the value, the file and the key.
     """
@@ -40,7 +47,10 @@ def load_plan(
     if is_legacy(fields):
         fields, notes = translate(fields, origin, framework)
     origins = dict.fromkeys(overrides, "keyword argument")
-    merged: dict[str, Any] = {**fields, **overrides}
+    try:
+        merged: dict[str, Any] = {**one_level(under or {}), **one_level(fields), **one_level(overrides)}
+    except PlanError as error:
+        raise PlanError(f"{origin}: {error}") from None
     if "on_error" not in merged and (wish := os.environ.get("TRAINPROBE_ON_ERROR")):
         merged["on_error"] = wish
         origins["on_error"] = "environment variable TRAINPROBE_ON_ERROR"

@@ -12,9 +12,20 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, Strict, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    Strict,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from trainprobe.engine.core.row_schema import StatisticName
+from trainprobe.engine.plan.defaults import filled
 from trainprobe.engine.plan.detail import Detail, Slice, Summary
 from trainprobe.engine.plan.problems import describe_problems
 from trainprobe.engine.plan.selection import Names, Steps, parse_names, parse_steps
@@ -22,6 +33,7 @@ from trainprobe.engine.plan.subplans import check_subplan, sink_names
 from trainprobe.errors import PlanError, did_you_mean
 
 Level: TypeAlias = Literal["off", "L0", "L1", "mix", "debug"]
+Record: TypeAlias = Literal["nothing", "L0", "L1", "mix", "debug"]
 Task: TypeAlias = Literal["statistics", "tensor"]
 PlanPhase: TypeAlias = Literal["forward", "backward", "optimizer"]
 Data: TypeAlias = Literal["input", "output", "kwargs", "parameters", "parameter_gradients"]
@@ -162,11 +174,16 @@ class Plan(_Section):
 
     output: Annotated[Path, Field(strict=False)] = Path("./probe_out")
     """Folder that everything is written to; it is created."""
-    on_existing: Literal["refuse", "continue", "replace"] = "refuse"
-    """What to do when `output` already holds a run: refuse to start, continue beside its steps, or replace them."""
-    level: Level = "L0"
-    """L0: modules; L1: every op; mix: both, with the tree of which op ran in which module; debug: only what `save` is
-    handed; off: nothing."""
+    on_existing: Literal["beside", "refuse", "continue", "replace"] = "beside"
+    """What to do when `output` already holds a run: beside writes a new run to `output.2` and so on, and goes on in the newest
+    run where the training is resumed from a checkpoint; refuse to start; continue beside its steps; or replace them."""
+    record: Record = "nothing"
+    """What is dumped of a step: L0: modules; L1: every op; mix: both, with the tree of which op ran in which module; debug:
+    only what `save` is handed; nothing. Without it a plan dumps L0 where another field says what to dump (`step`, `task`,
+    `modules` and so on), else nothing. A plan that asks for nothing at all is the default plan: its `monitor` and `audit`
+    judge each step."""
+    level: Level = "off"
+    """The older name of `record`, in which `nothing` is `off`."""
     task: Task = "statistics"
     """statistics: numbers about each tensor; tensor: its values too."""
     statistics: Statistics = ("max", "min", "mean", "norm")
@@ -271,6 +288,11 @@ class Plan(_Section):
             raise PlanError(describe_problems(error, Plan, lambda _: "plan")) from None
 
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  (keeps `model_validate` from calling it)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, fields: Any) -> Any:
+        return filled(fields) if isinstance(fields, dict) else fields  # pyright: ignore[reportUnknownArgumentType]
 
     @field_validator("step", "rank", "micro")
     @classmethod

@@ -57,10 +57,15 @@ def describe_problems(error: ValidationError, model: type[BaseModel], origin: Ca
         by_path.setdefault(_key_path(problem["loc"]), []).append(problem)
     deepest = [path for path in by_path if not any(_is_inside(other, path) for other in by_path)]
     return "\n".join(
-        f"{origin(re.split(r'[.[]', path)[0])}: {path}: {line.removeprefix(f'{path}: ')}"  # a section names itself in its own
+        f"{origin(re.split(r'[.[]', path)[0])}: {_about(path)}{line.removeprefix(_about(path))}"  # a section names itself
         for path in deepest
         for line in _sentence(by_path[path], model).splitlines()
     )
+
+
+def _about(path: str) -> str:
+    """Return the key with a colon; nothing for the plan as a whole."""
+    return f"{path}: " if path else ""
 
 
 def _is_inside(path: str, outer: str) -> bool:

@@ -318,7 +318,8 @@ def test_a_process_that_only_dumps_does_not_import_pyarrow_and_none_imports_pand
     program = (
         "import sys, torch, trainprobe\n"
         "model = torch.nn.Linear(2, 2)\n"
-        "with trainprobe.watch(model, torch.optim.SGD(model.parameters(), lr=0.1), output=sys.argv[1]) as probe:\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "with trainprobe.watch(model, optimizer, output=sys.argv[1], record='L0') as probe:\n"
         "    with probe.step(0):\n"
         "        model(torch.ones(1, 2)).sum().backward()\n"
         "assert 'pyarrow' not in sys.modules\n"

@@ -72,7 +72,7 @@ def small_step(step: int = 0, place: Place | None = None, **about: Any) -> StepD
 
 def plan_for(folder: Any, **fields: Any) -> Plan:
     """Return a plan that writes to `folder`."""
-    return Plan(output=folder, **fields)
+    return Plan(output=folder, **({"level": "L0"} | fields))
 
 
 def told(record: Record) -> tuple[Any, ...]:

@@ -75,7 +75,7 @@ def make_room(paths: list[Path], on_existing: str) -> None:
     for path in paths:
         if on_existing == "continue" or not path.exists():
             continue
-        if on_existing == "refuse":
+        if on_existing != "replace":
             raise OutputError(
                 f"{path} exists already, and nothing is overwritten: choose another folder, "
                 "or set on_existing to continue or replace"

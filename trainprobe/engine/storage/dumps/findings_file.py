@@ -67,5 +67,5 @@ def open_findings(plan: Plan, place: Place) -> FindingsFile:
     """
     path = log_folder(plan.output, place.rank) / FINDINGS_FILE
     logs = {"parquet", "jsonl"} & {*plan.sinks}
-    make_room([path], "continue" if plan.on_existing == "refuse" and not logs else plan.on_existing)
+    make_room([path], "continue" if plan.on_existing != "replace" and not logs else plan.on_existing)
     return FindingsFile(path)

@@ -222,7 +222,7 @@ def open(folder: Path, plan: Plan, place: Place) -> DumpSink:
     """Open the dump of one rank. Raises OutputError when the folder holds steps of this rank and the plan refuses that."""
     there = list(existing_of_rank(folder, place.rank))
     whole = [path for path in there if not path.name.startswith(".")]
-    if whole and plan.on_existing == "refuse":
+    if whole and plan.on_existing in ("beside", "refuse"):
         raise OutputError(
             f"{folder} holds a dump already ({whole[0]}, {len(whole)} steps of rank {place.rank}), and nothing is overwritten: "
             "choose another folder, or set on_existing to continue or replace"
