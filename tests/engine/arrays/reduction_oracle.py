@@ -56,8 +56,8 @@ def rows_of(reducer: bool | str, flags: int) -> TorchStatsRows:
     here = torch.device("cpu")
     triton_rows.DEVICES.add("cpu")
     triton_rows._trusts[here] = Believed(here)
-    # smaller than on a device: the interpreter takes its time for each chunk, and for each lane of a compensated sum
-    triton_rows._ROWS, triton_rows._MERGE_LEVELS, triton_rows._PARTS = (64, 64, 32, 64), 3, 8
+    # fewer than on a device: the interpreter takes its time for each lane of a compensated sum
+    triton_rows._MERGE_LEVELS, triton_rows._PARTS = 3, 8
     stats_rows = TorchStatsRows(flags, native=False)
     stats_rows._kernels = True
     return stats_rows

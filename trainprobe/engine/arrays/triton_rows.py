@@ -311,7 +311,7 @@ SAMPLES = 6
 
 
 def samples(dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Make tensors of nearly random bits on the device: of several chunks, so with finite numbers, two strided ones, one, none."""
+    """Make tensors of nearly random bits on the device: several chunks, so of finite numbers, two strided ones, one, none."""
     kind = KINDS[dtype]
     n = chunk_of(0, kind) + 5077
     bits = mix(torch.arange(1, n * max(kind.size // 8, 1) + 1, dtype=torch.int64, device=device))
