@@ -36,12 +36,13 @@ DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 _LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?([^;/]*);")
 
 
-def compiled(kernel: Any, constants: dict[str, Any], capability: int = 90) -> Any:
+def compiled(kernel: Any, constants: dict[str, Any], options: dict[str, Any], capability: int = 90) -> Any:
     """Return what Triton compiles of a kernel whose other arguments are int64."""
     names = kernel.arg_names
+    assert names[-len(constants) :] == [*constants], names  # triton_rows launches with the constants in this order
     signature = {name: "constexpr" if name in constants else "i64" for name in names}
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()}, {})
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=triton_rows.OPTIONS)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 def machine_code(made: Any) -> list[tuple[int, str]]:
@@ -55,9 +56,9 @@ def machine_code(made: Any) -> list[tuple[int, str]]:
 
 
 def loops(code: list[tuple[int, str]]) -> Iterator[list[str]]:
-    """Yield the instructions of each loop, from the target of a branch backwards to the branch, as a contiguous tensor runs them.
+    """Yield the instructions that each loop runs for a contiguous tensor, from the target of a branch backwards to the branch.
 
-    What it jumps over are the divisions that find a place of a strided one.
+    What is jumped over are the divisions that find the places of a strided one.
     """
     targets = {at: int(jump[1], 16) for at, word in code if (jump := re.match(r"BRA(?:\.\S+)? .*?0x([0-9a-f]+)", word))}
     for end, begin in targets.items():
@@ -83,7 +84,8 @@ def fast_loops(made: Any) -> list[list[str]]:
 
 def figures(kind: triton_rows.Kind, flags: int) -> dict[str, float]:
     """Return instructions an element, by pipe, and the rate in GB/s that the busiest pipe allows."""
-    made = compiled(triton_kernels.reduce_chunks, triton_rows.chunk_constants(kind, flags))
+    constants, options = triton_rows.chunk_constants(kind, flags), triton_rows.chunk_options(kind, flags)
+    made = compiled(triton_kernels.reduce_chunks, constants, options)
     sweeps = fast_loops(made)
     told: dict[str, float] = {}
     clocks = Counter[str]()

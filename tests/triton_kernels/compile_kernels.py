@@ -17,7 +17,8 @@ for capability in map(int, sys.argv[1:]):
             kernels += [(triton_kernels.merge_parts, triton_rows.merge_constants(kind, flags)) for flags in (1, 2, whole)]
             kernels += [(triton_kernels.reduce_chunks, triton_rows.chunk_constants(kind, flags)) for flags in (1, 2)]
         for kernel, constants in kernels:
-            made = compiled(kernel, constants, capability)
+            options = triton_rows.chunk_options(kind, whole) if "rows" in constants else triton_rows.OPTIONS
+            made = compiled(kernel, constants, options, capability)
             code = made.asm["ptx"]
             squares_are_exact = kind.sort == 0  # so that a fused addition rounds as one that is not
             fused = r"" if squares_are_exact else r"|\bfma\.rn\.f64"

@@ -30,10 +30,10 @@ from trainprobe.engine.stats.partials import ASKED, CHECKSUM, CHUNK, CHUNK_INTEG
 
 DEVICES = {"cuda"}
 TAKEN = STATS | CHECKSUM | asked_flags(ASKED)
-_ROWS, _MERGE_LEVELS = (128, 64, 64, 64), 10  # four lanes a row of a program, by the sort of a dtype; 2^this lanes merge
+_ROWS, _MERGE_LEVELS = (128, 64, 64, 64), 8  # four lanes a row of a program, by the sort of a dtype; 2^this lanes merge
 _LEAST, _PARTS = 4, 1024  # tiles a chunk at least, a power of two; chunks a tensor before they grow, to 256 elements a lane
 _TOGETHER, _HELD = 512, 32 << 20  # tensors and bytes that wait for one launch
-OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}  # a fused multiply and add would spoil the errors of sums
+OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}  # a fused multiply and add would spoil the errors of sums
 _COLUMNS, _PART = 14, len(CHUNK) + len(CHUNK_INTEGERS)  # of triton_kernels: numbers a job and a part
 Key = tuple[torch.dtype, int]  # a dtype, and the flags that the kernels handle
 
@@ -114,6 +114,11 @@ def merge_constants(kind: Kind, flags: int) -> dict[str, Any]:
     return {"sort": kind.sort, "flags": flags, "levels": _MERGE_LEVELS}
 
 
+def chunk_options(kind: Kind, flags: int) -> dict[str, Any]:
+    """Return how `reduce_chunks` is compiled: registers that would leave a multiprocessor too few threads are bounded."""
+    return {**OPTIONS, "maxnreg": 128} if kind.sort == 0 and kind.size < 4 and flags & CHECKSUM else OPTIONS
+
+
 def chunk_of(count: int, kind: Kind) -> int:
     """Return elements a program, which follow from the length alone: enough programs for a device, few parts to merge."""
     packed = max(4 // kind.size, 1) if kind.sort == 0 else 1
@@ -140,8 +145,28 @@ def launch(jobs: Sequence[Job], kind: Kind, flags: int, device: torch.device) ->
         parts = torch.empty(max(blocks, 1) * _PART, dtype=torch.int64, device=device)
         arguments = there.data_ptr(), len(jobs), parts.data_ptr(), blocks
         if blocks:
-            kernels.reduce_chunks[blocks,](*arguments, **chunk_constants(kind, flags), **OPTIONS)
-        kernels.merge_parts[len(jobs),](*arguments, **merge_constants(kind, flags), **OPTIONS)
+            _run(kernels.reduce_chunks, blocks, arguments, chunk_constants(kind, flags), chunk_options(kind, flags), device)
+        _run(kernels.merge_parts, len(jobs), arguments, merge_constants(kind, flags), OPTIONS, device)
+
+
+_compiled: dict[tuple[Any, ...], Any] = {}
+
+
+def _run(
+    kernel: Any,
+    programs: int,
+    arguments: tuple[int, ...],
+    constants: dict[str, Any],
+    options: dict[str, Any],
+    device: torch.device,
+) -> None:
+    """Launch a kernel; what is compiled already is launched as it is, without Triton looking at the arguments."""
+    key = (kernel, device, *constants.values())
+    compiled = _compiled.get(key)
+    if compiled is not None:
+        compiled[programs, 1, 1](*arguments, *constants.values())
+    elif (compiled := kernel[programs,](*arguments, **constants, **options)) is not None:  # the interpreter compiles nothing
+        _compiled[key] = compiled
 
 
 def _table(jobs: Sequence[Job], kind: Kind) -> tuple[list[int], int]:
