@@ -90,6 +90,7 @@ def _sweep(
     """Add the packed elements of a tile, which are taken to be finite, to the lanes."""
     s, q, low, high, zero, below, total = sums
     each: tl.constexpr = 4 // size
+    least: tl.constexpr = tiny / SCALE if kind == "float8_e4m3fn" else tiny
     row = row_keys(start, first, size, rows, 4 * each)
     if (STATS & flags) and size < 4 and tiny > 0:
         zero += filled(word, size)
@@ -102,7 +103,6 @@ def _sweep(
             if size == 4 or tiny == 0:
                 zero += (x == 0).to(tl.int32)
             if SUBNORMAL & flags:
-                least: tl.constexpr = tiny / SCALE if kind == "float8_e4m3fn" else tiny
                 below += ((tl.abs(x) < least) & (x != 0)).to(tl.int32)
             wide = x.to(tl.float64)
             s += wide
