@@ -82,24 +82,23 @@ def fast_loops(made: Any) -> list[list[str]]:
     return [loop for loop in loops(machine_code(made)) if any(word.startswith("LDG.E.128") for word in loop)]
 
 
-def figures(kind: triton_rows.Kind, flags: int) -> dict[str, float]:
-    """Return instructions an element, by pipe, and the rate in GB/s that the busiest pipe allows."""
+def figures(kind: triton_rows.Kind, flags: int) -> tuple[float, str, float]:
+    """Return instructions an element, the busiest pipe, and the rate in GB/s that it allows."""
     constants, options = triton_rows.chunk_constants(kind, flags), triton_rows.chunk_options(kind, flags)
-    made = compiled(triton_kernels.reduce_chunks, constants, options)
-    sweeps = fast_loops(made)
-    told: dict[str, float] = {}
     clocks = Counter[str]()
-    for loop in sweeps:
+    for loop in fast_loops(compiled(triton_kernels.reduce_chunks, constants, options)):
         elements = 16 // kind.size * sum(word.startswith("LDG.E.128") for word in loop)
         for name, (lanes, starts) in PIPES.items():
             clocks[name] += sum(word.startswith(starts) for word in loop) / elements / lanes  # pyright: ignore[reportArgumentType]
-    busiest = max(clocks, key=clocks.__getitem__)
-    told["instructions"] = round(clocks["issue"] * 128, 1)
-    return {**told, "bound": busiest, "GB/s": round(kind.size * SMS * CLOCK / clocks[busiest] / 1e9)}  # pyright: ignore[reportReturnType]
+    busiest, most = max(clocks.items(), key=lambda item: item[1])
+    return clocks["issue"] * PIPES["issue"][0], busiest, kind.size * SMS * CLOCK / most / 1e9
 
 
 if __name__ == "__main__":
+    print(f"| dtype | {' | '.join(WANTED)} |\n|---|{'---|' * len(WANTED)}")
     for dtype in DTYPES:
         kind = next(kind for kind in triton_rows.KINDS.values() if kind.name == dtype)
-        for wanted, flags in WANTED.items():
-            print(dtype, wanted, figures(kind, flags))
+        found = [figures(kind, flags) for flags in WANTED.values()]
+        print(
+            f"| {dtype} | {' | '.join(f'{count:.1f}, {pipe}: {rate:,.0f} GB/s' for count, pipe, rate in found)} |", flush=True
+        )

@@ -31,7 +31,7 @@ from trainprobe.engine.stats.partials import ASKED, CHECKSUM, CHUNK, CHUNK_INTEG
 DEVICES = {"cuda"}
 TAKEN = STATS | CHECKSUM | asked_flags(ASKED)
 _ROWS, _MERGE_LEVELS = (128, 64, 64, 64), 8  # four lanes a row of a program, by the sort of a dtype; 2^this lanes merge
-_LEAST, _PARTS = 4, 1024  # tiles a chunk at least, a power of two; chunks a tensor before they grow, to 256 elements a lane
+_LEAST, _PARTS = 4, 2048  # tiles a chunk at least, a power of two; chunks a tensor before they grow, to 256 elements a lane
 _TOGETHER, _HELD = 512, 32 << 20  # tensors and bytes that wait for one launch
 OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}  # a fused multiply and add would spoil the errors of sums
 _COLUMNS, _PART = 14, len(CHUNK) + len(CHUNK_INTEGERS)  # of triton_kernels: numbers a job and a part
@@ -123,15 +123,20 @@ def chunk_of(count: int, kind: Kind) -> int:
     """Return elements a program, which follow from the length alone: enough programs for a device, few parts to merge."""
     packed = max(4 // kind.size, 1) if kind.sort == 0 else 1
     least, most = 4 * _ROWS[kind.sort] * packed * _LEAST, 4 * _ROWS[kind.sort] * 256
-    return min(least << max((count // (least * _PARTS)).bit_length(), 0), most)
+    return min(least << (max(count - 1, 0) // (least * _PARTS)).bit_length(), most)
 
 
 def _mode(job: Job, kind: Kind) -> int:
     """Return how the kernels read a tensor: 1 by its strides, and 2 more 16 bytes at once."""
-    *sizes, s0, s1, s2, s3, strided = job.layout
-    together = 16 // kind.size
-    whole = not strided or (s3 == 1 and not any(number % together for number in (sizes[2], s0, s1, s2)))
-    return strided + 2 * (kind.sort == 0 and whole and job.address % 16 == 0)
+    strided = job.layout[-1]
+    if kind.sort or job.address % 16:
+        return strided
+    if strided:
+        _, _, n3, s0, s1, s2, s3, _ = job.layout
+        together = 16 // kind.size
+        if s3 != 1 or any(number % together for number in (n3, s0, s1, s2)):
+            return 1
+    return 2 + strided
 
 
 def launch(jobs: Sequence[Job], kind: Kind, flags: int, device: torch.device) -> None:
@@ -161,7 +166,7 @@ def _run(
     device: torch.device,
 ) -> None:
     """Launch a kernel; what is compiled already is launched as it is, without Triton looking at the arguments."""
-    key = (kernel, device, *constants.values())
+    key = (id(kernel), device, *constants.values())
     compiled = _compiled.get(key)
     if compiled is not None:
         compiled[programs, 1, 1](*arguments, *constants.values())
@@ -172,9 +177,9 @@ def _run(
 def _table(jobs: Sequence[Job], kind: Kind) -> tuple[list[int], int]:
     """Return the columns of the jobs one behind the other (triton_kernels), and how many chunks they have."""
     rows: list[tuple[int, ...]] = []
-    blocks = 0
+    blocks, least = 0, chunk_of(0, kind)
     for job in jobs:
-        chunk = chunk_of(job.count, kind)
+        chunk = least if job.count <= least else chunk_of(job.count, kind)
         own = -(-job.count // chunk)
         rows.append((blocks, job.address, job.count, chunk, own, job.row, *job.layout[:-1], _mode(job, kind)))
         blocks += own
@@ -185,8 +190,9 @@ def _brought(numbers: list[int], device: torch.device) -> Tensor:
     """Return int64 numbers on the device; from pinned memory, which torch keeps until it was copied: this waits for nothing."""
     if device.type == "cpu":
         return torch.tensor(numbers, dtype=torch.int64)
-    host = torch.empty(_TOGETHER * _COLUMNS, dtype=torch.int64, pin_memory=device.type == "cuda")[: len(numbers)]
-    struct.pack_into(f"{len(numbers)}q", host.numpy(), 0, *numbers)
+    room = max(len(numbers), _TOGETHER * _COLUMNS)  # of one size, which torch has at hand after the first
+    host = torch.empty(room, dtype=torch.int64, pin_memory=device.type == "cuda")[: len(numbers)]
+    struct.pack_into(f"{len(numbers)}q", host.numpy().data, 0, *numbers)
     return host.to(device, non_blocking=True)
 
 
