@@ -180,6 +180,74 @@ def _write_sums(numbers, stride, s, c, q, qc, exponent, sort: tl.constexpr, rows
 
 
 @triton.jit
+def _write_deviations(numbers, stride, finite, mean, drift, square):
+    """Write what the deviations of a part are merged by."""
+    tl.store(numbers + FINITE * stride, finite)
+    tl.store(numbers + MEAN * stride, mean)
+    m2 = tl.maximum(square - drift * drift / tl.maximum(finite, 1.0), 0.0)
+    tl.store(numbers + M2 * stride, tl.where(finite > 0, m2, 0.0))
+
+
+@triton.jit
+def _whole_tiles(
+    sums,
+    whole,
+    start,
+    address,
+    strided,
+    layout,
+    kind: tl.constexpr,
+    size: tl.constexpr,
+    tiny: tl.constexpr,
+    flags: tl.constexpr,
+    rows: tl.constexpr,
+):
+    """Add the elements up to `whole` to the lanes. Return how many of them hold, none if one was not finite, and the lanes."""
+    s, q, low, high, zero, below, total = sums
+    tile: tl.constexpr = 16 // size * rows
+    for first in range(0, whole, AT_ONCE * tile):
+        w0 = vectors(address, start, first, strided, layout, size, rows)
+        w1 = vectors(address, start, first + tile, strided, layout, size, rows)
+        w2 = vectors(address, start, first + 2 * tile, strided, layout, size, rows)
+        w3 = vectors(address, start, first + 3 * tile, strided, layout, size, rows)
+        added = _sweep(w0, (s, q, low, high, zero, below, total), start, first, kind, size, tiny, flags, rows)
+        added = _sweep(w1, added, start, first + tile, kind, size, tiny, flags, rows)
+        added = _sweep(w2, added, start, first + 2 * tile, kind, size, tiny, flags, rows)
+        added = _sweep(w3, added, start, first + 3 * tile, kind, size, tiny, flags, rows)
+        s, q, low, high, zero, below, total = added
+    held = whole
+    if STATS & flags:
+        if size < 4 and tiny > 0:
+            zero = whole // (4 * rows) - filled_in(zero, size)
+        odd = ~(tl.abs(s) < float("inf"))
+        if kind == "float8_e4m3fn":
+            s, q, low, high = s * SCALE, q * (SCALE * SCALE), low * SCALE, high * SCALE
+            odd |= (low <= -480) | (high >= 480)
+        again = tl.max(tl.max(odd.to(tl.int32), 0), 0) != 0
+        held = tl.where(again, 0, whole)
+        s, q = tl.where(again, 0.0, s), tl.where(again, 0.0, q)
+        low, high = tl.where(again, float("inf"), low), tl.where(again, float("-inf"), high)
+        zero, below = tl.where(again, 0, zero), tl.where(again, 0, below)
+    return held, s, q, low, high, zero, below, total
+
+
+@triton.jit
+def _count(x, inside, nan, pos, neg, zero, below, low, high, tiny: tl.constexpr, flags: tl.constexpr):
+    """Count what elements are and update the extremes; return them and the elements, 0 for what is not finite."""
+    real = inside & (x == x)
+    nan += (inside & (x != x)).to(tl.int32)
+    pos += (inside & (x == float("inf"))).to(tl.int32)
+    neg += (inside & (x == float("-inf"))).to(tl.int32)
+    zero += (inside & (x == 0)).to(tl.int32)
+    low = tl.minimum(low, tl.where(real, x, float("inf")))
+    high = tl.maximum(high, tl.where(real, x, float("-inf")))
+    kept = tl.where(inside & (tl.abs(x) < float("inf")), x, 0.0)
+    if SUBNORMAL & flags:
+        below += ((tl.abs(kept) < tiny) & (kept != 0)).to(tl.int32)
+    return nan, pos, neg, zero, below, low, high, kept
+
+
+@triton.jit
 def _chunk(
     part,
     stride,
@@ -212,29 +280,10 @@ def _chunk(
     if sort == 0:
         if mode >= 2:
             whole = length // (AT_ONCE * tile) * (AT_ONCE * tile)
-        for first in range(0, whole, AT_ONCE * tile):
-            w0 = vectors(address, start, first, strided, layout, size, rows)
-            w1 = vectors(address, start, first + tile, strided, layout, size, rows)
-            w2 = vectors(address, start, first + 2 * tile, strided, layout, size, rows)
-            w3 = vectors(address, start, first + 3 * tile, strided, layout, size, rows)
-            sums = _sweep(w0, (s, q, low, high, zero, below, total), start, first, kind, size, tiny, flags, rows)
-            sums = _sweep(w1, sums, start, first + tile, kind, size, tiny, flags, rows)
-            sums = _sweep(w2, sums, start, first + 2 * tile, kind, size, tiny, flags, rows)
-            sums = _sweep(w3, sums, start, first + 3 * tile, kind, size, tiny, flags, rows)
-            s, q, low, high, zero, below, total = sums
-        begin = whole
-        if STATS & flags:
-            if size < 4 and tiny > 0:
-                zero = whole // (4 * rows) - filled_in(zero, size)
-            odd = ~(tl.abs(s) < float("inf"))
-            if kind == "float8_e4m3fn":
-                s, q, low, high = s * SCALE, q * (SCALE * SCALE), low * SCALE, high * SCALE
-                odd |= (low <= -480) | (high >= 480)
-            again = tl.max(tl.max(odd.to(tl.int32), 0), 0) != 0
-            begin = tl.where(again, 0, whole)
-            s, q = tl.where(again, 0.0, s), tl.where(again, 0.0, q)
-            low, high = tl.where(again, float("inf"), low), tl.where(again, float("-inf"), high)
-            zero, below = tl.where(again, 0, zero), tl.where(again, 0, below)
+        sums = (s, q, low, high, zero, below, total)
+        begin, s, q, low, high, zero, below, total = _whole_tiles(
+            sums, whole, start, address, strided, layout, kind, size, tiny, flags, rows
+        )
     for first in range(begin, length, tile):
         row = row_keys(start, first, size, rows, 4 * each)
         for k in tl.static_range(each):
@@ -245,16 +294,9 @@ def _chunk(
             if CHECKSUM & flags:
                 total += tl.where(inside & (offset >= whole), share(word, second, lane, row, size), 0)
             if STATS & flags:
-                real = inside & (x == x)
-                nan += (inside & (x != x)).to(tl.int32)
-                pos += (inside & (x == float("inf"))).to(tl.int32)
-                neg += (inside & (x == float("-inf"))).to(tl.int32)
-                zero += (inside & (x == 0)).to(tl.int32)
-                low = tl.minimum(low, tl.where(real, x, float("inf")))
-                high = tl.maximum(high, tl.where(real, x, float("-inf")))
-                kept = tl.where(inside & (tl.abs(x) < float("inf")), x, 0.0)
-                if SUBNORMAL & flags:
-                    below += ((tl.abs(kept) < tiny) & (kept != 0)).to(tl.int32)
+                nan, pos, neg, zero, below, low, high, kept = _count(
+                    x, inside, nan, pos, neg, zero, below, low, high, tiny, flags
+                )
                 if sort == COMPENSATED:
                     s, lost = two_sum(s, kept)
                     c += lost
@@ -271,19 +313,16 @@ def _chunk(
         fingerprint = _all(total) + constants(length, size)
         tl.store(integers + FINGERPRINT * stride, fingerprint.to(tl.int64, bitcast=True))
     if STATS & flags:
-        nonfinite = _write_counts(numbers, stride, nan, pos, neg, zero, low, high, below, flags)
+        finite = length - _write_counts(numbers, stride, nan, pos, neg, zero, low, high, below, flags)
         total_sum = _write_sums(numbers, stride, s, c, q, qc, exponent, sort, rows)
         if sort == EXACT:
             tl.store(integers + UPPER * stride, _all(upper))
             tl.store(integers + LOWER * stride, _all(lower))
         if STD & flags:
-            good = (length - nonfinite).to(tl.float64)
+            good = finite.to(tl.float64)
             mean = tl.where(good > 0, total_sum / tl.maximum(good, 1.0), 0.0)
             drift, square = _deviations(length, begin, mean, start, address, strided, layout, kind, size, sort, rows)
-            tl.store(numbers + FINITE * stride, good)
-            tl.store(numbers + MEAN * stride, mean)
-            m2 = tl.maximum(square - drift * drift / tl.maximum(good, 1.0), 0.0)
-            tl.store(numbers + M2 * stride, tl.where(good > 0, m2, 0.0))
+            _write_deviations(numbers, stride, good, mean, drift, square)
 
 
 @triton.jit

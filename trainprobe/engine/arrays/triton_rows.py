@@ -116,7 +116,8 @@ def merge_constants(kind: Kind, flags: int) -> dict[str, Any]:
 
 def chunk_options(kind: Kind, flags: int) -> dict[str, Any]:
     """Return how `reduce_chunks` is compiled: registers that would leave a multiprocessor too few threads are bounded."""
-    return {**OPTIONS, "maxnreg": 128} if kind.sort == 0 and kind.size < 4 and flags & CHECKSUM else OPTIONS
+    many = kind.sort == 0 and flags & CHECKSUM and (kind.size == 1 or (kind.size == 2 and flags & STATS))
+    return {**OPTIONS, "maxnreg": 128} if many else OPTIONS
 
 
 def chunk_of(count: int, kind: Kind) -> int:
