@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,7 +17,8 @@ import trainprobe
 from benchmarks.gpu.machine import Machine, prepare
 from benchmarks.gpu.overhead import VARIANTS
 
-STEPS = 3
+STEPS = 2
+_SHOWN = ("no tool", "default plan")  # whose longest entries go to profiles.txt: a table takes seconds
 _WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 
 
@@ -25,18 +27,22 @@ def figures(machine: Machine) -> Iterator[dict[str, Any]]:
     bare = counted(machine, None, "no tool")
     yield {"figure": "transfers", "variant": "no tool", **bare}
     for name, (plan, _) in VARIANTS.items():
+        begun = time.monotonic()
         seen = counted(machine, plan, name)
         more = {key: round(seen[key] - bare[key], 2) for key in seen}
         transfers = 0 if name == "idle" else 1
         met = more["waits in the step"] <= 0 and more["to host"] <= transfers
-        yield {"figure": "transfers", "variant": name, **more, "met": met if machine.device == "cuda" else None}
+        yield {
+            "figure": "transfers",
+            "variant": name,
+            **more,
+            "seconds": round(time.monotonic() - begun, 1),
+            "met": met if machine.device == "cuda" else None,
+        }
 
 
 def counted(machine: Machine, plan: Mapping[str, Any] | None, name: str) -> dict[str, float]:
-    """Return what is in the trace of steps 3 to 5, a step. Waits count on the training's thread alone.
-
-    The longest entries go to `profiles.txt`.
-    """
+    """Return what is in the trace of the steps from 3 on, a step. Waits count on the training's thread alone."""
     with tempfile.TemporaryDirectory() as folder:
         training = prepare(machine, "small", "bf16")
         options = {"console": False, "on_error": "raise", **(plan or {}), "output": f"{folder}/out"}
@@ -56,9 +62,11 @@ def counted(machine: Machine, plan: Mapping[str, Any] | None, name: str) -> dict
                     with torch.profiler.record_function("training step"), watch:
                         training.step(i)
                 machine.wait()
-        with (machine.output / "profiles.txt").open("a", encoding="utf-8") as file:
+        if name in _SHOWN:
             order = "self_cuda_time_total" if machine.device == "cuda" else "self_cpu_time_total"
-            file.write(f"\n{name}\n{profile.key_averages().table(sort_by=order, row_limit=25, max_name_column_width=60)}\n")
+            table = profile.key_averages().table(sort_by=order, row_limit=25, max_name_column_width=60)
+            with (machine.output / "profiles.txt").open("a", encoding="utf-8") as file:
+                file.write(f"\n{name}\n{table}\n")
         profile.export_chrome_trace(f"{folder}/trace.json")
         return _counts(orjson.loads(Path(f"{folder}/trace.json").read_bytes())["traceEvents"])
 

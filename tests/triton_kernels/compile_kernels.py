@@ -6,20 +6,8 @@ import json
 import re
 import sys
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
+from benchmarks.gpu.sass import compiled
 from trainprobe.engine.arrays import triton_kernels, triton_rows
-
-
-def compiled(kernel, constants, capability):
-    """Return the code of a kernel whose other arguments are int64."""
-    names = kernel.arg_names
-    signature = {name: "constexpr" if name in constants else "i64" for name in names}
-    source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()}, {})
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=triton_rows.OPTIONS)
-
 
 for capability in map(int, sys.argv[1:]):
     for kind in triton_rows.KINDS.values():
@@ -29,9 +17,12 @@ for capability in map(int, sys.argv[1:]):
             kernels += [(triton_kernels.merge_parts, triton_rows.merge_constants(kind, flags)) for flags in (1, 2, whole)]
             kernels += [(triton_kernels.reduce_chunks, triton_rows.chunk_constants(kind, flags)) for flags in (1, 2)]
         for kernel, constants in kernels:
-            made = compiled(kernel, constants, capability)
+            options = triton_rows.chunk_options(kind, whole) if "rows" in constants else triton_rows.OPTIONS
+            made = compiled(kernel, constants, options, capability)
             code = made.asm["ptx"]
-            found = re.findall(r"\.ftz|\.approx|\bfma\.rn\.f64|\b(?:atom|red)\.", code)
+            squares_are_exact = kind.sort == 0  # so that a fused addition rounds as one that is not
+            fused = r"" if squares_are_exact else r"|\bfma\.rn\.f64"
+            found = re.findall(r"\.ftz|\.approx|\b(?:atom|red)\." + fused, code)
             print(
                 json.dumps({"target": capability, "dtype": kind.name, "bytes": len(made.asm["cubin"]), "found": found}),
                 flush=True,

@@ -15,12 +15,12 @@ from trainprobe.engine.arrays import torch_arrays, triton_kernels, triton_rows
 from trainprobe.engine.arrays.torch_arrays import TorchStatsRows
 from trainprobe.engine.core.records import StepData
 from trainprobe.engine.stats.checksum import fingerprint
-from trainprobe.engine.stats.partials import CHECKSUM, STATS, STD, SUBNORMAL
+from trainprobe.engine.stats.partials import CHECKSUM, CHUNK, CHUNK_INTEGERS, STATS, STD, SUBNORMAL
 
 HERE = torch.device("cpu")
 ALL = STATS | CHECKSUM | STD | SUBNORMAL
 SIZES = [0, 1, 127, 129, 1023, 1024, 1025, 2048, 3 * 1024 + 1]
-DEVICE_SIZES = {name: getattr(triton_rows, name) for name in ("_LEVELS", "_MERGE_LEVELS", "_LEAST", "_MOST")}
+DEVICE_SIZES = {name: getattr(triton_rows, name) for name in ("_MERGE_LEVELS", "_PARTS")}
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ def kernels_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the kernels have the host's tensors, with nothing proven yet."""
     monkeypatch.setattr(triton_rows, "DEVICES", {"cpu"})
     monkeypatch.setattr(triton_rows, "_trusts", {})
-    for name, size in {"_LEVELS": (10, 10, 7, 10), "_MERGE_LEVELS": 3, "_LEAST": 1024, "_MOST": 1 << 14}.items():
+    for name, size in {"_MERGE_LEVELS": 3, "_PARTS": 8}.items():
         monkeypatch.setattr(triton_rows, name, size)
 
 
@@ -112,18 +112,80 @@ def test_elements_beyond_2_to_the_31_are_found_and_have_their_place() -> None:
     chunks, chunk = 1 << 22, 1 << 10
     kind = triton_rows.KINDS[torch.float32]
     start = chunks * chunk  # chunk number 2^22 of a tensor whose first elements nobody has
-    job = [near.data_ptr() - 4 * start, start + 700, chunk, -chunks, 1, 0, 1, 1, 1, 0, 0, 0, 0, 0]
-    table, part = torch.tensor(job), torch.zeros(18, dtype=torch.int64)
-    constants = triton_rows.chunk_constants(kind, CHECKSUM)
-    triton_kernels.reduce_chunks[1,](table.data_ptr(), 1, part.data_ptr(), *[0] * 11, **constants)
-    assert int(part[15]) % (1 << 64) == fingerprint(near.numpy(), index=start)
+    for layout in ([1, 1, 1, 0, 0, 0, 0, 0], [1, 1, 3, 3, 0, 0, 1, 1]):
+        table = torch.tensor([-chunks, near.data_ptr() - 4 * start, start + 700, chunk, 1, 0, *layout])
+        part = torch.zeros(len(CHUNK) + len(CHUNK_INTEGERS), dtype=torch.int64)
+        constants = triton_rows.chunk_constants(kind, CHECKSUM)
+        triton_kernels.reduce_chunks[1,](table.data_ptr(), 1, part.data_ptr(), 1, **constants)
+        assert int(part[len(CHUNK)]) % (1 << 64) == fingerprint(near.numpy(), index=start)
 
 
-@pytest.mark.parametrize(("n", "chunk"), [(1, 1 << 14), (1 << 27, 1 << 14), ((1 << 27) + 1, 1 << 15), (1 << 34, 1 << 18)])
-def test_a_lane_adds_at_most_256_elements(n: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.int32, torch.float64, torch.complex128], ids=str
+)
+def test_a_lane_adds_at_most_256_elements_and_many_programs_share_a_tensor(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, size in DEVICE_SIZES.items():
         monkeypatch.setattr(triton_rows, name, size)
-    assert triton_rows.Job(0, n, 0, ()).chunk == chunk and chunk <= 256 << 10
+    kind = triton_rows.KINDS[dtype]
+    lanes = 4 * triton_rows.chunk_constants(kind, ALL)["rows"]
+    for n in (0, 1, 1 << 16, 1 << 20, (1 << 27) + 1, 1 << 34):
+        chunk = triton_rows.chunk_of(n, kind)
+        assert lanes <= chunk <= 256 * lanes <= 1 << 18
+        assert chunk & (chunk - 1) == 0
+        assert chunk == triton_rows.chunk_of(0, kind) or n / chunk > 1024
+        assert n / chunk <= 2048 or chunk == 256 * lanes
+
+
+PACKED = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def heads(dtype: torch.dtype) -> torch.Tensor:
+    """[n, 33, 64]: a whole chunk or more, and a rest that is no whole number of tiles."""
+    return sample(dtype, triton_rows.chunk_of(0, triton_rows.KINDS[dtype]) // 2048 + 1, 33, 64)
+
+
+def reduced(t: torch.Tensor) -> tuple[np.ndarray, int]:
+    made = rows_of("triton", ALL)
+    made.add(t)
+    rows, sums, _ = made.drain()
+    assert sums is not None
+    return rows[0], int(sums[0])
+
+
+@pytest.mark.parametrize("dtype", PACKED, ids=str)
+def test_the_bits_of_a_row_are_the_same_wherever_the_elements_lie(dtype: torch.dtype) -> None:
+    plain = heads(dtype)
+    n, many = plain.shape[0], plain.numel()
+    row, total = reduced(plain)
+    assert_true(row, plain)
+    assert total == fingerprint(oracle.bits_of(plain))
+    room = torch.empty(2 * many + 1, dtype=dtype)
+    lying = {
+        0: room[1 : 1 + many].view(n, 33, 64),  # 16 does not divide its address
+        1: room[:-1].view(64, 33, n, 2)[..., 0].permute(2, 1, 0),
+        2: room[:many].view(n, 33, 64),
+        3: room[:-1].view(n, 33, 2, 64)[:, :, 1],
+    }
+    for mode, t in lying.items():
+        t.copy_(plain)
+        job = triton_rows.job_of(t, 0)
+        assert job is not None and triton_rows._mode(job, triton_rows.KINDS[dtype]) == mode
+        row_here, total_here = reduced(t)
+        assert row_here.tobytes() == row.tobytes() and total_here == total, mode
+
+
+@pytest.mark.parametrize("dtype", PACKED, ids=str)
+def test_what_is_not_finite_is_counted_in_the_first_tile_and_in_the_last(dtype: torch.dtype) -> None:
+    plain = heads(dtype).reshape(-1)
+    infinite = 448.0 if dtype == torch.float8_e4m3fn else torch.inf  # that has no infinities, and this is finite
+    for place, what in ((0, torch.nan), (len(plain) - 1, -infinite), (slice(None), infinite)):
+        t = plain.clone()
+        t[place] = torch.tensor(what).to(dtype)
+        row, total = reduced(t)
+        assert_true(row, t)
+        assert total == fingerprint(oracle.bits_of(t))
 
 
 def test_the_first_step_is_reduced_by_torch_and_the_next_by_the_kernels_once_they_agree(launches: list[int]) -> None:

@@ -9,6 +9,7 @@ import tempfile
 import time
 import zipfile
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -53,48 +54,43 @@ def self_test(
 
 
 def run_child(device: str, quick: bool, folder: Path, limit: int, console: Console) -> list[Result]:
-    """Run the checks in a process of their own and return what they say. Where it ends early, the check it was in fails."""
-    command = [sys.executable, "-m", "trainprobe.self_test.child", device, "quick" if quick else "whole", str(folder)]
-    with (folder / "log.txt").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as child:
-        results = _followed(child, folder / RESULTS, limit, console)
-    begun, results = results
-    if child.returncode != 0:
-        how = (
-            f"ended with {child.returncode}"
-            if child.returncode != -9
-            else f"did not answer within {limit} seconds and was ended"
-        )
-        lines = (folder / "log.txt").read_bytes()[-_LARGEST_LOG:].decode("utf-8", "replace").splitlines()
-        results.append(Result(begun or "start", "FAIL", f"the process {how}", lines[-12:]))
-        for line in results[-1].lines():
+    """Run the checks in a process of their own, print what they say and return it."""
+    results: list[Result] = []
+    for result in results_of(device, quick, folder, limit):
+        results.append(result)
+        for line in result.lines():
             console.print(line)
     return results
 
 
-def _followed(child: subprocess.Popen[bytes], path: Path, limit: int, console: Console) -> tuple[str, list[Result]]:
-    """Show each result as it comes; return the check that began and did not end, or "", and the results."""
-    results: list[Result] = []
-    begun, read, end = "", 0, time.monotonic() + limit
-    while True:
-        ended = child.poll() is not None
-        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-        for line in lines[read:]:
-            told = orjson.loads(line)
-            if "begins" in told:
-                begun = told["begins"]
-                continue
-            begun = ""
-            results.append(Result(**told))
-            for shown in results[-1].lines():
-                console.print(shown)
-        read = len(lines)
-        if ended:
-            return begun, results
-        if time.monotonic() > end:
-            child.kill()
-            child.wait()
-            return begun, results
-        time.sleep(0.05)
+def results_of(device: str, quick: bool, folder: Path, limit: float) -> Iterator[Result]:
+    """Run the checks in a process of their own and yield what each says as it ends; limit: in seconds.
+
+    Where the process ends early, the check it was in fails.
+    """
+    command = [sys.executable, "-m", "trainprobe.self_test.child", device, "quick" if quick else "whole", str(folder)]
+    path, begun, read, end = folder / RESULTS, "", 0, time.monotonic() + limit
+    with (folder / "log.txt").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as child:
+        ended = False
+        while not ended:
+            ended = child.poll() is not None
+            lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+            for line in lines[read:]:
+                told = orjson.loads(line)
+                begun = told.get("begins", "")
+                if not begun:
+                    yield Result(**told)
+            read = len(lines)
+            if not ended and time.monotonic() > end:
+                child.kill()
+                child.wait()
+                break
+            time.sleep(0.0 if ended else 0.05)
+    if child.returncode != 0:
+        late = f"did not answer within {limit:g} seconds and was ended"
+        how = late if child.returncode == -9 else f"ended with {child.returncode}"
+        shown = (folder / "log.txt").read_bytes()[-_LARGEST_LOG:].decode("utf-8", "replace").splitlines()
+        yield Result(begun or "start", "FAIL", f"the process {how}", shown[-12:])
 
 
 def write_zip(target: Path, text: str, results: list[Result], folder: Path) -> None:

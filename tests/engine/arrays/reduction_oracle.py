@@ -56,8 +56,8 @@ def rows_of(reducer: bool | str, flags: int) -> TorchStatsRows:
     here = torch.device("cpu")
     triton_rows.DEVICES.add("cpu")
     triton_rows._trusts[here] = Believed(here)
-    # smaller than on a device: the interpreter takes its time for each chunk, and for each lane of a compensated sum
-    triton_rows._LEVELS, triton_rows._MERGE_LEVELS, triton_rows._LEAST, triton_rows._MOST = (10, 10, 7, 10), 3, 1024, 1 << 14
+    # fewer than on a device: the interpreter takes its time for each lane of a compensated sum
+    triton_rows._MERGE_LEVELS, triton_rows._PARTS = 3, 8
     stats_rows = TorchStatsRows(flags, native=False)
     stats_rows._kernels = True
     return stats_rows

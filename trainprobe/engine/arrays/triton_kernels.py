@@ -3,10 +3,15 @@
 The numbers are those of `torch_reduce`: the same counts, extremes, exponents and fingerprints bit for bit, sums within the same
 bounds. No atomics: which lane adds which element follows from the length of the tensor alone, so the bits are always the same.
 A program reduces one chunk. Its lanes add in float64, each at most 256 elements, and are then folded pairwise; float64 and
-complex128 are compensated in both (Knuth's two-sum). All addresses and lengths are int64.
+complex128 are compensated in both (Knuth's two-sum).
 
-A job is a row of `COLUMNS` int64: address, count, elements a chunk, number of its first chunk over all jobs, number of its
-chunks, address of the row to write, the three inner sizes and the four strides in elements, and whether those count.
+Of numbers that float32 holds, a program loads whole tiles 16 bytes a thread where the addresses allow it, and takes them to be
+finite: a sum in float64 tells afterwards whether they were. Then, and for what is no whole tile, it looks at each element. Both
+ways add the same elements to the same lanes in the same order.
+
+A table of jobs is int64 [COLUMNS, jobs]: number of the first chunk over all jobs, address, count, elements a chunk, number of
+chunks, address of the row to write, three inner sizes, four strides in elements, and a mode: 1 where those count, and 2 more
+where 16 divides the address of every 16 bytes. Parts are int64 [WIDTH, chunks].
 """
 
 # the body of a kernel is Triton's language: Python's grammar with other types
@@ -17,7 +22,19 @@ chunks, address of the row to write, the three inner sizes and the four strides 
 import triton
 import triton.language as tl
 
-from trainprobe.engine.arrays.triton_elements import elements, share, upper_half
+from trainprobe.engine.arrays.triton_elements import (
+    SCALE,
+    constants,
+    elements,
+    filled,
+    filled_in,
+    packed,
+    row_keys,
+    share,
+    start_of,
+    upper_half,
+    vectors,
+)
 from trainprobe.engine.arrays.triton_sums import add_squares, fold, fold_squares, shrunk, two_sum
 from trainprobe.engine.stats import partials
 
@@ -38,225 +55,361 @@ STATS, CHECKSUM, STD, SUBNORMAL, ROW = (
     tl.constexpr(x) for x in (partials.STATS, partials.CHECKSUM, partials.STD, partials.SUBNORMAL, partials.WIDTH)
 )
 COMPENSATED, EXACT = tl.constexpr(2), tl.constexpr(3)  # sorts of dtypes; 0: float32 holds the values, 1: float64 does
+AT_ONCE, LOOKED_AT = tl.constexpr(4), tl.constexpr(512)  # tiles loaded before the first is added; jobs looked through at once
 
 
 @triton.jit
-def _deviations(start, stop, mean, address, layout, kind: tl.constexpr, size: tl.constexpr, levels: tl.constexpr):
+def _lanes(rows: tl.constexpr):
+    """Return the numbers of the lanes, [4, rows]."""
+    return tl.arange(0, 4)[:, None] + (tl.arange(0, rows) * 4)[None, :]
+
+
+@triton.jit
+def _all(x):
+    """Add all lanes."""
+    return tl.sum(tl.sum(x, 0), 0)
+
+
+@triton.jit
+def _flat(x, rows: tl.constexpr):
+    return tl.reshape(x, [4 * rows])
+
+
+@triton.jit
+def _sweep(
+    word,
+    sums,
+    start,
+    first,
+    kind: tl.constexpr,
+    size: tl.constexpr,
+    tiny: tl.constexpr,
+    flags: tl.constexpr,
+    rows: tl.constexpr,
+):
+    """Add the packed elements of a tile, which are taken to be finite, to the lanes."""
+    s, q, low, high, zero, below, total = sums
+    each: tl.constexpr = 4 // size
+    least: tl.constexpr = tiny / SCALE if kind == "float8_e4m3fn" else tiny
+    row = row_keys(start, first, size, rows, 4 * each)
+    if (STATS & flags) and size < 4 and tiny > 0:
+        zero += filled(word, size)
+    for k in tl.static_range(each):
+        bits, x = packed(word, k, kind, size)
+        if CHECKSUM & flags:
+            total += share(bits, bits, _lanes(rows) * each + k, row, size)
+        if STATS & flags:
+            low, high = tl.minimum(low, x), tl.maximum(high, x)
+            if size == 4 or tiny == 0:
+                zero += (x == 0).to(tl.int32)
+            if SUBNORMAL & flags:
+                below += ((tl.abs(x) < least) & (x != 0)).to(tl.int32)
+            wide = x.to(tl.float64)
+            s += wide
+            q = tl.fma(wide, wide, q)  # the square is exact, so that this rounds as often as a multiplication and an addition
+    return s, q, low, high, zero, below, total
+
+
+@triton.jit
+def _deviations(
+    length,
+    whole,
+    mean,
+    start,
+    address,
+    strided,
+    layout,
+    kind: tl.constexpr,
+    size: tl.constexpr,
+    sort: tl.constexpr,
+    rows: tl.constexpr,
+):
     """Return sums over the finite elements of a chunk, which the cache still holds: x - mean, and its square."""
-    drift = tl.zeros([1 << levels], tl.float64)
+    drift = tl.zeros([4, rows], tl.float64)
     square = drift
-    for begin in range(start, stop, 1 << levels):
-        at = begin + tl.arange(0, 1 << levels).to(tl.int64)
-        inside = at < stop
-        _, _, x = elements(address, at, inside, layout, kind, size)
-        off = tl.where(inside & (tl.abs(x) < float("inf")), x.to(tl.float64) - mean, 0.0)
-        drift += off
-        square += off * off
-    return tl.sum(drift, 0), tl.sum(square, 0)
+    each: tl.constexpr = 4 // size if sort == 0 else 1
+    if sort == 0:
+        for first in range(0, whole, rows * 4 * each):
+            word = vectors(address, start, first, strided, layout, size, rows)
+            for k in tl.static_range(each):
+                _, x = packed(word, k, kind, size)
+                off = (x * SCALE if kind == "float8_e4m3fn" else x).to(tl.float64) - mean
+                drift += off
+                square += off * off
+    for first in range(whole, length, rows * 4 * each):
+        for k in tl.static_range(each):
+            offset = first + _lanes(rows) * each + k
+            inside = offset < length
+            _, _, x = elements(address, start, offset, inside, strided, layout, kind, size)
+            off = tl.where(inside & (tl.abs(x) < float("inf")), x.to(tl.float64) - mean, 0.0)
+            drift += off
+            square += off * off
+    return _all(drift), _all(square)
 
 
 @triton.jit
-def _tally(x, inside, nan, pos, neg, zero, low, high):
-    """Count NaN, infinities and zeros and update the extremes; return them and the elements, non-finite ones replaced by 0."""
-    inf = float("inf")
-    real = inside & (x == x)
-    nan += (inside & (x != x)).to(tl.int32)
-    pos += (inside & (x == inf)).to(tl.int32)
-    neg += (inside & (x == -inf)).to(tl.int32)
-    zero += (inside & (x == 0)).to(tl.int32)
-    low = tl.minimum(low, tl.where(real, x, inf))
-    high = tl.maximum(high, tl.where(real, x, -inf))
-    return nan, pos, neg, zero, low, high, tl.where(inside & (tl.abs(x) < inf), x, 0.0)
-
-
-@triton.jit
-def _write_counts(numbers, nan, pos, neg, zero, low, high, subnormal):
+def _write_counts(numbers, stride, nan, pos, neg, zero, low, high, below, flags: tl.constexpr):
     """Write the counts and the extremes of a part; return how many elements are not finite."""
-    n, p, m = tl.sum(nan, 0), tl.sum(pos, 0), tl.sum(neg, 0)
-    tl.store(numbers + NAN, n.to(tl.float64))
-    tl.store(numbers + POSINF, p.to(tl.float64))
-    tl.store(numbers + NEGINF, m.to(tl.float64))
-    tl.store(numbers + ZERO, tl.sum(zero, 0).to(tl.float64))
-    tl.store(numbers + MIN, tl.min(low, 0).to(tl.float64))
-    tl.store(numbers + MAX, tl.max(high, 0).to(tl.float64))
-    tl.store(numbers + BELOW, tl.sum(subnormal, 0).to(tl.float64))
-    return (n + p + m).to(tl.int64)
+    odd = _all(nan.to(tl.int64) + (pos.to(tl.int64) << 20) + (neg.to(tl.int64) << 40))  # a chunk has at most 2^18 elements
+    n, p, m = odd & 0xFFFFF, (odd >> 20) & 0xFFFFF, odd >> 40
+    tl.store(numbers + NAN * stride, n.to(tl.float64))
+    tl.store(numbers + POSINF * stride, p.to(tl.float64))
+    tl.store(numbers + NEGINF * stride, m.to(tl.float64))
+    tl.store(numbers + ZERO * stride, _all(zero).to(tl.float64))
+    tl.store(numbers + MIN * stride, tl.min(tl.min(low, 0), 0).to(tl.float64))
+    tl.store(numbers + MAX * stride, tl.max(tl.max(high, 0), 0).to(tl.float64))
+    if SUBNORMAL & flags:
+        tl.store(numbers + BELOW * stride, _all(below).to(tl.float64))
+    return n + p + m
 
 
 @triton.jit
-def _write_sums(numbers, s, c, q, qc, exponent, sort: tl.constexpr):
+def _write_sums(numbers, stride, s, c, q, qc, exponent, sort: tl.constexpr, rows: tl.constexpr):
     """Write the sums of a part; return its sum."""
     if sort == COMPENSATED:
-        total, lost = fold(s, c)
-        squares, squares_lost, shared = fold_squares(q, qc, exponent)
-        tl.store(numbers + SUM_LOST, lost)
-        tl.store(numbers + SUMSQ_LOST, squares_lost)
-        tl.store(numbers + EXPONENT, shared)
+        total, lost = fold(_flat(s, rows), _flat(c, rows))
+        squares, squares_lost, shared = fold_squares(_flat(q, rows), _flat(qc, rows), _flat(exponent, rows))
+        tl.store(numbers + SUM_LOST * stride, lost)
+        tl.store(numbers + SUMSQ_LOST * stride, squares_lost)
+        tl.store(numbers + EXPONENT * stride, shared)
     else:
-        total, lost = tl.sum(s, 0), 0.0
-        squares = tl.sum(q, 0)
-        tl.store(numbers + SUM_LOST, 0.0)
-        tl.store(numbers + SUMSQ_LOST, 0.0)
-        tl.store(numbers + EXPONENT, 0.0)
-    tl.store(numbers + SUM, total)
-    tl.store(numbers + SUMSQ, squares)
+        total, lost, squares = _all(s), 0.0, _all(q)
+    tl.store(numbers + SUM * stride, total)
+    tl.store(numbers + SUMSQ * stride, squares)
     return total + lost
+
+
+@triton.jit
+def _write_deviations(numbers, stride, finite, mean, drift, square):
+    """Write what the deviations of a part are merged by."""
+    tl.store(numbers + FINITE * stride, finite)
+    tl.store(numbers + MEAN * stride, mean)
+    m2 = tl.maximum(square - drift * drift / tl.maximum(finite, 1.0), 0.0)
+    tl.store(numbers + M2 * stride, tl.where(finite > 0, m2, 0.0))
+
+
+@triton.jit
+def _whole_tiles(
+    sums,
+    whole,
+    start,
+    address,
+    strided,
+    layout,
+    kind: tl.constexpr,
+    size: tl.constexpr,
+    tiny: tl.constexpr,
+    flags: tl.constexpr,
+    rows: tl.constexpr,
+):
+    """Add the elements up to `whole` to the lanes. Return how many of them hold, none if one was not finite, and the lanes."""
+    s, q, low, high, zero, below, total = sums
+    tile: tl.constexpr = 16 // size * rows
+    for first in range(0, whole, AT_ONCE * tile):
+        w0 = vectors(address, start, first, strided, layout, size, rows)
+        w1 = vectors(address, start, first + tile, strided, layout, size, rows)
+        w2 = vectors(address, start, first + 2 * tile, strided, layout, size, rows)
+        w3 = vectors(address, start, first + 3 * tile, strided, layout, size, rows)
+        added = _sweep(w0, (s, q, low, high, zero, below, total), start, first, kind, size, tiny, flags, rows)
+        added = _sweep(w1, added, start, first + tile, kind, size, tiny, flags, rows)
+        added = _sweep(w2, added, start, first + 2 * tile, kind, size, tiny, flags, rows)
+        added = _sweep(w3, added, start, first + 3 * tile, kind, size, tiny, flags, rows)
+        s, q, low, high, zero, below, total = added
+    held = whole
+    if STATS & flags:
+        if size < 4 and tiny > 0:
+            zero = whole // (4 * rows) - filled_in(zero, size)
+        odd = ~(tl.abs(s) < float("inf"))
+        if kind == "float8_e4m3fn":
+            s, q, low, high = s * SCALE, q * (SCALE * SCALE), low * SCALE, high * SCALE
+            odd |= (low <= -480) | (high >= 480)
+        again = tl.max(tl.max(odd.to(tl.int32), 0), 0) != 0
+        held = tl.where(again, 0, whole)
+        s, q = tl.where(again, 0.0, s), tl.where(again, 0.0, q)
+        low, high = tl.where(again, float("inf"), low), tl.where(again, float("-inf"), high)
+        zero, below = tl.where(again, 0, zero), tl.where(again, 0, below)
+    return held, s, q, low, high, zero, below, total
+
+
+@triton.jit
+def _count(x, inside, nan, pos, neg, zero, below, low, high, tiny: tl.constexpr, flags: tl.constexpr):
+    """Count what elements are and update the extremes; return them and the elements, 0 for what is not finite."""
+    real = inside & (x == x)
+    nan += (inside & (x != x)).to(tl.int32)
+    pos += (inside & (x == float("inf"))).to(tl.int32)
+    neg += (inside & (x == float("-inf"))).to(tl.int32)
+    zero += (inside & (x == 0)).to(tl.int32)
+    low = tl.minimum(low, tl.where(real, x, float("inf")))
+    high = tl.maximum(high, tl.where(real, x, float("-inf")))
+    kept = tl.where(inside & (tl.abs(x) < float("inf")), x, 0.0)
+    if SUBNORMAL & flags:
+        below += ((tl.abs(kept) < tiny) & (kept != 0)).to(tl.int32)
+    return nan, pos, neg, zero, below, low, high, kept
 
 
 @triton.jit
 def _chunk(
     part,
+    stride,
     start,
-    stop,
+    length,
     address,
+    mode,
     layout,
     kind: tl.constexpr,
     size: tl.constexpr,
     sort: tl.constexpr,
     tiny: tl.constexpr,
     flags: tl.constexpr,
-    levels: tl.constexpr,
+    rows: tl.constexpr,
 ):
-    """Reduce the elements from start to stop in one sweep, and write the part."""
-    lanes = tl.arange(0, 1 << levels).to(tl.int64)
-    nan = tl.zeros([1 << levels], tl.int32)
-    pos, neg, zero, subnormal, exponent = nan, nan, nan, nan, nan - 600
-    low = tl.full([1 << levels], float("inf"), tl.float32 if sort == 0 else tl.float64)
+    """Reduce a chunk and write its part: whole tiles as if all were finite, then the rest, or all, element by element."""
+    strided = mode & 1
+    nan = tl.zeros([4, rows], tl.int32)
+    pos, neg, zero, below, exponent = nan, nan, nan, nan, nan - 600
+    low = tl.full([4, rows], float("inf"), tl.float32 if sort == 0 else tl.float64)
     high = -low
-    s = tl.zeros([1 << levels], tl.float64)
+    s = tl.zeros([4, rows], tl.float64)
     c, q, qc = s, s, s
-    upper = tl.zeros([1 << levels], tl.int64)
-    lower, total = upper, tl.zeros([1 << levels], tl.uint64)
-    for begin in range(start, stop, 1 << levels):
-        at = begin + lanes
-        inside = at < stop
-        word, second, x = elements(address, at, inside, layout, kind, size)
-        if CHECKSUM & flags:
-            total += share(word, second, lanes, at, inside, size)
-        if STATS & flags:
-            nan, pos, neg, zero, low, high, kept = _tally(x, inside, nan, pos, neg, zero, low, high)
-            if SUBNORMAL & flags:
-                subnormal += ((tl.abs(kept) < tiny) & (kept != 0)).to(tl.int32)
-            if sort == COMPENSATED:
-                s, lost = two_sum(s, kept)
-                c += lost
-                q, qc, exponent = add_squares(kept, q, qc, exponent)
-            else:
-                wide = kept.to(tl.float64)
-                s += wide
-                q += wide * wide
-            if sort == EXACT:
-                upper += upper_half(word, kind)
-                lower += (word & 0xFFFFFFFF).to(tl.int64)
+    upper = tl.zeros([4, rows], tl.int64)
+    lower, total = upper, tl.zeros([4, rows], tl.uint64)
+    each: tl.constexpr = 4 // size if sort == 0 else 1
+    tile: tl.constexpr = rows * 4 * each
+    whole = length * 0
+    begin = whole
+    if sort == 0:
+        if mode >= 2:
+            whole = length // (AT_ONCE * tile) * (AT_ONCE * tile)
+        sums = (s, q, low, high, zero, below, total)
+        begin, s, q, low, high, zero, below, total = _whole_tiles(
+            sums, whole, start, address, strided, layout, kind, size, tiny, flags, rows
+        )
+    for first in range(begin, length, tile):
+        row = row_keys(start, first, size, rows, 4 * each)
+        for k in tl.static_range(each):
+            lane = _lanes(rows) * each + k
+            offset = first + lane
+            inside = offset < length
+            word, second, x = elements(address, start, offset, inside, strided, layout, kind, size)
+            if CHECKSUM & flags:
+                total += tl.where(inside & (offset >= whole), share(word, second, lane, row, size), 0)
+            if STATS & flags:
+                nan, pos, neg, zero, below, low, high, kept = _count(
+                    x, inside, nan, pos, neg, zero, below, low, high, tiny, flags
+                )
+                if sort == COMPENSATED:
+                    s, lost = two_sum(s, kept)
+                    c += lost
+                    q, qc, exponent = add_squares(kept, q, qc, exponent)
+                else:
+                    wide = kept.to(tl.float64)
+                    s += wide
+                    q = tl.fma(wide, wide, q) if sort == 0 else q + wide * wide
+                if sort == EXACT:
+                    upper += upper_half(word, kind)
+                    lower += (word & 0xFFFFFFFF).to(tl.int64)
     numbers, integers = part.to(tl.pointer_type(tl.float64)), part.to(tl.pointer_type(tl.int64))
     if CHECKSUM & flags:
-        tl.store(integers + FINGERPRINT, tl.sum(total, 0).to(tl.int64, bitcast=True))
+        fingerprint = _all(total) + constants(length, size)
+        tl.store(integers + FINGERPRINT * stride, fingerprint.to(tl.int64, bitcast=True))
     if STATS & flags:
-        nonfinite = _write_counts(numbers, nan, pos, neg, zero, low, high, subnormal)
-        good = (stop - start - nonfinite).to(tl.float64)
-        total_sum = _write_sums(numbers, s, c, q, qc, exponent, sort)
-        mean = tl.where(good > 0, total_sum / tl.maximum(good, 1.0), 0.0)
-        tl.store(numbers + FINITE, good)
-        tl.store(numbers + MEAN, mean)
+        finite = length - _write_counts(numbers, stride, nan, pos, neg, zero, low, high, below, flags)
+        total_sum = _write_sums(numbers, stride, s, c, q, qc, exponent, sort, rows)
         if sort == EXACT:
-            tl.store(integers + UPPER, tl.sum(upper, 0))
-            tl.store(integers + LOWER, tl.sum(lower, 0))
+            tl.store(integers + UPPER * stride, _all(upper))
+            tl.store(integers + LOWER * stride, _all(lower))
         if STD & flags:
-            drift, square = _deviations(start, stop, mean, address, layout, kind, size, levels)
-            tl.store(numbers + M2, tl.where(good > 0, tl.maximum(square - drift * drift / tl.maximum(good, 1.0), 0.0), 0.0))
+            good = finite.to(tl.float64)
+            mean = tl.where(good > 0, total_sum / tl.maximum(good, 1.0), 0.0)
+            drift, square = _deviations(length, begin, mean, start, address, strided, layout, kind, size, sort, rows)
+            _write_deviations(numbers, stride, good, mean, drift, square)
 
 
 @triton.jit
-def _job_of(jobs, how_many, block):
-    """Return the address of the job that a chunk belongs to: the last one whose first chunk is not behind it."""
-    table = jobs.to(tl.pointer_type(tl.int64))
-    low = how_many * 0
-    high = how_many
-    while high - low > 1:
-        middle = (low + high) // 2
-        if tl.load(table + middle * COLUMNS + 3) <= block:
-            low = middle
-        else:
-            high = middle
-    return jobs + low * COLUMNS * 8
+def _job_of(firsts, how_many, block):
+    """Return the number of the job that a chunk belongs to: the last one whose first chunk is not behind it."""
+    before = tl.zeros([LOOKED_AT], tl.int32)
+    for begin in range(0, how_many, LOOKED_AT):
+        at = begin + tl.arange(0, LOOKED_AT)
+        before += (tl.load(firsts + at, mask=at < how_many, other=1 << 62) <= block).to(tl.int32)
+    return tl.sum(before, 0) - 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["jobs", "how_many", "parts", "blocks"])
 def reduce_chunks(
     jobs: tl.int64,
     how_many: tl.int64,
     parts: tl.int64,
-    address: tl.int64,
-    count: tl.int64,
-    chunk: tl.int64,
-    n1: tl.int64,
-    n2: tl.int64,
-    n3: tl.int64,
-    s0: tl.int64,
-    s1: tl.int64,
-    s2: tl.int64,
-    s3: tl.int64,
-    strided: tl.int64,
+    blocks: tl.int64,
     kind: tl.constexpr,
     size: tl.constexpr,
     sort: tl.constexpr,
     tiny: tl.constexpr,
     flags: tl.constexpr,
-    levels: tl.constexpr,
+    rows: tl.constexpr,
 ):
-    """Reduce a chunk a program. jobs: a table of `how_many`, or 0 where there is one job, which the other arguments tell."""
+    """Reduce a chunk a program. jobs: a table of `how_many`. parts: of as many `blocks` as there are programs."""
     block = tl.program_id(0).to(tl.int64)
-    first = block * 0
-    address, count, chunk, strided = address.to(tl.int64), count.to(tl.int64), chunk.to(tl.int64), strided.to(tl.int64)
-    n1, n2, n3, s0 = n1.to(tl.int64), n2.to(tl.int64), n3.to(tl.int64), s0.to(tl.int64)
-    s1, s2, s3 = s1.to(tl.int64), s2.to(tl.int64), s3.to(tl.int64)
-    if jobs != 0:
-        job = _job_of(jobs.to(tl.int64), how_many.to(tl.int64), block).to(tl.pointer_type(tl.int64))
-        address, count, chunk, first = tl.load(job), tl.load(job + 1), tl.load(job + 2), tl.load(job + 3)
-        n1, n2, n3, s0 = tl.load(job + 6), tl.load(job + 7), tl.load(job + 8), tl.load(job + 9)
-        s1, s2, s3, strided = tl.load(job + 10), tl.load(job + 11), tl.load(job + 12), tl.load(job + 13)
+    jobs, how_many = jobs.to(tl.int64), how_many.to(tl.int64)
+    table = jobs.to(tl.pointer_type(tl.int64))
+    job = table + _job_of(table, how_many, block)
+    first, address, count, chunk = tl.load(job), _of(job, 1, how_many), _of(job, 2, how_many), _of(job, 3, how_many)
+    mode = _of(job, 13, how_many)
     start = (block - first) * chunk
-    stop = tl.minimum(start + chunk, count)
-    part = parts.to(tl.int64) + block * WIDTH * 8
-    layout = (strided, n1, n2, n3, s0, s1, s2, s3)
-    _chunk(part, start, stop, address, layout, kind, size, sort, tiny, flags, levels)
+    length = tl.minimum(chunk, count - start).to(tl.int32)
+    n1, n2, n3, s0 = _of(job, 6, how_many), _of(job, 7, how_many), _of(job, 8, how_many), _of(job, 9, how_many)
+    s1, s2, s3 = _of(job, 10, how_many), _of(job, 11, how_many), _of(job, 12, how_many)
+    i0, i1, i2, i3 = start_of(start, count, n1, n2, n3)
+    n1, n2, n3 = n1.to(tl.uint32), n2.to(tl.uint32), n3.to(tl.uint32)
+    layout = (n1, n2, n3, s0, s1, s2, s3, i0, i1, i2, i3)
+    _chunk(
+        parts.to(tl.int64) + block * 8,
+        blocks.to(tl.int64),
+        start,
+        length,
+        address,
+        mode,
+        layout,
+        kind,
+        size,
+        sort,
+        tiny,
+        flags,
+        rows,
+    )
 
 
 @triton.jit
-def _column(part, k: tl.constexpr, at, blocks, other):
+def _of(job, column: tl.constexpr, how_many):
+    return tl.load(job + column * how_many)
+
+
+@triton.jit
+def _column(part, stride, k: tl.constexpr, at, blocks, other):
     """Load a column of parts."""
-    return tl.load(part.to(tl.pointer_type(tl.float64)) + at * WIDTH + k, mask=at < blocks, other=other)
+    return tl.load(part.to(tl.pointer_type(tl.float64)) + k * stride + at, mask=at < blocks, other=other)
 
 
 @triton.jit
-def _added(part, k: tl.constexpr, blocks, levels: tl.constexpr):
-    """Add a column of counts over the parts; exact below 2^53."""
-    lanes = tl.zeros([1 << levels], tl.float64)
-    for begin in range(0, blocks, 1 << levels):
-        lanes += _column(part, k, begin + tl.arange(0, 1 << levels).to(tl.int64), blocks, 0.0)
-    return tl.sum(lanes, 0)
-
-
-@triton.jit
-def _integers(part, k: tl.constexpr, blocks, levels: tl.constexpr):
+def _integers(part, stride, k: tl.constexpr, blocks, levels: tl.constexpr):
     """Add a column of int64 over the parts, modulo 2^64."""
     lanes = tl.zeros([1 << levels], tl.int64)
     for begin in range(0, blocks, 1 << levels):
-        at = begin + tl.arange(0, 1 << levels).to(tl.int64)
-        lanes += tl.load(part.to(tl.pointer_type(tl.int64)) + at * WIDTH + k, mask=at < blocks, other=0)
+        at = begin + tl.arange(0, 1 << levels)
+        lanes += tl.load(part.to(tl.pointer_type(tl.int64)) + k * stride + at, mask=at < blocks, other=0)
     return tl.sum(lanes, 0)
 
 
 @triton.jit
-def _exact_sum(part, blocks, levels: tl.constexpr):
+def _exact_sum(part, stride, blocks, levels: tl.constexpr):
     """Add 64-bit integers from the sums of their halves and round once (torch_reduce._exact_sum)."""
     upper = tl.zeros([1 << levels], tl.int64)
     lower = tl.zeros([1 << levels], tl.int64)
+    halves = part.to(tl.pointer_type(tl.int64))
     for begin in range(0, blocks, 1 << levels):
-        at = begin + tl.arange(0, 1 << levels).to(tl.int64)
-        halves = part.to(tl.pointer_type(tl.int64)) + at * WIDTH
-        low = tl.load(halves + LOWER, mask=at < blocks, other=0)
-        upper += tl.load(halves + UPPER, mask=at < blocks, other=0) + (low >> 32)
+        at = begin + tl.arange(0, 1 << levels)
+        low = tl.load(halves + LOWER * stride + at, mask=at < blocks, other=0)
+        upper += tl.load(halves + UPPER * stride + at, mask=at < blocks, other=0) + (low >> 32)
         lower += low & 0xFFFFFFFF
     high, low_sum = tl.sum(upper, 0), tl.sum(lower, 0)
     high += low_sum >> 32
@@ -265,40 +418,53 @@ def _exact_sum(part, blocks, levels: tl.constexpr):
 
 
 @triton.jit
-def _spread(part, total, blocks, levels: tl.constexpr):
+def _spread(part, stride, total, blocks, levels: tl.constexpr):
     """Add squared deviations of parts from the mean of the whole (Chan, Golub and LeVeque, 1979)."""
-    good = _added(part, FINITE, blocks, levels)
-    whole = tl.where(good > 0, total / tl.maximum(good, 1.0), 0.0)
+    good = tl.zeros([1 << levels], tl.float64)
+    for begin in range(0, blocks, 1 << levels):
+        good += _column(part, stride, FINITE, begin + tl.arange(0, 1 << levels), blocks, 0.0)
+    whole = tl.where(tl.sum(good, 0) > 0, total / tl.maximum(tl.sum(good, 0), 1.0), 0.0)
     lanes = tl.zeros([1 << levels], tl.float64)
     for begin in range(0, blocks, 1 << levels):
-        at = begin + tl.arange(0, 1 << levels).to(tl.int64)
-        n = _column(part, FINITE, at, blocks, 0.0)
-        off = tl.where(n > 0, _column(part, MEAN, at, blocks, 0.0) - whole, 0.0)
-        lanes += _column(part, M2, at, blocks, 0.0) + n * (off * off)
+        at = begin + tl.arange(0, 1 << levels)
+        n = _column(part, stride, FINITE, at, blocks, 0.0)
+        off = tl.where(n > 0, _column(part, stride, MEAN, at, blocks, 0.0) - whole, 0.0)
+        lanes += _column(part, stride, M2, at, blocks, 0.0) + n * (off * off)
     return tl.sum(lanes, 0)
 
 
 @triton.jit
-def _write_row(row, part, count, blocks, sort: tl.constexpr, flags: tl.constexpr, levels: tl.constexpr):
-    """Merge the statistics of parts and write them."""
+def _write_row(row, part, stride, blocks, sort: tl.constexpr, flags: tl.constexpr, levels: tl.constexpr):
+    """Merge the statistics of parts, all in one look at them but for the deviations, and write them."""
     low = tl.full([1 << levels], float("inf"), tl.float64)
     high = -low
     s = tl.zeros([1 << levels], tl.float64)
-    c, q, qc = s, s, s
+    c, q, qc, nan, pos, neg, zero, below = s, s, s, s, s, s, s, s
     exponent = tl.full([1 << levels], -600, tl.int32)
     for begin in range(0, blocks, 1 << levels):
-        at = begin + tl.arange(0, 1 << levels).to(tl.int64)
-        low = tl.minimum(low, _column(part, MIN, at, blocks, float("inf")))
-        high = tl.maximum(high, _column(part, MAX, at, blocks, float("-inf")))
-        s, lost = two_sum(s, _column(part, SUM, at, blocks, 0.0))
-        c += lost + _column(part, SUM_LOST, at, blocks, 0.0)
-        squares = _column(part, SUMSQ, at, blocks, 0.0)
-        own = tl.where(squares > 0, _column(part, EXPONENT, at, blocks, 0.0).to(tl.int32), -600)
-        shared = tl.maximum(exponent, own)
-        before, here = shrunk(exponent, shared), shrunk(own, shared)
-        q, lost = two_sum(q * before * before, squares * here * here)
-        qc = qc * before * before + lost + _column(part, SUMSQ_LOST, at, blocks, 0.0) * here * here
-        exponent = shared
+        at = begin + tl.arange(0, 1 << levels)
+        nan += _column(part, stride, NAN, at, blocks, 0.0)
+        pos += _column(part, stride, POSINF, at, blocks, 0.0)
+        neg += _column(part, stride, NEGINF, at, blocks, 0.0)
+        zero += _column(part, stride, ZERO, at, blocks, 0.0)
+        if SUBNORMAL & flags:
+            below += _column(part, stride, BELOW, at, blocks, 0.0)
+        low = tl.minimum(low, _column(part, stride, MIN, at, blocks, float("inf")))
+        high = tl.maximum(high, _column(part, stride, MAX, at, blocks, float("-inf")))
+        s, lost = two_sum(s, _column(part, stride, SUM, at, blocks, 0.0))
+        c += lost
+        squares = _column(part, stride, SUMSQ, at, blocks, 0.0)
+        if sort == COMPENSATED:
+            c += _column(part, stride, SUM_LOST, at, blocks, 0.0)
+            own = tl.where(squares > 0, _column(part, stride, EXPONENT, at, blocks, 0.0).to(tl.int32), -600)
+            shared = tl.maximum(exponent, own)
+            before, here = shrunk(exponent, shared), shrunk(own, shared)
+            q, lost = two_sum(q * before * before, squares * here * here)
+            qc = qc * before * before + lost + _column(part, stride, SUMSQ_LOST, at, blocks, 0.0) * here * here
+            exponent = shared
+        else:
+            q, lost = two_sum(q, squares)
+            qc += lost
     if sort == COMPENSATED:
         total, lost = fold(s, c)
         squares_sum, squares_lost, shared_all = fold_squares(q, qc, exponent)
@@ -306,47 +472,42 @@ def _write_row(row, part, count, blocks, sort: tl.constexpr, flags: tl.constexpr
         total, lost = tl.sum(s, 0), tl.sum(c, 0)
         squares_sum, squares_lost, shared_all = tl.sum(q, 0), tl.sum(qc, 0), 0.0
     total = tl.where(tl.abs(total) < float("inf"), total + lost, total)
-    tl.store(row + ROW_NAN, _added(part, NAN, blocks, levels))
-    tl.store(row + ROW_POSINF, _added(part, POSINF, blocks, levels))
-    tl.store(row + ROW_NEGINF, _added(part, NEGINF, blocks, levels))
-    tl.store(row + ROW_ZERO, _added(part, ZERO, blocks, levels))
+    tl.store(row + ROW_NAN, tl.sum(nan, 0))
+    tl.store(row + ROW_POSINF, tl.sum(pos, 0))
+    tl.store(row + ROW_NEGINF, tl.sum(neg, 0))
+    tl.store(row + ROW_ZERO, tl.sum(zero, 0))
     tl.store(row + ROW_MIN, tl.min(low, 0) + 0.0)  # a zero has no sign here
     tl.store(row + ROW_MAX, tl.max(high, 0) + 0.0)
-    tl.store(row + ROW_SUM, _exact_sum(part, blocks, levels) if sort == EXACT else total)
+    tl.store(row + ROW_SUM, _exact_sum(part, stride, blocks, levels) if sort == EXACT else total)
     tl.store(row + ROW_SUMSQ, squares_sum + squares_lost)
     tl.store(row + ROW_EXPONENT, shared_all)
-    tl.store(
-        row + ROW_M2, _spread(part, total, blocks, levels) if STD & flags else float("nan")
-    )  # unknown, where not asked for
-    tl.store(row + ROW_BELOW, _added(part, BELOW, blocks, levels) if SUBNORMAL & flags else float("nan"))
+    # unknown, where not asked for
+    tl.store(row + ROW_M2, _spread(part, stride, total, blocks, levels) if STD & flags else float("nan"))
+    tl.store(row + ROW_BELOW, tl.sum(below, 0) if SUBNORMAL & flags else float("nan"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["jobs", "how_many", "parts", "blocks"])
 def merge_parts(
     jobs: tl.int64,
+    how_many: tl.int64,
     parts: tl.int64,
-    count: tl.int64,
     blocks: tl.int64,
-    row: tl.int64,
     sort: tl.constexpr,
     flags: tl.constexpr,
     levels: tl.constexpr,
 ):
-    """Merge the parts of a tensor a program and write its row: 12 partials and the fingerprint (engine.stats.partials)."""
-    which = tl.program_id(0).to(tl.int64)
-    first = which * 0
-    count, blocks, row = count.to(tl.int64), blocks.to(tl.int64), row.to(tl.int64)
-    if jobs != 0:
-        job = (jobs.to(tl.int64) + which * COLUMNS * 8).to(tl.pointer_type(tl.int64))
-        count, first, blocks, row = tl.load(job + 1), tl.load(job + 3), tl.load(job + 4), tl.load(job + 5)
-    part = parts.to(tl.int64) + first * WIDTH * 8
+    """Merge the parts of a job a program and write its row: 12 partials and the fingerprint (engine.stats.partials)."""
+    how_many, stride = how_many.to(tl.int64), blocks.to(tl.int64)
+    job = jobs.to(tl.int64).to(tl.pointer_type(tl.int64)) + tl.program_id(0)
+    part = parts.to(tl.int64) + tl.load(job) * 8
+    count, own, row = _of(job, 2, how_many), _of(job, 4, how_many).to(tl.int32), _of(job, 5, how_many)
     integers = row.to(tl.pointer_type(tl.int64))
     if CHECKSUM & flags:
-        tl.store(integers + ROW, _integers(part, FINGERPRINT, blocks, levels))
+        tl.store(integers + ROW, _integers(part, stride, FINGERPRINT, own, levels))
     numbers = row.to(tl.pointer_type(tl.float64))
     tl.store(numbers + ROW_COUNT, count.to(tl.float64))
     if STATS & flags:
-        _write_row(numbers, part, count, blocks, sort, flags, levels)
+        _write_row(numbers, part, stride, own, sort, flags, levels)
     else:
         for column in tl.static_range(ROW):
             if column != ROW_COUNT:

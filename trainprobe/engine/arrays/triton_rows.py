@@ -9,12 +9,14 @@ torch's operations for good, and `refusals` says why.
 
 from __future__ import annotations
 
+import struct
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -28,10 +30,10 @@ from trainprobe.engine.stats.partials import ASKED, CHECKSUM, CHUNK, CHUNK_INTEG
 
 DEVICES = {"cuda"}
 TAKEN = STATS | CHECKSUM | asked_flags(ASKED)
-_LEVELS, _MERGE_LEVELS = (10, 10, 8, 10), 7  # 2^this lanes a program, by the sort of a dtype; compensated lanes hold more each
-_LEAST, _MOST, _PARTS = 1 << 14, 1 << 18, 1 << 13  # elements a chunk; chunks a tensor, before chunks grow
+_ROWS, _MERGE_LEVELS = (128, 64, 64, 64), 8  # four lanes a row of a program, by the sort of a dtype; 2^this lanes merge
+_LEAST, _PARTS = 4, 2048  # tiles a chunk at least, a power of two; chunks a tensor before they grow, to 256 elements a lane
 _TOGETHER, _HELD = 512, 32 << 20  # tensors and bytes that wait for one launch
-OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}  # a fused multiply and add would spoil the errors of sums
+OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}  # a fused multiply and add would spoil the errors of sums
 _COLUMNS, _PART = 14, len(CHUNK) + len(CHUNK_INTEGERS)  # of triton_kernels: numbers a job and a part
 Key = tuple[torch.dtype, int]  # a dtype, and the flags that the kernels handle
 
@@ -71,19 +73,6 @@ class Job:
     row: int
     layout: tuple[int, ...]
 
-    @property
-    def chunk(self) -> int:
-        """Elements a program, which follow from the length alone: at most 256 a lane, and few parts to merge."""
-        chunk = _LEAST
-        while chunk < _MOST and self.count > chunk * _PARTS:
-            chunk *= 2
-        return chunk
-
-    @property
-    def blocks(self) -> int:
-        """How many chunks there are."""
-        return -(-self.count // self.chunk)
-
 
 def job_of(t: Tensor, row: int) -> Job | None:
     """Describe a tensor for the kernels; None where they cannot read it. row: the address of the row to write."""
@@ -94,7 +83,10 @@ def job_of(t: Tensor, row: int) -> Job | None:
 
 
 def _layout(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | None:
-    """Return three inner sizes, four strides, and whether they count; None where more than four dimensions are left."""
+    """Return three inner sizes, four strides, and whether they count.
+
+    None where more than four dimensions are left, or an inner one has 2^31 elements.
+    """
     kept: list[tuple[int, int]] = []
     for size, stride in zip(shape, strides, strict=True):
         if size == 1:
@@ -105,7 +97,7 @@ def _layout(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | N
             kept.append((size, stride))
     if not kept or 0 in shape or (len(kept) == 1 and kept[0][1] == 1):
         return 1, 1, 1, 0, 0, 0, 0, 0
-    if len(kept) > 4:
+    if len(kept) > 4 or any(size >= 1 << 31 for size, _ in kept[1:]):
         return None
     kept = [(1, 0)] * (4 - len(kept)) + kept
     return (*(size for size, _ in kept[1:]), *(stride for _, stride in kept), 1)
@@ -113,8 +105,8 @@ def _layout(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | N
 
 def chunk_constants(kind: Kind, flags: int) -> dict[str, Any]:
     """Return what `reduce_chunks` is compiled for."""
-    levels = _LEVELS[kind.sort]
-    return {"kind": kind.name, "size": kind.size, "sort": kind.sort, "tiny": kind.tiny, "flags": flags, "levels": levels}
+    rows = _ROWS[kind.sort]
+    return {"kind": kind.name, "size": kind.size, "sort": kind.sort, "tiny": kind.tiny, "flags": flags, "rows": rows}
 
 
 def merge_constants(kind: Kind, flags: int) -> dict[str, Any]:
@@ -122,29 +114,86 @@ def merge_constants(kind: Kind, flags: int) -> dict[str, Any]:
     return {"sort": kind.sort, "flags": flags, "levels": _MERGE_LEVELS}
 
 
+def chunk_options(kind: Kind, flags: int) -> dict[str, Any]:
+    """Return how `reduce_chunks` is compiled: registers that would leave a multiprocessor too few threads are bounded."""
+    many = kind.sort == 0 and flags & CHECKSUM and (kind.size == 1 or (kind.size == 2 and flags & STATS))
+    return {**OPTIONS, "maxnreg": 128} if many else OPTIONS
+
+
+def chunk_of(count: int, kind: Kind) -> int:
+    """Return elements a program, which follow from the length alone: enough programs for a device, few parts to merge."""
+    packed = max(4 // kind.size, 1) if kind.sort == 0 else 1
+    least, most = 4 * _ROWS[kind.sort] * packed * _LEAST, 4 * _ROWS[kind.sort] * 256
+    return min(least << (max(count - 1, 0) // (least * _PARTS)).bit_length(), most)
+
+
+def _mode(job: Job, kind: Kind) -> int:
+    """Return how the kernels read a tensor: 1 by its strides, and 2 more 16 bytes at once."""
+    strided = job.layout[-1]
+    if kind.sort or job.address % 16:
+        return strided
+    if strided:
+        _, _, n3, s0, s1, s2, s3, _ = job.layout
+        together = 16 // kind.size
+        if s3 != 1 or any(number % together for number in (n3, s0, s1, s2)):
+            return 1
+    return 2 + strided
+
+
 def launch(jobs: Sequence[Job], kind: Kind, flags: int, device: torch.device) -> None:
     """Reduce tensors of one dtype into their rows by two launches; waits for nothing."""
     from trainprobe.engine.arrays import triton_kernels
 
     kernels: Any = triton_kernels
-    firsts = np.cumsum([0, *(job.blocks for job in jobs)]).tolist()
-    one, blocks = jobs[0], firsts[-1]
+    table, blocks = _table(jobs, kind)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        there = _brought(table, device)
         parts = torch.empty(max(blocks, 1) * _PART, dtype=torch.int64, device=device)
-        table = _table(jobs, firsts, device) if len(jobs) > 1 else None
-        at = 0 if table is None else table.data_ptr()
+        arguments = there.data_ptr(), len(jobs), parts.data_ptr(), blocks
         if blocks:
-            arguments, constants = (one.address, one.count, one.chunk, *one.layout), chunk_constants(kind, flags)
-            kernels.reduce_chunks[blocks,](at, len(jobs), parts.data_ptr(), *arguments, **constants, **OPTIONS)
-        arguments, constants = (one.count, one.blocks, one.row), merge_constants(kind, flags)
-        kernels.merge_parts[len(jobs),](at, parts.data_ptr(), *arguments, **constants, **OPTIONS)
+            _run(kernels.reduce_chunks, blocks, arguments, chunk_constants(kind, flags), chunk_options(kind, flags), device)
+        _run(kernels.merge_parts, len(jobs), arguments, merge_constants(kind, flags), OPTIONS, device)
 
 
-def _table(jobs: Sequence[Job], firsts: Sequence[int], device: torch.device) -> Tensor:
-    """Return the jobs as int64 [jobs, 14] on the device; from pinned memory, so that the copy waits for nothing."""
-    rows = [(j.address, j.count, j.chunk, first, j.blocks, j.row, *j.layout) for j, first in zip(jobs, firsts, strict=False)]
-    host = torch.empty((_TOGETHER, _COLUMNS), dtype=torch.int64, pin_memory=device.type == "cuda")[: len(rows)]
-    host.copy_(torch.tensor(rows, dtype=torch.int64))
+_compiled: dict[tuple[Any, ...], Any] = {}
+
+
+def _run(
+    kernel: Any,
+    programs: int,
+    arguments: tuple[int, ...],
+    constants: dict[str, Any],
+    options: dict[str, Any],
+    device: torch.device,
+) -> None:
+    """Launch a kernel; what is compiled already is launched as it is, without Triton looking at the arguments."""
+    key = (id(kernel), device, *constants.values())
+    compiled = _compiled.get(key)
+    if compiled is not None:
+        compiled[programs, 1, 1](*arguments, *constants.values())
+    elif (compiled := kernel[programs,](*arguments, **constants, **options)) is not None:  # the interpreter compiles nothing
+        _compiled[key] = compiled
+
+
+def _table(jobs: Sequence[Job], kind: Kind) -> tuple[list[int], int]:
+    """Return the columns of the jobs one behind the other (triton_kernels), and how many chunks they have."""
+    rows: list[tuple[int, ...]] = []
+    blocks, least = 0, chunk_of(0, kind)
+    for job in jobs:
+        chunk = least if job.count <= least else chunk_of(job.count, kind)
+        own = -(-job.count // chunk)
+        rows.append((blocks, job.address, job.count, chunk, own, job.row, *job.layout[:-1], _mode(job, kind)))
+        blocks += own
+    return [*chain.from_iterable(zip(*rows, strict=True))], blocks
+
+
+def _brought(numbers: list[int], device: torch.device) -> Tensor:
+    """Return int64 numbers on the device; from pinned memory, which torch keeps until it was copied: this waits for nothing."""
+    if device.type == "cpu":
+        return torch.tensor(numbers, dtype=torch.int64)
+    room = max(len(numbers), _TOGETHER * _COLUMNS)  # of one size, which torch has at hand after the first
+    host = torch.empty(room, dtype=torch.int64, pin_memory=device.type == "cuda")[: len(numbers)]
+    struct.pack_into(f"{len(numbers)}q", host.numpy().data, 0, *numbers)
     return host.to(device, non_blocking=True)
 
 
@@ -290,25 +339,28 @@ class TritonRows:
         return True
 
 
-SAMPLES = 4
+SAMPLES = 6
 
 
 def samples(dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Make tensors of nearly random bits on the device: several chunks, a strided one, a single element, none."""
+    """Make tensors of nearly random bits on the device: several chunks, so of finite numbers, two strided ones, one, none."""
     kind = KINDS[dtype]
-    n = _LEAST + 5077
+    n = chunk_of(0, kind) + 5077
     bits = mix(torch.arange(1, n * max(kind.size // 8, 1) + 1, dtype=torch.int64, device=device))
     if kind.sort == 2:  # magnitudes below 2, and a few non-finite ones: sums of all float64 would leave the range
         bits &= ~(1 << 62)
         for place, pattern in ((7, 0x7FF0), (8, -0x10), (2 * n // 3, 0x7FF8)):
             bits[place : place + 1] = pattern << 48
+    finite = bits & ~(1 << min(8 * kind.size, 64) - 2)  # the first bit of a float's exponent
     if dtype == torch.bool:
-        whole = bits % 3 == 0
+        whole, small = bits % 3 == 0, bits % 5 == 0
     elif kind.size >= 8:
-        whole = bits.view(dtype)
+        whole, small = bits.view(dtype), finite.view(dtype)
     else:
-        whole = bits.to({1: torch.uint8, 2: torch.int16, 4: torch.int32}[kind.size]).view(dtype)
-    return [whole, whole[: 60 * 90].view(60, 90).t()[3:, ::2], whole[5], whole[:0]]
+        words = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[kind.size]
+        whole, small = bits.to(words).view(dtype), finite.to(words).view(dtype)
+    heads = small[:4096].view(4, 8, 2, 64)[:, :, 0].transpose(0, 1)
+    return [whole, small, whole[: 60 * 90].view(60, 90).t()[3:, ::2], heads, whole[5], whole[:0]]
 
 
 def difference(a: npt.NDArray[np.int64], b: npt.NDArray[np.int64], magnitudes: bool = False) -> str:
