@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainprobe.engine.arrays.numpy_rows import NumpyStatsRows, refusal
+from trainprobe.engine.core.library import Arrived
 from trainprobe.engine.core.records import Opaque
 from trainprobe.engine.core.shards import Shard
 
@@ -97,9 +98,9 @@ class MindSporeLibrary:
         """Return an extra as it is; there are none."""
         return result
 
-    def to_host(self, tensors: Sequence[Any]) -> list[npt.NDArray[Any]]:
+    def to_host(self, tensors: Sequence[Any]) -> Arrived:
         """Bring small tensors to the host, each flattened."""
-        return [np.asarray(host_array(t).data).reshape(-1) for t in tensors]
+        return Arrived([np.asarray(host_array(t).data).reshape(-1) for t in tensors])
 
     def is_tensor(self, x: Any) -> bool:
         """Tell whether x is a tensor of MindSpore, or one that was brought to the host."""

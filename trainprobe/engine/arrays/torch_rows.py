@@ -90,22 +90,63 @@ class DeviceRows:
         return partials, np.ascontiguousarray(host[:, _WIDTH]).view(np.uint64), host[:, _WIDTH + 1].tolist()
 
 
-def to_host(tensors: Sequence[Tensor]) -> list[npt.NDArray[Any]]:
-    """Bring tensors to the host as bits, in one transfer a device, each flattened and of its own dtype.
+class Transfer:
+    """Tensors on their way to the host as bits, in one transfer a device.
 
-    What NumPy has no dtype for (bfloat16, float8) comes as float32.
+    The bytes of a device are copied behind all that its current stream does, into pinned memory that belongs to this transfer
+    alone. Where a device has no streams or no pinned memory, the copy is waited for at once.
     """
-    host: dict[int, npt.NDArray[Any]] = {}
-    with torch.no_grad():
-        flat = [_plain(t) for t in tensors]
-        for device in dict.fromkeys(t.device for t in tensors):
-            here = [i for i, t in enumerate(tensors) if t.device == device]
-            here.sort(key=lambda i: -flat[i].element_size())  # so that each begins where its dtype may begin
-            whole = torch.cat([flat[i].view(torch.uint8) for i in here]).cpu().numpy()
-            ends = np.cumsum([flat[i].nbytes for i in here])[:-1]
-            for i, bits in zip(here, np.split(whole, ends), strict=True):
-                host[i] = bits.view(_numpy_dtype(flat[i].dtype))
-    return [host[i] for i in range(len(tensors))]
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._sent: list[tuple[list[int], list[Tensor], Tensor, Tensor, Any]] = []  # numbers, tensors, bytes there and here, event
+        with torch.no_grad():
+            flat = [_plain(t) for t in tensors]
+            for device in dict.fromkeys(t.device for t in tensors):
+                here = [i for i, t in enumerate(tensors) if t.device == device]
+                here.sort(key=lambda i: -flat[i].element_size())  # so that each begins where its dtype may begin
+                parts = [flat[i] for i in here]
+                whole = torch.cat([part.view(torch.uint8) for part in parts])
+                self._sent.append((here, parts, whole, *_copied(whole)))
+
+    def arrived(self) -> bool:
+        """Tell whether all copies are done."""
+        return all(event is None or event.query() for *_, event in self._sent)
+
+    def arrays(self) -> list[npt.NDArray[Any]]:
+        """Return the tensors on the host, each flattened and of its own dtype; waits until they are there.
+
+        What NumPy has no dtype for (bfloat16, float8) comes as float32.
+        """
+        found: dict[int, npt.NDArray[Any]] = {}
+        for here, parts, _, host, event in self._sent:
+            if event is not None and not event.query():
+                event.synchronize()
+            ends = np.cumsum([part.nbytes for part in parts])[:-1]
+            for i, part, bits in zip(here, parts, np.split(host.numpy(), ends), strict=True):
+                found[i] = bits.view(_numpy_dtype(part.dtype))
+        return [found[i] for i in range(len(found))]
+
+
+def _copied(t: Tensor) -> tuple[Tensor, Any]:
+    """Return a copy on the host and the event behind it, or None where it is there already."""
+    stream = None if t.is_cpu else getattr(torch.get_device_module(t.device), "current_stream", None)
+    host = None if stream is None else _pinned(t.nbytes)
+    if stream is None or host is None:
+        return t.cpu(), None
+    return host.copy_(t, non_blocking=True), stream(t.device).record_event()
+
+
+def _pinned(n: int) -> Tensor | None:
+    """Return n bytes of the host that devices copy to by themselves; None where this build of torch has none."""
+    try:
+        return torch.empty(n, dtype=torch.uint8, pin_memory=True)
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def to_host(tensors: Sequence[Tensor]) -> list[npt.NDArray[Any]]:
+    """Bring tensors to the host as bits, in one transfer a device, and wait for them (see `Transfer`)."""
+    return Transfer(tensors).arrays()
 
 
 def _plain(t: Tensor) -> Tensor:

@@ -246,9 +246,9 @@ class ParameterStateTap:
         """Learn that gradients are as they are again."""
         self._scale = None
 
-    def unscale(self, step_data: StepData) -> None:
-        """Take out of the numbers of a step what gradients were multiplied by."""
-        unscale(step_data, self._multiplied)
+    def unscaling(self) -> Callable[[StepData], None] | None:
+        """Return what takes out of the numbers of this step what gradients were multiplied by; None where they were not."""
+        return partial(unscale, scaled=self._multiplied) if self._multiplied else None
 
     def _keep(self, tape: Tape, moment: str, part: Part, slot: str, flags: int) -> Call:
         """Look at a part, and return the call that it is recorded with."""

@@ -28,6 +28,33 @@ class Deferred:
         self.numbers: npt.NDArray[Any] | None = None
 
 
+class Transfer(Protocol):
+    """Small tensors on their way to the host."""
+
+    def arrived(self) -> bool:
+        """Tell whether `arrays` would return at once."""
+        ...
+
+    def arrays(self) -> list[npt.NDArray[Any]]:
+        """Return them on the host, each flattened and of its own dtype; waits until they are there."""
+        ...
+
+
+class Arrived:
+    """A transfer that is done: the arrays are there."""
+
+    def __init__(self, arrays: list[npt.NDArray[Any]]) -> None:
+        self._arrays = arrays
+
+    def arrived(self) -> bool:
+        """Return True."""
+        return True
+
+    def arrays(self) -> list[npt.NDArray[Any]]:
+        """Return the arrays."""
+        return self._arrays
+
+
 class StatsRows(Protocol):
     """A row buffer: partials of tensors, a row each, on the devices that hold the tensors (see engine.arrays)."""
 
@@ -85,8 +112,8 @@ class Library(Protocol):
         """Turn what an extra ("histogram", "quantiles") computed for a tensor of this dtype into what `StepData` holds."""
         ...
 
-    def to_host(self, tensors: Sequence[Any]) -> list[npt.NDArray[Any]]:
-        """Bring small tensors to the host, in one transfer a device, each flattened and of its own dtype."""
+    def to_host(self, tensors: Sequence[Any]) -> Transfer:
+        """Begin to bring small tensors to the host, in one transfer a device; waits for nothing where the device allows it."""
         ...
 
     def is_tensor(self, x: Any) -> bool:
