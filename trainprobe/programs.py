@@ -78,7 +78,7 @@ def _black_box(making: Making) -> Program:
         return {"batches": list(facts.batches) if facts is not None else list(step_data.batches)}
 
     about = {"framework": backend.name, "level": plan.level, "task": plan.task, "wanted": wanted}
-    box = BlackBoxProgram(validate(plan.black_box or True), about, batches, backend.random_state)
+    box = BlackBoxProgram(validate(plan.black_box or True), about, batches, lambda: backend.random_state())
     making.parts.follow(box.position)
     return box
 

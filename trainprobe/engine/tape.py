@@ -95,7 +95,6 @@ class Tape:
         self._plain = library.plain
         self._dtypes = library.dtype_text
         self._stats_rows: dict[int, tuple[StatsRows, list[Value]]] = {}
-        self._batched = False
         self._above: set[int] = set()  # those that hold what is looked at
         self._counts: dict[tuple[str, str], int] = {}
         self._noted: list[tuple[Value, Value]] = []
@@ -108,6 +107,7 @@ class Tape:
             self._rare,
             self._keep_at,
             self._about_dtype,
+            self._one_by_one,
         )
         self.value, self.tree = self.native.value, self.native.tree
         self.touched, self.forget_all = self.native.touched, self.native.forget_all
@@ -171,22 +171,24 @@ class Tape:
 
     @contextmanager
     def batched(self) -> Generator[None, None, None]:
-        """Look at tensors that stay as they are until this ends: a device may reduce them all at once."""
-        self._batched = True
-        for stats_rows, _ in self._stats_rows.values():
-            stats_rows.batched(True)
+        """Look at tensors that stay as they are until this ends: a device reduces them all at once."""
+        held = self.native.hold()
         try:
             yield
         finally:
-            self._batched = False
-            for stats_rows, _ in self._stats_rows.values():
-                stats_rows.batched(False)
+            self.native.release(held)
+
+    def _one_by_one(self, stats_rows: Any, tensors: Sequence[Any], values: Sequence[Value]) -> None:
+        """Reduce tensors of devices that could not be reduced together; one that cannot at all has a note and no numbers."""
+        for t, value in zip(tensors, values, strict=True):
+            fault = attempt(stats_rows.add_all, [t], [value.row], otherwise=fault_text)
+            if isinstance(fault, str):
+                value.row, value.note = -1, f"not looked at: {fault}"
 
     def _rows_for(self, kinds: int) -> tuple[StatsRows, list[Value]]:
         stats_rows = self._stats_rows.get(kinds)
         if stats_rows is None:
             stats_rows = self._stats_rows[kinds] = (self.library.stats_rows(kinds), [])
-            stats_rows[0].batched(self._batched)
         return stats_rows
 
     def _open_rows(self, kinds: int) -> tuple[StatsRows, Any, list[Value]]:
@@ -223,7 +225,7 @@ class Tape:
                 if self.awaits is not None:
                     self.awaits(t, partial(self._arrived, value, flags))
             else:
-                value = self._reduce(inner, flags, inner)
+                value = self.native.shard(inner, flags) or self._reduce(inner, flags, inner)
                 value.requires_grad = bool(t.requires_grad)
                 value.type = kind
                 value.shape = _shape(t)

@@ -59,9 +59,6 @@ class HostStatsRows:
         self.blocks, self.drain, self.drain_extras = rows.blocks, rows.drain, rows.drain_extras
         self.peek = rows.peek
 
-    def batched(self, on: bool) -> None:
-        """Change nothing: what is on the host is reduced at once."""
-
     def add(self, t: HostArray) -> int:
         """Reduce a HostArray into a new row and return its number, or -1 when it has no statistics."""
         return self._rows.add(t.data, plain_dtype(t.dtype))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trainprobe.engine.arrays.torch_checksum import crc32_on_host, crc32_register, share_of
-from trainprobe.engine.arrays.torch_reduce import accumulator, write_row
+from trainprobe.engine.arrays.torch_reduce import accumulator, write_rows
 from trainprobe.engine.arrays.triton_rows import TritonRows, kernels_of
 from trainprobe.engine.core.shards import Shard
 from trainprobe.engine.stats.partials import CRC32, PARTIALS
@@ -35,33 +35,38 @@ class DeviceRows:
         self._n = 0
         self._kernels: TritonRows | None = kernels_of(device) if kernels else None
 
-    def add(self, t: Tensor, flags: int) -> int:
-        """Reduce a tensor into a new row and return its number; nothing is waited for."""
-        target = self._next_row()
-        if self._kernels is None or not self._kernels.add(t, flags, target):
-            write_row(t, flags, target)
-        if flags & CRC32:
-            with torch.no_grad():
-                target[_WIDTH + 1] = self._crc32(t)
+    def add_all(self, tensors: Sequence[Tensor], flags: int) -> int:
+        """Reduce tensors into new rows, one behind the other, and return the number of the first; nothing is waited for."""
+        first, done, n = self._n, 0, len(tensors)
+        while done < n:
+            at = self._n % _ROOM
+            if at == 0:
+                self._add_room()
+            some = tensors if n <= _ROOM - at else tensors[done : done + _ROOM - at]
+            block = self._filled[-1][at : at + len(some)]
+            done, self._n = done + len(some), self._n + len(some)
+            if self._kernels is None:
+                write_rows(some, flags, block, self._wide)
+            else:
+                for i in self._kernels.add_all(some, flags, block):
+                    write_rows(some[i : i + 1], flags, block[i : i + 1], self._wide)
+            if flags & CRC32:
+                with torch.no_grad():
+                    for t, row in zip(some, block, strict=True):
+                        row[_WIDTH + 1] = self._crc32(t)
+        return first
+
+    def add_share(self, t: Tensor, shard: Shard) -> int:
+        """Write the share of a shard in the fingerprint of the whole tensor into a new row; nothing is waited for."""
+        if self._n % _ROOM == 0:
+            self._add_room()
+        self._n += 1
+        with torch.no_grad():
+            self._filled[-1][(self._n - 1) % _ROOM, _WIDTH] = share_of(t, shard)
         return self._n - 1
 
-    def add_share(self, t: Tensor, shard: Shard) -> None:
-        """Write the share of a shard in the fingerprint of the whole tensor into a new row; nothing is waited for."""
-        target = self._next_row()
-        with torch.no_grad():
-            target[_WIDTH] = share_of(t, shard)
-
-    def _next_row(self) -> Tensor:
-        at = self._n % _ROOM
-        if at == 0:
-            self._filled.append(torch.zeros((_ROOM, _WIDTH + 2), dtype=torch.int64, device=self._device))
-        self._n += 1
-        return self._filled[-1][at]
-
-    def batched(self, on: bool) -> None:
-        """Say that what is added from now on stays as it is until this is called with False: it may be reduced then."""
-        if self._kernels is not None:
-            self._kernels.batched(on)
+    def _add_room(self) -> None:
+        self._filled.append(torch.zeros((_ROOM, _WIDTH + 2), dtype=torch.int64, device=self._device))
 
     def _crc32(self, t: Tensor) -> Tensor | int:
         return crc32_on_host(t) if self._device.type == "cpu" else crc32_register(t)

@@ -66,10 +66,6 @@ class StatsRows(Protocol):
         """Take the share of a shard in the fingerprint of the whole tensor; return the rows whose fingerprints make it up."""
         ...
 
-    def batched(self, on: bool) -> None:
-        """Announce that tensors added from now on stay unchanged until this is called with False; they may be reduced then."""
-        ...
-
     def blocks(self) -> list[Any]:
         """Return what is on devices and has to be brought to the host before `drain`."""
         ...
