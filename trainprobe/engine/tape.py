@@ -81,7 +81,9 @@ class Tape:
         self._share_rows: StatsRows | None = None
         self._shares: list[tuple[Value, list[int]]] = []  # each with the rows whose fingerprints make up its share
         self._deferred: list[Deferred] = []
-        self._buffers: list[tuple[StatsRows, list[Value]]] = []  # of the step that was sent, with the blocks that are on their way
+        self._buffers: list[
+            tuple[StatsRows, list[Value]]
+        ] = []  # of the step that was sent, with the blocks that are on their way
         self._blocks: list[tuple[StatsRows, list[Any]]] = []
         self._transfer: Transfer | None = None
         self._about: dict[str, Any] = {}

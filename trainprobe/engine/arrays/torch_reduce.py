@@ -226,7 +226,12 @@ def _chunk_partials(x: Tensor, flags: int, wide: torch.dtype) -> Tensor:
         subnormal = ((clean.abs() < tiny) & (clean != 0)).sum().to(wide)
     low, high = v.where(~nan, torch.inf).amin() + 0.0, v.where(~nan, -torch.inf).amax() + 0.0
     found = {
-        **{"nan": nan.sum().to(wide), "posinf": pos.sum().to(wide), "neginf": neg.sum().to(wide), "zero": (v == 0).sum().to(wide)},
+        **{
+            "nan": nan.sum().to(wide),
+            "posinf": pos.sum().to(wide),
+            "neginf": neg.sum().to(wide),
+            "zero": (v == 0).sum().to(wide),
+        },
         **{"min": low, "max": high, "sum": s, "sum_lost": c, "sumsq": q, "sumsq_lost": qc},
         **{"m2": m2, "exponent": exponent, "subnormal": subnormal, "finite": n_good, "mean": mean},
     }

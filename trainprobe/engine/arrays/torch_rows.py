@@ -19,6 +19,7 @@ from trainprobe.engine.stats.partials import CRC32, PARTIALS
 
 _ROOM = 512
 _WIDTH = len(PARTIALS)
+_BYTES = 8 * (_WIDTH + 2)  # of a row
 
 
 class DeviceRows:
@@ -32,7 +33,7 @@ class DeviceRows:
         self._wide = accumulator(device)
         self._bits = torch.int64 if self._wide == torch.float64 else torch.int32
         self._filled: list[Tensor] = []
-        self._n = 0
+        self._n = self._address = 0
         self._kernels: TritonRows | None = kernels_of(device) if kernels else None
 
     def add_all(self, tensors: Sequence[Tensor], flags: int) -> int:
@@ -43,17 +44,20 @@ class DeviceRows:
             if at == 0:
                 self._add_room()
             some = tensors if n <= _ROOM - at else tensors[done : done + _ROOM - at]
-            block = self._filled[-1][at : at + len(some)]
             done, self._n = done + len(some), self._n + len(some)
-            if self._kernels is None:
-                write_rows(some, flags, block, self._wide)
+            left = (
+                range(len(some))
+                if self._kernels is None
+                else self._kernels.add_all(some, flags, self._address + at * _BYTES, _BYTES)
+            )
+            if len(left) == len(some):
+                write_rows(some, flags, self._filled[-1][at : at + len(some)], self._wide)
             else:
-                for i in self._kernels.add_all(some, flags, block):
-                    write_rows(some[i : i + 1], flags, block[i : i + 1], self._wide)
-            if flags & CRC32:
+                for i in left:
+                    write_rows([some[i]], flags, self._filled[-1][at + i : at + i + 1], self._wide)
+            for i in range(len(some)) if flags & CRC32 else ():
                 with torch.no_grad():
-                    for t, row in zip(some, block, strict=True):
-                        row[_WIDTH + 1] = self._crc32(t)
+                    self._filled[-1][at + i, _WIDTH + 1] = self._crc32(some[i])
         return first
 
     def add_share(self, t: Tensor, shard: Shard) -> int:
@@ -67,6 +71,7 @@ class DeviceRows:
 
     def _add_room(self) -> None:
         self._filled.append(torch.zeros((_ROOM, _WIDTH + 2), dtype=torch.int64, device=self._device))
+        self._address = self._filled[-1].data_ptr()
 
     def _crc32(self, t: Tensor) -> Tensor | int:
         return crc32_on_host(t) if self._device.type == "cpu" else crc32_register(t)
@@ -103,7 +108,9 @@ class Transfer:
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._sent: list[tuple[list[int], list[Tensor], Tensor, Tensor, Any]] = []  # numbers, tensors, bytes there and here, event
+        self._sent: list[
+            tuple[list[int], list[Tensor], Tensor, Tensor, Any]
+        ] = []  # numbers, tensors, bytes there and here, event
         with torch.no_grad():
             flat = [_plain(t) for t in tensors]
             for device in dict.fromkeys(t.device for t in tensors):

@@ -226,12 +226,11 @@ class TritonRows:
         self._trust = trust
         self._trials: list[tuple[Key, Tensor]] = []
 
-    def add_all(self, tensors: Sequence[Tensor], flags: int, block: Tensor) -> list[int]:
-        """Reduce tensors into the rows of a block, int64 [at most 512, >= 13], by one pair of launches a dtype.
+    def add_all(self, tensors: Sequence[Tensor], flags: int, address: int, step: int) -> list[int]:
+        """Reduce at most 512 tensors into rows from an address on, `step` bytes apart, by one pair of launches a dtype.
 
         Returns the places of those that are left to torch's operations.
         """
-        address, step = block.data_ptr(), block.stride(0) * block.element_size()
         left: list[int] = []
         jobs: dict[torch.dtype, tuple[list[int], list[Job]] | None] = {}  # None: not for the kernels
         for i, t in enumerate(tensors):

@@ -117,7 +117,9 @@ class Writer:
         self._on_finding = report
         self._max_steps = max_steps
         self._max_bytes = max_bytes
-        self.hand_in: Callable[[], object] = lambda: None  # hands over what is still on its way here; not on the writer's thread
+        self.hand_in: Callable[[], object] = lambda: (
+            None
+        )  # hands over what is still on its way here; not on the writer's thread
         self._records = {name: _Record() for name in sinks}
         self._findings: list[Finding] = []
         self._gathered_rows = 0
