@@ -270,12 +270,12 @@ class Probe(EngineProbe):
 
     def _keep(self, key: str, t: Any, value: Any, cut: int) -> None:
         copied = self.backend.copy(t, self.parts.cuts[cut - 1] if cut else None)
-        self._stores = True
+        self._store()
         if self.writer is not None:
             self.writer.submit_tensor(self.step_number, key, copied)
 
     def _keep_chunk(self, chunk: Any) -> None:
-        self._stores = True
+        self._store()
         if self.writer is not None:
             self.writer.submit_chunk(self.step_number, chunk)
 

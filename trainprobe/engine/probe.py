@@ -463,6 +463,11 @@ class Probe:
         judged = [self.guard.part(program.part, program.judge, step_data) or () for program in self._at("judge")]
         return [finding for found in (*judged, *(watch(step_data) for watch in self.watchers)) for finding in found]
 
+    def _store(self) -> None:
+        """Values of the step go to the writer from now on, which is given the steps before it first."""
+        self._stores = True
+        self.settle()
+
     def _only_collects(self) -> bool:
         """Tell whether the step computed gradients that no update has used yet, so that a monitor has nothing to see."""
         return False

@@ -142,7 +142,8 @@ class TorchStatsRows:
             if placed is None:
                 placed = self._placed_on(device)
             first = self._devices[device].add_all(some, self._flags)
-            placed.update(zip((rows[i] for i in here) if some is not tensors else rows, range(first, first + len(some))))
+            into = rows if some is tensors else [rows[i] for i in here]
+            placed.update(zip(into, range(first, first + len(some)), strict=True))
             if some is not tensors:
                 others = sorted({*range(len(tensors))}.difference(here))
                 self.add_all([tensors[i] for i in others], [rows[i] for i in others])
