@@ -48,3 +48,7 @@ def test_tensors_that_are_gathered_have_the_numbers_that_each_has_by_itself(plan
     assert min(seen[plan]["values"]) > 30 and seen[plan]["steps"] == [0, 1, 2]
     assert seen[plan]["as one by one"] is True
     assert seen[plan]["as on the host"] in ((None,) if plan == "L1, both" else (True,))
+
+
+def test_tensors_that_stay_as_they_are_are_reduced_many_at_once(seen):
+    assert seen["together"] == {"plan": "together", "groups": [512, 512, 76], "right": True}

@@ -27,6 +27,10 @@ import torch
 import trainprobe
 from tests.stand_in import register
 from trainprobe.demo.gpt import GPT, Shape, next_token_loss
+from trainprobe.engine.arrays.torch_arrays import STATS, TorchStatsRows
+from trainprobe.engine.arrays.torch_library import TorchLibrary
+from trainprobe.engine.core.records import Place
+from trainprobe.engine.tape import Tape
 from trainprobe.integrations import default_plan
 
 DEVICE, STEPS = "npu:0", 3
@@ -102,6 +106,24 @@ def train(device: str, plan: Mapping[str, Any] | None, asked: Asked) -> tuple[li
     return bits, counts, collected
 
 
+def together() -> dict[str, Any]:
+    """Return how many of 1,100 tensors that stay as they are were reduced at once, and whether each has its own numbers."""
+    groups: list[int] = []
+    plain = TorchStatsRows.add_all
+
+    def counted(self: TorchStatsRows, tensors: Any, rows: Any) -> None:
+        groups.append(len(tensors))
+        plain(self, tensors, rows)
+
+    TorchStatsRows.add_all = counted  # type: ignore[method-assign]
+    tape = Tape(TorchLibrary())
+    with tape.batched():
+        values = [tape.value(torch.full((3,), float(i), device=DEVICE), STATS) for i in range(1100)]
+    TorchStatsRows.add_all = plain  # type: ignore[method-assign]
+    means = tape.drain(0, Place()).numbers()["mean"]
+    return {"groups": groups, "right": [means[value.row] for value in values] == [*range(1100)]}
+
+
 def told(collected: list[Any]) -> list[str]:
     """Return all that steps tell."""
     records = (record for step_data in collected for record in step_data.records())
@@ -122,6 +144,7 @@ def is_close(a: list[Any], b: list[Any]) -> bool:
 def main() -> None:
     """Print a line a plan."""
     asked = Asked(register())
+    print(json.dumps({"plan": "together", **together()}), flush=True)
     bare, without, _ = train(DEVICE, None, asked)
     for name, plan in PLANS.items():
         bits, counts, collected = train(DEVICE, plan, asked)
