@@ -18,11 +18,16 @@ from trainprobe.engine.arrays.torch_rows import Transfer
 from trainprobe.engine.probe import MOST_ON_THEIR_WAY
 from trainprobe.engine.storage.dumps import read_step
 from trainprobe.engine.storage.dumps.log import read_log
+from trainprobe.engine.storage.writer import flush_all
 from trainprobe.errors import StopTraining
 from trainprobe.monitor.black_box.box import BOX_FILE
 
 EVERY = {"activations": True, "activation_gradients": True, "parameters": True, "gradients": True, "optimizer_state": True}
 MONITOR = {"level": "off", "sinks": ["jsonl"], "monitor": EVERY}
+FEATURES = {
+    **MONITOR,
+    "monitor": {**EVERY, "features": {"formats": {"formats": ["fp8_e4m3"], "scale": "amax"}, "weights": True}},
+}
 
 
 @pytest.fixture
@@ -64,7 +69,9 @@ def numbers(folder: Path) -> list[Any]:
 
 
 @pytest.mark.parametrize("scale", [1.0, 1024.0], ids=["", "scaled"])
-@pytest.mark.parametrize("plan", [MONITOR, {"level": "L0", "sinks": ["jsonl"]}, {**MONITOR, "black_box": True}], ids=str)
+@pytest.mark.parametrize(
+    "plan", [MONITOR, {"level": "L0", "sinks": ["jsonl"]}, {**MONITOR, "black_box": True}, FEATURES], ids=str
+)
 def test_what_is_written_is_the_same_and_in_order(tmp_path, monkeypatch, plan, scale):
     train(tmp_path / "at once", plan, scale=scale)
     monkeypatch.setattr(Transfer, "arrived", lambda self: False)
@@ -91,12 +98,21 @@ def test_flush_hands_over_all_and_so_does_a_reader_of_this_process(tmp_path, lat
     seen = []
 
     def each(probe: Any, step: int) -> None:
-        if step == 2:
-            probe.flush()
-        seen.append(len(numbers(tmp_path)) if step in (2, 4) else None)
+        if step in (2, 4):
+            probe.flush() if step == 2 else flush_all()
+            seen.append(len(numbers(tmp_path)))
 
-    train(tmp_path, {**MONITOR, "sinks": ["jsonl"]}, each=each)
-    assert seen[2] == 3 and len(numbers(tmp_path)) == 7
+    train(tmp_path, MONITOR, each=each)
+    assert seen == [3, 5]
+
+
+def test_a_writer_that_closes_as_the_program_ends_is_handed_the_rest(tmp_path, late):
+    def each(probe: Any, step: int) -> None:
+        if step == 6:
+            probe.writer.close()
+            assert [step for step, _ in numbers(tmp_path)] == [*range(7)]
+
+    train(tmp_path, MONITOR, each=each)
 
 
 def test_a_rule_that_may_stop_the_run_stops_it_in_its_step(tmp_path, late):
