@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from trainprobe.engine.arrays.numpy_rows import NumpyStatsRows, refusal
-from trainprobe.engine.core.library import Arrived
 from trainprobe.engine.core.records import Opaque
 from trainprobe.engine.core.shards import Shard
 
@@ -49,6 +48,21 @@ class HostCopy:
     def nbytes(self) -> int:
         """Bytes of the copy."""
         return len(self.data)
+
+
+class Arrived:
+    """A transfer that is done: the arrays are there."""
+
+    def __init__(self, arrays: list[npt.NDArray[Any]]) -> None:
+        self._arrays = arrays
+
+    def arrived(self) -> bool:
+        """Return True."""
+        return True
+
+    def arrays(self) -> list[npt.NDArray[Any]]:
+        """Return the arrays."""
+        return self._arrays
 
 
 class HostStatsRows:

@@ -106,8 +106,8 @@ class TorchStatsRows:
         with without_dispatch(), torch.no_grad():
             if t.is_cpu and t.dtype in self._codes and not (t.is_neg() or t.is_conj()):
                 return [self._add_piece(_piece(t.detach(), shard, each), each) for each in rectangles_of(shard) if t.numel()]
-            row = self._blank()
-            self._placed_on(t.device)[row] = self._devices[t.device].add_share(t, shard)
+            placed, row = self._placed_on(t.device), self._blank()
+            placed[row] = self._devices[t.device].add_share(t, shard)
         return [row]
 
     def _add_piece(self, t: Tensor, at: Rectangle) -> int:

@@ -40,21 +40,6 @@ class Transfer(Protocol):
         ...
 
 
-class Arrived:
-    """A transfer that is done: the arrays are there."""
-
-    def __init__(self, arrays: list[npt.NDArray[Any]]) -> None:
-        self._arrays = arrays
-
-    def arrived(self) -> bool:
-        """Return True."""
-        return True
-
-    def arrays(self) -> list[npt.NDArray[Any]]:
-        """Return the arrays."""
-        return self._arrays
-
-
 class StatsRows(Protocol):
     """A row buffer: partials of tensors, a row each, on the devices that hold the tensors (see engine.arrays)."""
 
