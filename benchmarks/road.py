@@ -1,10 +1,13 @@
 """The road of one value from the hook to the disk: Python calls of the package for each further value of a step, and files.
 
-    python -m benchmarks.road [--compiled]
+    python -m benchmarks.road [--compiled | --stand-in]
 
 Two models of one width and unequal depth train under the same plan (statistics, a dump). All Python calls of the package in
 one collected step are counted with `sys.setprofile`, in the training's thread and in the writer's; the difference between the
 two models, divided by how many values more the deeper one has, is what a value costs. Prints one JSON line a level.
+
+`--stand-in` (needs g++, and a minute and a half the first time) trains on the stand-in accelerator of `tests/stand_in`, whose
+values are reduced on the device and come to the host later.
 
 `--compiled` (a minute; needs gcc and gcov) builds the compiled part with counters and tells in which of its files a function
 runs once more for each further layer of each step: `compiled_files` of a forward pass without gradients, where a layer is a
@@ -36,14 +39,15 @@ SHALLOW, DEEP, STEPS = 8, 40, 4
 LEVELS = ("L0", "L1", "mix")
 
 
-def counted(layers: int, level: str, trained: int) -> tuple[Counter[str], int]:
+def counted(layers: int, level: str, trained: int, device: str = "cpu") -> tuple[Counter[str], int]:
     """Return the calls of the last of a few steps by file and function, and how many values that step has.
 
-    trained: how many layers, the last ones, train; the others are frozen.
+    trained: how many layers, the last ones, train; the others are frozen. device: of the model.
     """
     torch.manual_seed(0)
     torch.set_grad_enabled(trained > 0)
-    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(layers)))
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(layers))).to(device)
+    inputs = torch.ones(4, 8, device=device)
     model[: layers - trained].requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     calls: Counter[str] = Counter()
@@ -68,7 +72,7 @@ def counted(layers: int, level: str, trained: int) -> tuple[Counter[str], int]:
                         counting.append(True)
                     with probe.step():
                         optimizer.zero_grad()
-                        loss = model(torch.ones(4, 8)).sum()
+                        loss = model(inputs).sum()
                         if trained:
                             loss.backward()
                             optimizer.step()
@@ -80,14 +84,15 @@ def counted(layers: int, level: str, trained: int) -> tuple[Counter[str], int]:
     return calls, values[-1]
 
 
-def road(level: str) -> dict[str, Any]:
+def road(level: str, device: str = "cpu") -> dict[str, Any]:
     """Return the Python calls that one further value of a step costs at a level, and the files in which they are."""
-    (shallow, few), (deep, many) = counted(SHALLOW, level, SHALLOW), counted(DEEP, level, DEEP)
+    (shallow, few), (deep, many) = (counted(layers, level, layers, device) for layers in (SHALLOW, DEEP))
     least = (DEEP - SHALLOW) / 4  # a thread that waits once more is no cost of a value
     more = {name: n - shallow[name] for name, n in deep.items() if n - shallow[name] > least}
     return {
         "figure": "road",
         "level": level,
+        "device": device,
         "calls_a_value": round(sum(more.values()) / (many - few), 2),
         "files": sorted({name.partition(":")[0] for name in more}),
         "calls_a_step": sum(shallow.values()),
@@ -144,9 +149,15 @@ def main() -> None:
     """Print the calls and the files a value."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--compiled", action="store_true", help="the files of the compiled part; needs gcc and gcov")
-    if not parser.parse_args().compiled:
+    parser.add_argument("--stand-in", action="store_true", help="on the stand-in accelerator; needs g++")
+    asked = parser.parse_args()
+    if asked.stand_in:
+        from tests.stand_in import register
+
+        register()
+    if not asked.compiled:
         for level in LEVELS:
-            sys.stdout.write(json.dumps(road(level)) + "\n")
+            sys.stdout.write(json.dumps(road(level, "npu:0" if asked.stand_in else "cpu")) + "\n")
         return
     with tempfile.TemporaryDirectory() as name:
         counters = built_with_counters(Path(name))

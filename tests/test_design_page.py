@@ -35,6 +35,13 @@ def roads() -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
+def device_roads() -> dict[str, dict[str, Any]]:
+    if shutil.which("g++") is None:
+        pytest.skip("the stand-in accelerator is compiled with g++")
+    return printed("--stand-in")
+
+
+@pytest.fixture(scope="module")
 def compiled_roads() -> dict[str, dict[str, Any]]:
     if shutil.which("gcc") is None or shutil.which("gcov") is None:
         pytest.skip("gcc and gcov count what runs in the compiled part")
@@ -54,6 +61,16 @@ def test_the_road_of_a_tensor_is_as_long_as_the_page_says(level, roads):
     measured = roads[level]
     assert [round(measured["calls_a_value"]), len(measured["files"])] == said(level)[:2], measured
     assert said(level)[0] <= 30
+    assert all(f"`{name}`" in PAGE for name in measured["files"]), measured
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_road_of_a_tensor_on_a_device_is_as_long_as_the_page_says(level, device_roads):
+    measured = device_roads[level]
+    row = re.search(rf"\| `{level}` on a device \| (\d+) \| (\d+) \|", PAGE)
+    assert row is not None and [round(measured["calls_a_value"]), len(measured["files"])] == [*map(int, row.groups())], measured
+    assert measured["calls_a_value"] <= 15 and len(measured["files"]) <= 10
     assert all(f"`{name}`" in PAGE for name in measured["files"]), measured
 
 

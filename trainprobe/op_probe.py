@@ -30,6 +30,8 @@ class OpProbe(Probe):
     level: "mix", or "L1" where there is no model. on_error: as in a plan.
     """
 
+    at_once = True  # values are held until they are judged
+
     def __init__(
         self,
         settings: OpCheckPlan,

@@ -204,6 +204,7 @@ class Probe(EngineProbe):
         from trainprobe.plan_changes import changed_plan
 
         plan = changed_plan(self.plan, fields)
+        self.settle()  # steps that have ended are judged by the plan that they ran under
         for name, schedule in changed_schedules(self.parts, plan, self._maker).items():
             self._by_name[name].changed(plan, schedule)
         self.scheduler.follow()
@@ -269,10 +270,12 @@ class Probe(EngineProbe):
 
     def _keep(self, key: str, t: Any, value: Any, cut: int) -> None:
         copied = self.backend.copy(t, self.parts.cuts[cut - 1] if cut else None)
+        self._store()
         if self.writer is not None:
             self.writer.submit_tensor(self.step_number, key, copied)
 
     def _keep_chunk(self, chunk: Any) -> None:
+        self._store()
         if self.writer is not None:
             self.writer.submit_chunk(self.step_number, chunk)
 

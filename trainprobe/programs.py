@@ -33,11 +33,10 @@ class DumpProgram(Program):
         super().__init__("dump", making.schedules["dump"])
         self._parts = making.parts
 
-    def prepare(self, step_data: StepData) -> None:
-        """Divide scaled gradients by the loss scale, before anything is judged or written."""
-        unscale = getattr(self._parts.states, "unscale", None)
-        if unscale is not None:
-            unscale(step_data)
+    def collected(self) -> Callable[[StepData], object] | None:
+        """Return what divides scaled gradients by the loss scale, before anything is judged or written."""
+        unscale = getattr(self._parts.states, "unscaling", None)
+        return unscale() if unscale is not None else None
 
 
 def programs_of(making: Making) -> dict[str, Program]:
@@ -72,15 +71,14 @@ def _black_box(making: Making) -> Program:
     detail = plan.base_detail
     wanted = detail.statistics if detail.wants_statistics else ()
 
-    def not_recorded(step_data: StepData) -> Mapping[str, Any]:
-        """Return what the record of a step lacks: its batches, and the random state."""
+    def batches(step_data: StepData) -> Mapping[str, Any]:
+        """Return what the record of a step lacks: its batches."""
         audited: Any = getattr(audit, "last", None)
         facts = audited.facts if audited is not None and audited.step == step_data.step else None
-        batches = list(facts.batches) if facts is not None else list(step_data.batches)
-        return {"batches": batches, **backend.random_state()}
+        return {"batches": list(facts.batches) if facts is not None else list(step_data.batches)}
 
     about = {"framework": backend.name, "level": plan.level, "task": plan.task, "wanted": wanted}
-    box = BlackBoxProgram(validate(plan.black_box or True), about, not_recorded)
+    box = BlackBoxProgram(validate(plan.black_box or True), about, batches, lambda: backend.random_state())
     making.parts.follow(box.position)
     return box
 

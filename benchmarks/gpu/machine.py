@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,20 @@ class Machine:
         """Wait until the device has done all that it was given."""
         if self.device != "cpu":
             torch.get_device_module(self.device).synchronize()
+
+
+def copy_bandwidth(machine: Machine) -> float:
+    """Return the bytes a second that a copy on the device reads and writes: the best of three, of 256 MB."""
+    source = torch.zeros(1 << (20 if machine.rehearse else 27), dtype=torch.int16, device=machine.device)
+    target, best = torch.empty_like(source), float("inf")
+    for _ in range(4):
+        machine.wait()
+        begun = time.perf_counter()
+        for _ in range(10):
+            target.copy_(source)
+        machine.wait()
+        best = min(best, time.perf_counter() - begun)
+    return 10 * 2 * source.nbytes / best
 
 
 SHAPES = {

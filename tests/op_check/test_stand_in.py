@@ -27,11 +27,6 @@ def environment() -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("build")
-
-
-@pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A reference machine on this one's loopback."""
     with socket.socket() as free:
@@ -51,15 +46,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     process.wait(30)
 
 
-def report(build: Path, kernel: str, output: Path, *server: str) -> dict[str, Any]:
-    command = [sys.executable, str(PROGRAM), str(build), kernel, str(output), *server]
+def report(kernel: str, output: Path, *server: str) -> dict[str, Any]:
+    command = [sys.executable, str(PROGRAM), kernel, str(output), *server]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment(), check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return json.loads(done.stdout.rpartition("REPORT ")[2])
 
 
-def test_a_device_without_a_wrong_kernel_is_not_accused(build: Path, tmp_path: Path) -> None:
-    found = report(build, "none", tmp_path)
+def test_a_device_without_a_wrong_kernel_is_not_accused(tmp_path: Path) -> None:
+    found = report("none", tmp_path)
     assert found["offline"] == []
     assert found["training"] == []
     assert found["calls"] > 300
@@ -75,10 +70,10 @@ def test_a_device_without_a_wrong_kernel_is_not_accused(build: Path, tmp_path: P
     ],
 )
 def test_the_wrong_kernel_is_named_first_and_no_other(
-    kernel: str, first: str, others: set[str], build: Path, server: str, tmp_path: Path
+    kernel: str, first: str, others: set[str], server: str, tmp_path: Path
 ) -> None:
     far = () if kernel == "strided" else (server,)
-    found = report(build, kernel, tmp_path, *far)
+    found = report(kernel, tmp_path, *far)
     direction = "backward" if kernel == "backward" else "forward"
     for said in (found["offline"], found["training"]):
         assert said[0].startswith(first)

@@ -5,6 +5,7 @@
     moment(name, …)            something happens inside the step: "micro", "optimizer", "optimizer_done" …
     note(name, value)          a scalar of the step: loss, lr, grad_norm …
     end_step()                 the taps are removed, the tape crosses to the host once, the writer gets the collected step
+                               (of a device, with a later step, once its numbers are there)
     close()                    everything is written; what could not be seen is reported
 
 What a plan asks for are its programs (`engine.program`); the scheduler installs their taps (`engine.scheduling`). `Probe` knows
@@ -13,13 +14,16 @@ no tensor library and no framework: `trainprobe.probe` composes it from a plan.
 
 from __future__ import annotations
 
+import os
+import threading
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainprobe.engine.capture.pauses import Pauses
 from trainprobe.engine.core.console import Console
-from trainprobe.engine.core.guard import Guard, attempt, fault_text
+from trainprobe.engine.core.guard import Guard, Part, attempt, fault_text, simply
 from trainprobe.engine.core.records import Finding, Place, StepData
 from trainprobe.engine.core.scope import selected, selects
 from trainprobe.engine.core.stacks import Stacks, used_by
@@ -38,6 +42,19 @@ if TYPE_CHECKING:
     from trainprobe.engine.storage.writer import Writer
 
 Watcher = Callable[[StepData], Sequence[Finding]]
+MOST_ON_THEIR_WAY = 4  # steps; of more, the oldest is waited for: by then the device is as many steps behind
+
+
+class _OnItsWay(NamedTuple):
+    """A collected step whose numbers come from a device.
+
+    looks: whether calls of the model should be in it. prepare: what programs do with it first, each with its part.
+    """
+
+    number: int
+    tape: Tape
+    looks: bool
+    prepare: Sequence[tuple[str, Callable[[StepData], object]]]
 
 
 class Probe:
@@ -46,6 +63,8 @@ class Probe:
     programs: what the plan asks for. new_tape: makes the tape of a step. find_place: learns where this process stands.
     open_writer: opens what gets the collected steps. notes: return what could not be seen, and why.
     """
+
+    at_once = False  # each step is judged as it ends: a device is waited for
 
     def __init__(
         self,
@@ -85,10 +104,15 @@ class Probe:
         self._notes = tuple(notes)
         self._listeners: dict[str, list[Callable[..., None]]] = {}
         self._inside = False
+        self._stores = False  # the step that has begun hands values to the writer, which takes step after step
+        self._on_their_way: deque[_OnItsWay] = deque()
+        self._settling = threading.RLock()  # who waits for the writer may be on any thread
+        self._process = os.getpid()
         self._first_step: int | None = None
         self._unmatched_selections = UnmatchedSelections(plan)
         self._defined: dict[str, tuple[Program, ...]] = {}  # by the name of an event
         guard._on_finding = self.report
+        guard.on_trip(self._hand_over_unjudged)
         guard.on_trip(self._remove)
         for program in self.programs:
             program.attached(self)
@@ -113,6 +137,8 @@ class Probe:
         """
         if self._inside:
             raise UsageError(f"step {self.step_number} has not ended: call end_step() before begin_step()")
+        if self._on_their_way:
+            self.guard.run(self._settle)
         self.step_number = self.step_number + 1 if number is None else number
         self._first_step = self.step_number if self._first_step is None else self._first_step
         self._inside = True
@@ -139,7 +165,9 @@ class Probe:
     def end_step(self, *, complete: bool = True) -> StepData | None:
         """End the step; of a collected one, return the collected step that was handed to the writer.
 
-        complete: False marks a step that an error cut short.
+        complete: False marks a step that an error cut short. Returns None too while the numbers come from a device: the step
+        is judged and handed over when a later one begins or ends, or by `settle`, `flush` and `close`. None is waited for,
+        unless the step is audited, stores values or was cut short, or a rule may stop the run.
 
         Raises StopTraining, once all of the step is handed over, when a rule with the action "stop" found something.
         """
@@ -148,6 +176,8 @@ class Probe:
             self.guard.keep_on(self._remove)  # what torch held back while the fault came
         try:
             if self.tape is None:
+                if self._on_their_way:
+                    self.guard.run(self._settle)
                 return None
             self.guard.run(self._remove, complete)
             return self.guard.run(self._finish, complete)
@@ -176,6 +206,7 @@ class Probe:
         if self._inside:
             self.end_step(complete=False)
         self.guard.keep_on(self._remove)
+        self.settle()
         self.closed = True
         self._call("closing")
         self.guard.run(self._say_what_never_came)
@@ -237,8 +268,19 @@ class Probe:
 
     def interrupted(self, error: BaseException) -> None:
         """Tell the programs that this error ends the training."""
+        self.settle()
         when = f"after step {self.step_number}" if self.step_number >= 0 else "before its first step"
         self._call("interrupted", f"{type(error).__name__} ended the training {when}")
+
+    def settle(self) -> None:
+        """Wait for the numbers that are still on their way from a device; judge their steps and hand them to the writer."""
+        if self._on_their_way:
+            self.guard.run(self._settle, True)
+
+    @property
+    def running(self) -> Sequence[str]:
+        """The names of the programs that want the step, of the last one where none is under way."""
+        return self._running.names
 
     def flush(self, timeout_s: float | None = None) -> None:
         """Wait until everything that was handed to the writer is on disk, at most `timeout_s` seconds."""
@@ -302,12 +344,14 @@ class Probe:
 
     def _start_recording(self) -> None:
         self.reporter.writer = self._open_writer(self.place)
+        self.reporter.writer.hand_in = self.settle
         if self.plan.on_existing == "continue":
             self._call("continued")
 
     def _begin(self) -> None:
         for program in self._at("begins"):
             self.guard.part(program.part, program.begins, self.step_number)
+        self._stores = False
         running = self.scheduler.at(self.step_number)
         if running.names and self.plan.wants_rank(self.place.rank):
             if self.writer is None:
@@ -347,17 +391,62 @@ class Probe:
 
     def _finish(self, complete: bool) -> StepData | None:
         tape, self.tape = self.tape, None
-        assert tape is not None and self.writer is not None
-        step_data = tape.drain(self.step_number, self.place, complete=complete, **self._about_step())
+        assert tape is not None
+        number = self.step_number
+        tape.send(number, self.place, complete=complete, **self._about_step())
+        looks = complete and self._running.looks and not self._only_collects()
+        made = [(program.part, self.guard.part(program.part, program.collected)) for program in self._at("collected")]
+        prepare = [(part, call) for part, call in made if call is not None]
+        self._on_their_way.append(_OnItsWay(number, tape, looks, prepare))
+        wait = not complete or self._stores or self.at_once
+        return self._settle(wait or any(self.guard.part(p.part, p.at_once, number) for p in self._at("at_once")))
+
+    def _settle(self, wait: bool = False) -> StepData | None:
+        """Judge and hand over, in order, the steps whose numbers have come; return the last one, if none is left behind it.
+
+        wait: for all; otherwise MOST_ON_THEIR_WAY may stay.
+        """
+        if os.getpid() != self._process:  # a fork: its parent has them
+            self._on_their_way.clear()
+        step_data: StepData | None = None
+        with self._settling:
+            while self._on_their_way:
+                first = self._on_their_way[0]
+                if not (wait or len(self._on_their_way) > MOST_ON_THEIR_WAY or first.tape.arrived()):
+                    return None
+                self._on_their_way.popleft()
+                step_data = self._received(first)
+        return step_data
+
+    def _prepared(self, step: _OnItsWay, part: Part) -> StepData:
+        """Return a step whose numbers are waited for, once each program has corrected what was recorded."""
+        step_data = step.tape.receive()
+        for name, call in step.prepare:
+            part(name, call, step_data)
+        for program in self._at("prepare"):
+            part(program.part, program.prepare, step_data)
+        return step_data
+
+    def _hand_over_unjudged(self) -> None:
+        """Hand over what was collected before a fault disabled the tool."""
+        while self._on_their_way and self.writer is not None and os.getpid() == self._process:
+            step_data = self._prepared(self._on_their_way.popleft(), simply)
+            if selects(self.plan):
+                step_data.calls, _ = selected(step_data.calls, self.plan, self._framework)
+            self.writer.submit(step_data)
+
+    def _received(self, step: _OnItsWay) -> StepData:
+        assert self.writer is not None
+        step_data = self._prepared(step, self.guard.part)
         if self._stacks is not None:
             step_data.stacks = used_by(step_data.calls, self._stacks.text())
         self._unmatched_selections.saw(step_data)
-        if complete and self._running.looks and not step_data.calls and not step_data.scalars and not self._only_collects():
-            self.reporter.report_once(_saw_nothing(self.step_number), key="nothing was seen")
-        for fault in tape.library.faults():
-            self.reporter.report_once(Finding("kernels", "warning", fault, step=self.step_number))
-        self.collected += complete
-        self.cut_short += not complete
+        if step.looks and not step_data.calls and not step_data.scalars:
+            self.reporter.report_once(_saw_nothing(step.number), key="nothing was seen")
+        for fault in step.tape.library.faults():
+            self.reporter.report_once(Finding("kernels", "warning", fault, step=step.number))
+        self.collected += step_data.complete
+        self.cut_short += not step_data.complete
         found = self._judge(step_data)
         for finding in found:
             self.report(finding)
@@ -370,11 +459,14 @@ class Probe:
         return step_data
 
     def _judge(self, step_data: StepData) -> list[Finding]:
-        """Return what the programs find in a step; each may correct first what was recorded."""
-        for program in self._at("prepare"):
-            self.guard.part(program.part, program.prepare, step_data)
+        """Return what the programs find in a step."""
         judged = [self.guard.part(program.part, program.judge, step_data) or () for program in self._at("judge")]
         return [finding for found in (*judged, *(watch(step_data) for watch in self.watchers)) for finding in found]
+
+    def _store(self) -> None:
+        """Values of the step go to the writer from now on, which is given the steps before it first."""
+        self._stores = True
+        self.settle()
 
     def _only_collects(self) -> bool:
         """Tell whether the step computed gradients that no update has used yet, so that a monitor has nothing to see."""

@@ -11,6 +11,8 @@ A program says which taps look at which steps (its `Schedule`), and is called at
     journal(step)                        where the tape of a collected step is recorded while it runs
     moment(name, *values)                something happens inside a step (see `Probe.moment`)
     paused(), resumed()                  the program that trains asks for a pause, or ends it
+    collected()                          a collected step has ended, and its numbers may still be on their way from a device;
+                                         returns what is to be done with it before `prepare`, by what is known now
     prepare(step_data)                   a collected step has come to the host; nothing is judged yet
     judge(step_data)                     returns what is wrong with it
     decide(found)                        returns what is to be done about it
@@ -104,6 +106,16 @@ class Program:
 
     def resumed(self) -> None:
         """Forward calls are taken again."""
+
+    def at_once(self, step: int) -> bool:
+        """Tell whether a collected step has to be judged as it ends, so that a device is waited for."""
+        return False
+
+    def collected(self) -> Callable[[StepData], object] | None:
+        """A collected step has ended. Return what is called with it once its numbers have come, before `prepare`.
+
+        The next steps may have begun by then, so that the function holds whatever of the program changes with a step.
+        """
 
     def prepare(self, step_data: StepData) -> None:
         """A collected step has come to the host: correct what was recorded, before anything is judged or written."""

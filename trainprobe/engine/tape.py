@@ -23,7 +23,7 @@ import numpy.typing as npt
 from trainprobe.compiled import recording
 from trainprobe.engine.core.containers import MOST, children
 from trainprobe.engine.core.guard import attempt, fault_text
-from trainprobe.engine.core.library import Deferred, Library, Reading, StatsRows
+from trainprobe.engine.core.library import Deferred, Library, Reading, StatsRows, Transfer
 from trainprobe.engine.core.naming import utf8
 from trainprobe.engine.core.records import NOT_WRITTEN, Call, Feature, Kind, Opaque, Phase, Place, StepData, ToBeWritten, Value
 from trainprobe.engine.core.shards import Shard, is_cut, mesh_shard
@@ -81,6 +81,12 @@ class Tape:
         self._share_rows: StatsRows | None = None
         self._shares: list[tuple[Value, list[int]]] = []  # each with the rows whose fingerprints make up its share
         self._deferred: list[Deferred] = []
+        self._buffers: list[
+            tuple[StatsRows, list[Value]]
+        ] = []  # of the step that was sent, with the blocks that are on their way
+        self._blocks: list[tuple[StatsRows, list[Any]]] = []
+        self._transfer: Transfer | None = None
+        self._about: dict[str, Any] = {}
         self._features: list[tuple[Deferred, str, Sequence[str], int, int, Reading | None]] = []
         self.micro = 0
         self.micro_given = False
@@ -91,7 +97,6 @@ class Tape:
         self._plain = library.plain
         self._dtypes = library.dtype_text
         self._stats_rows: dict[int, tuple[StatsRows, list[Value]]] = {}
-        self._batched = False
         self._above: set[int] = set()  # those that hold what is looked at
         self._counts: dict[tuple[str, str], int] = {}
         self._noted: list[tuple[Value, Value]] = []
@@ -104,6 +109,7 @@ class Tape:
             self._rare,
             self._keep_at,
             self._about_dtype,
+            self._one_by_one,
         )
         self.value, self.tree = self.native.value, self.native.tree
         self.touched, self.forget_all = self.native.touched, self.native.forget_all
@@ -167,22 +173,24 @@ class Tape:
 
     @contextmanager
     def batched(self) -> Generator[None, None, None]:
-        """Look at tensors that stay as they are until this ends: a device may reduce them all at once."""
-        self._batched = True
-        for stats_rows, _ in self._stats_rows.values():
-            stats_rows.batched(True)
+        """Look at tensors that stay as they are until this ends: a device reduces them all at once."""
+        held = self.native.hold()
         try:
             yield
         finally:
-            self._batched = False
-            for stats_rows, _ in self._stats_rows.values():
-                stats_rows.batched(False)
+            self.native.release(held)
+
+    def _one_by_one(self, stats_rows: Any, tensors: Sequence[Any], values: Sequence[Value]) -> None:
+        """Reduce tensors of devices that could not be reduced together; one that cannot at all has a note and no numbers."""
+        for t, value in zip(tensors, values, strict=True):
+            fault = attempt(stats_rows.add_all, [t], [value.row], otherwise=fault_text)
+            if isinstance(fault, str):
+                value.row, value.note = -1, f"not looked at: {fault}"
 
     def _rows_for(self, kinds: int) -> tuple[StatsRows, list[Value]]:
         stats_rows = self._stats_rows.get(kinds)
         if stats_rows is None:
             stats_rows = self._stats_rows[kinds] = (self.library.stats_rows(kinds), [])
-            stats_rows[0].batched(self._batched)
         return stats_rows
 
     def _open_rows(self, kinds: int) -> tuple[StatsRows, Any, list[Value]]:
@@ -219,7 +227,7 @@ class Tape:
                 if self.awaits is not None:
                     self.awaits(t, partial(self._arrived, value, flags))
             else:
-                value = self._reduce(inner, flags, inner)
+                value = self.native.shard(inner, flags) or self._reduce(inner, flags, inner)
                 value.requires_grad = bool(t.requires_grad)
                 value.type = kind
                 value.shape = _shape(t)
@@ -371,18 +379,39 @@ class Tape:
 
     def drain(self, step: int, place: Place, **about: Any) -> StepData:
         """Bring the numbers to the host, once a device, and return the collected step; the tape is then empty."""
+        self.send(step, place, **about)
+        return self.receive()
+
+    def send(self, step: int, place: Place, **about: Any) -> None:
+        """End the step: have its numbers brought to the host, once a device. Waits for none that can come by themselves."""
         if self._arena is not None:
             self._arena.flush()
+        self._deferred = [c for c in self._deferred if c.tensor is not None and not self.library.refusal(c.tensor)]
+        self._buffers = list(self._stats_rows.values())
+        apart = [rows for rows in (self._batch_rows, self._share_rows) if rows is not None]
+        self._blocks = [(rows, rows.blocks()) for rows in (*(rows for rows, _ in self._buffers), *apart)]
+        waiting = [*(t for _, some in self._blocks for t in some), *(c.tensor for c in self._deferred)]
+        self._transfer = self.library.to_host(waiting) if waiting else None
+        self._noted += self.native.noted or ()
+        self._about = {"step": step, "place": place, **about}
+        self.native.reset()
+
+    def arrived(self) -> bool:
+        """Tell whether all numbers of the step that was sent are on the host."""
+        return self._transfer is None or self._transfer.arrived()
+
+    def receive(self) -> StepData:
+        """Return the collected step that was sent, once its numbers are there; the tape is then empty."""
         partials: list[npt.NDArray[np.float64]] = []
         extras: dict[str, dict[int, Any]] = {name: {} for name in self.library.extras}
         sums: list[npt.NDArray[np.uint64]] = []
         crc: dict[int, str] = {}
         base = 0
         values: list[Value] = []
-        buffers = list(self._stats_rows.values())
+        buffers, self._buffers = self._buffers, []
         has_sums = any(kinds & CHECKSUM for kinds in self._stats_rows)
         apart = [self._batch_rows, self._share_rows]
-        drained = self._to_host([*(stats_rows for stats_rows, _ in buffers), *(rows for rows in apart if rows is not None)])
+        drained = self._drained()
         rest = iter(drained[len(buffers) :])
         batches, shares = ([] if rows is None else [int(n) for n in next(rest)[1]] for rows in apart)
         self._batch_rows = self._share_rows = None
@@ -403,13 +432,11 @@ class Tape:
                 crc[base + i] = f"{c:08x}"
             values = values + owned if values else owned  # no copy of the one list that there is as a rule
             base += len(rows)
-        for twin, value in self._all_noted():
+        for twin, value in self._noted:  # each value before its twins; until now rows were counted from their buffer's first
             if twin.row >= 0:
                 twin.row = value.row
         rows = partials[0] if len(partials) == 1 else np.concatenate(partials) if partials else np.zeros((0, len(PARTIALS)))
         step_data = StepData(
-            step=step,
-            place=place,
             calls=self.calls,
             values=values,
             partials=rows,
@@ -421,28 +448,20 @@ class Tape:
             features=self._read_features(),
             batches=self._join_batches(batches),
             shares=self._join_shares(shares),
-            **about,
+            **self._about,
         )
         self.calls, self.values, self.scalars = [], [], {}
         self._stats_rows, self._counts, self._noted = {}, {}, []
-        self.native.reset()
         return step_data
 
-    def _to_host(self, buffers: Sequence[StatsRows]) -> list[tuple[npt.NDArray[np.float64], Any, Any]]:
-        """Bring all that is on devices to the host, in one transfer a device, and drain these buffers."""
-        deferred = [c for c in self._deferred if c.tensor is not None and not self.library.refusal(c.tensor)]
-        self._deferred = []
-        blocks = [stats_rows.blocks() for stats_rows in buffers]
-        waiting = [*(t for some in blocks for t in some), *(c.tensor for c in deferred)]
-        arrays = iter(self.library.to_host(waiting) if waiting else ())
-        drained = [stats_rows.drain([next(arrays) for _ in some]) for stats_rows, some in zip(buffers, blocks, strict=True)]
-        for c in deferred:
+    def _drained(self) -> list[tuple[npt.NDArray[np.float64], Any, Any]]:
+        """Drain the buffers, with what came from devices; what is deferred has its numbers then."""
+        arrays = iter(self._transfer.arrays() if self._transfer is not None else ())
+        drained = [stats_rows.drain([next(arrays) for _ in some]) for stats_rows, some in self._blocks]
+        for c in self._deferred:
             c.numbers, c.tensor = next(arrays), None
+        self._transfer, self._blocks, self._deferred = None, [], []
         return drained
-
-    def _all_noted(self) -> list[tuple[Value, Value]]:
-        """Return (twin, value), each value before its twins. Until now rows were counted from the beginning of their buffer."""
-        return [*self._noted, *(self.native.noted or ())]
 
     def _join_batches(self, sums: Sequence[int]) -> list[int]:
         batches, self._batches = self._batches, []

@@ -132,7 +132,8 @@ class PlainCallback:
             self.session.note("loss_scale", getattr(scaler, "_scale", None))
             self.session.note("step_skipped", float(self._updates == 0))
         stop = self.session.step_ends() is not None
-        for name, value in self.session.scalars().items():
+        due = getattr(getattr(trainer, "_logger_connector", None), "should_update_logs", True)
+        for name, value in self.session.scalars(wait=due).items():
             pl_module.log(name, value, on_step=True, on_epoch=False)
         self._report_findings(trainer)
         if self.session.may_stop and trainer.strategy.reduce_boolean_decision(stop, all=False):

@@ -93,6 +93,7 @@ class Session:
         probe.open(model, list(optimizers))
         if progress is not None and probe.parts.audit is not None:
             probe.parts.audit.follow(progress)
+        probe.watchers.append(self._keep_step)
         self.probe, self._model, self._place = probe, model, probe.place
         self._loop_hooks = follow(probe) if follow is not None else None
         self._inherit(probe, step, first)
@@ -177,9 +178,8 @@ class Session:
         if self.probe is None or self._open is None:
             return None
         self._last, self._open = self._open, None
-        self.step_data = None
         try:
-            self.step_data = self.probe.end_step(complete=complete)
+            self.probe.end_step(complete=complete)
         except StopTraining as stop:
             return stop
         return None
@@ -207,9 +207,14 @@ class Session:
         fresh, self._seen = self.findings[self._seen :], len(self.findings)
         return [finding for finding in fresh if finding.severity != "info"]
 
-    def scalars(self) -> dict[str, float]:
-        """Return a few numbers of the last step for the user's loggers; nothing when it was not collected."""
-        if self.step_data is None:
+    def scalars(self, *, wait: bool = True) -> dict[str, float]:
+        """Return a few numbers of the last step for the user's loggers; nothing when it was not collected.
+
+        wait: for a device that has not brought them yet; without it nothing is returned of such a step.
+        """
+        if self.probe is not None and wait:
+            self.probe.settle()
+        if self.step_data is None or self.step_data.step != self._last:
             return {}
         found = {"trainprobe/findings": float(sum(f.severity != "info" for f in self.findings))}
         norm = gradient_norm(self.step_data)
@@ -220,6 +225,8 @@ class Session:
     def state(self) -> dict[str, Any]:
         """Return what the rules remember, for the framework's checkpoint; ranks other than 0 keep theirs next to the output."""
         watcher, place = self._watcher, self._place
+        if self.probe is not None:
+            self.probe.settle()
         if watcher is None or place is None:
             return dict(self.inherited or {})
         step = -1 if self._last is None else self._last
@@ -229,6 +236,8 @@ class Session:
 
     def keep(self) -> None:
         """Write what the rules of this rank remember next to the output, for the run that goes on after the last step."""
+        if self.probe is not None:
+            self.probe.settle()
         watcher, place = self._watcher, self._place
         if watcher is None or place is None:
             return
@@ -240,6 +249,10 @@ class Session:
             return
         for old in sorted(path.parent.glob("rules_step*.json"), key=lambda p: p.stat().st_mtime)[:-KEPT]:
             old.unlink(missing_ok=True)
+
+    def _keep_step(self, step_data: StepData) -> tuple[()]:
+        self.step_data = step_data
+        return ()
 
     def _inherit(self, probe: Probe, step: int, first: int) -> None:
         """Let the rules go on from the checkpoint, or from the training before when this one continues it."""

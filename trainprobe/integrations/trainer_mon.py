@@ -136,6 +136,7 @@ class TrainerMon:
     def _of(self, kind: str, *slots: str) -> dict[str, dict[str, float]]:
         if self.probe is None:
             raise UsageError(_BEFORE.format("no numbers yet"))
+        self.probe.settle()
         records = self._step_data.records() if self._step_data is not None else ()
         return {
             r.site.name if kind == "parameter" else f"{r.site.name}.{r.site.slot}": dict(r.values)

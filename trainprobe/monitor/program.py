@@ -52,6 +52,10 @@ class MonitorProgram(Program):
         """Go on from what the rules of the earlier run remembered."""
         self._probe.report(resume_state(self.watcher, self._state_file()))
 
+    def at_once(self, step: int) -> bool:
+        """Tell whether a rule may stop the run, which is to happen before the next step."""
+        return any("stop" in options.actions for options in self.plan.rules.values())
+
     def prepare(self, step_data: StepData) -> None:
         """Drop calls of modules that the plan does not choose."""
         if self._choose is not None:
@@ -80,11 +84,13 @@ class MonitorProgram(Program):
 
     def keep(self, step: int) -> None:
         """Keep what the rules remember next to the output, for a run that goes on from the checkpoint of this step."""
+        self._probe.settle()
         if self._probe.writer is not None:
             self._probe.report(keep_state(self.watcher, self._state_file(f"rules_step{step}.json")))
 
     def go_on_from(self, step: int) -> None:
         """Go on from what was kept with the checkpoint of this step; the rules stay as they are where nothing was."""
+        self._probe.settle()
         self._probe.report(resume_state(self.watcher, self._state_file(f"rules_step{step}.json")))
 
     def _loss_unknown(self) -> str:

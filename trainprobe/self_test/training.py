@@ -97,6 +97,7 @@ def train(
             out.bits[f"loss of step {step}"] = bits_of(loss)
             out.bits |= {f"gradient of {name} in step {step}": bits_of(p.grad) for name, p in model.named_parameters()}
         if probe is not None:
+            probe.settle()
             out.findings = list(probe.findings)
     out.bits |= state_bits(model, optimizer, device)
     return out
@@ -120,12 +121,15 @@ def counted(into: list[int], device: str) -> Generator[None]:
         plain = getattr(torch.Tensor, name)
 
         def call(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-            seen[0] += self.device.type != "cpu" or (name == "cpu" and device == "cpu")
+            there = args[0] if name == "copy_" and self.device.type == "cpu" else self
+            seen[0] += (there.device.type != "cpu" and (name != "copy_" or there is not self)) or (
+                name == "cpu" and device == "cpu"
+            )
             return plain(self, *args, **kwargs)
 
         return call
 
-    names = ("cpu", "item", "tolist")
+    names = ("cpu", "item", "tolist", "copy_")
     plain = {name: getattr(torch.Tensor, name) for name in names}
     try:
         for name in names:

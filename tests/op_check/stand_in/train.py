@@ -1,6 +1,6 @@
 """Train a small GPT on the stand-in accelerator, one kernel of which is wrong, and print what op_check says of it as JSON.
 
-    python train.py BUILD_FOLDER KERNEL OUTPUT_FOLDER [HOST:PORT of a server]
+    python train.py KERNEL OUTPUT_FOLDER [HOST:PORT of a server]
 
 KERNEL: `none`, `forward` (GELU), `backward` (the gradient of layer norm) or `strided` (tanh of what does not lie in order).
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -19,29 +18,13 @@ os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
-from torch.utils.cpp_extension import load
 
 import trainprobe
+from tests.stand_in import register
 from trainprobe.demo.gpt import GPT, Shape
 from trainprobe.op_check.dump import check_dump, rank_folders
 
 aten = torch.ops.aten
-SOURCE = Path(__file__).with_name("stand_in.cpp")
-
-
-def register(build: str) -> None:
-    """Register the device as npu; compiling it the first time takes a minute and a half."""
-    torch.utils.rename_privateuse1_backend("npu")
-    device = load("stand_in", [str(SOURCE)], build_directory=build, extra_cflags=["-O0", "-w"])
-    module: Any = types.ModuleType("torch.npu")
-    module.is_available = module.is_initialized = lambda: True
-    module.device_count = lambda: 2
-    module.current_device, module.set_device = device.current_device, device.set_device
-    module._is_in_bad_fork = lambda: False
-    module.manual_seed = module.manual_seed_all = lambda seed: None
-    module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
-    torch._register_device_module("npu", module)
-    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
 
 
 def gelu(x: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:
@@ -85,8 +68,8 @@ class Model(nn.Module):
         return F.cross_entropy(scores.flatten(0, 1), x.flatten()) + turned.mean()
 
 
-def main(build: str, kernel: str, output: str, server: str = "") -> None:
-    register(build)
+def main(kernel: str, output: str, server: str = "") -> None:
+    register()
     library = torch.library.Library("aten", "IMPL")
     if kernel in KERNELS:
         library.impl(*KERNELS[kernel], "PrivateUse1")

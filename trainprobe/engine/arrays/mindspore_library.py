@@ -50,6 +50,21 @@ class HostCopy:
         return len(self.data)
 
 
+class Arrived:
+    """A transfer that is done: the arrays are there."""
+
+    def __init__(self, arrays: list[npt.NDArray[Any]]) -> None:
+        self._arrays = arrays
+
+    def arrived(self) -> bool:
+        """Return True."""
+        return True
+
+    def arrays(self) -> list[npt.NDArray[Any]]:
+        """Return the arrays."""
+        return self._arrays
+
+
 class HostStatsRows:
     """Rows of partials of HostArrays."""
 
@@ -57,9 +72,6 @@ class HostStatsRows:
         self._rows = rows
         self.blocks, self.drain, self.drain_extras = rows.blocks, rows.drain, rows.drain_extras
         self.peek = rows.peek
-
-    def batched(self, on: bool) -> None:
-        """Change nothing: what is on the host is reduced at once."""
 
     def add(self, t: HostArray) -> int:
         """Reduce a HostArray into a new row and return its number, or -1 when it has no statistics."""
@@ -97,9 +109,9 @@ class MindSporeLibrary:
         """Return an extra as it is; there are none."""
         return result
 
-    def to_host(self, tensors: Sequence[Any]) -> list[npt.NDArray[Any]]:
+    def to_host(self, tensors: Sequence[Any]) -> Arrived:
         """Bring small tensors to the host, each flattened."""
-        return [np.asarray(host_array(t).data).reshape(-1) for t in tensors]
+        return Arrived([np.asarray(host_array(t).data).reshape(-1) for t in tensors])
 
     def is_tensor(self, x: Any) -> bool:
         """Tell whether x is a tensor of MindSpore, or one that was brought to the host."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import os
 import sys
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -68,16 +67,16 @@ class TorchStatsRows:
     flags: STATS | CHECKSUM | STD | CRC32 | SUBNORMAL. native=False keeps to torch's operations everywhere.
     """
 
-    __slots__ = ("_add_native", "_batched", "_codes", "_devices", "_flags", "_kernels", "_placed", "native")
+    __slots__ = ("_add_native", "_codes", "_devices", "_flags", "_kernels", "_placed", "native")
 
     def __init__(self, flags: int, *, native: bool = True) -> None:
         self._flags = flags
         self.native: Any = _native.StatsRows() if _native is not None and native else None
         self._codes = _NATIVE_CODES if self.native is not None else {}
         self._add_native: Any = self.native.add if self.native is not None else None
-        self._kernels, self._batched = native, False
+        self._kernels = native
         self._devices: dict[torch.device, DeviceRows] = {}
-        self._placed: dict[torch.device, list[int]] = {}  # device → the rows of the buffer that are its rows, in order
+        self._placed: dict[torch.device, dict[int, int]] = {}  # device → rows of the buffer, each with the row there
 
     def __len__(self) -> int:
         return sum(map(len, self._placed.values())) if self.native is None else len(self.native)
@@ -107,38 +106,47 @@ class TorchStatsRows:
         with without_dispatch(), torch.no_grad():
             if t.is_cpu and t.dtype in self._codes and not (t.is_neg() or t.is_conj()):
                 return [self._add_piece(_piece(t.detach(), shard, each), each) for each in rectangles_of(shard) if t.numel()]
-            rows, row = self._on_device(t.device)
-            rows.add_share(t, shard)
-        self._placed[t.device].append(row)
+            placed, row = self._placed_on(t.device), self._blank()
+            placed[row] = self._devices[t.device].add_share(t, shard)
         return [row]
 
     def _add_piece(self, t: Tensor, at: Rectangle) -> int:
         code = self._codes[t.dtype]
         return self._add_native(t.data_ptr(), code, tuple(t.shape), t.stride(), CHECKSUM, at.whole, at.offset)
 
-    def _on_device(self, device: torch.device) -> tuple[DeviceRows, int]:
-        """Return the rows of a device, and the number of the next one in the buffer."""
-        rows = self._devices.get(device)
-        if rows is None:
-            rows = self._devices[device] = DeviceRows(device, self._kernels)
-            rows.batched(self._batched)
-            self._placed[device] = []
-        return rows, len(self) if self.native is None else self.native.blank()
+    def _blank(self) -> int:
+        return len(self) if self.native is None else self.native.blank()
+
+    def _placed_on(self, device: torch.device) -> dict[int, int]:
+        if device not in self._devices:
+            self._devices[device], self._placed[device] = DeviceRows(device, self._kernels), {}
+        return self._placed[device]
 
     def _add_by_torch(self, t: Tensor) -> int:
         if reason_without_statistics(t):
             return -1
-        rows, row = self._on_device(t.device)
-        with without_dispatch():
-            rows.add(t, self._flags)
-        self._placed[t.device].append(row)
+        row = self._blank()
+        self.add_all([t], [row])
         return row
 
-    def batched(self, on: bool) -> None:
-        """Say that what is added from now on stays as it is until this is called with False: it may be reduced then."""
-        self._batched = on
-        for rows in self._devices.values():
-            rows.batched(on)
+    def add_all(self, tensors: Sequence[Tensor], rows: Sequence[int]) -> None:
+        """Reduce tensors that all have statistics, together where a device can, into these rows, which are blank.
+
+        Nothing is waited for. Raises what torch raises; then none of the rows may be believed.
+        """
+        with without_dispatch():
+            device = tensors[0].device
+            here = [i for i, t in enumerate(tensors) if t.device == device] if len(tensors) > 1 else (0,)
+            some = tensors if len(here) == len(tensors) else [tensors[i] for i in here]
+            placed = self._placed.get(device)
+            if placed is None:
+                placed = self._placed_on(device)
+            first = self._devices[device].add_all(some, self._flags)
+            into = rows if some is tensors else [rows[i] for i in here]
+            placed.update(zip(into, range(first, first + len(some)), strict=True))
+            if some is not tensors:
+                others = sorted({*range(len(tensors))}.difference(here))
+                self.add_all([tensors[i] for i in others], [rows[i] for i in others])
 
     def refusal(self, t: Tensor) -> str:
         """Say why `add` returned -1 for this tensor."""
@@ -146,11 +154,10 @@ class TorchStatsRows:
 
     def peek(self, row: int) -> tuple[bytes, int] | None:
         """Return (partials as bytes, fingerprint) of a row now, or None while it is on a device."""
-        for device, rows in self._placed.items():
-            at = bisect_left(rows, row)
-            if at < len(rows) and rows[at] == row:
+        for device, placed in self._placed.items():
+            if row in placed:
                 with without_dispatch():
-                    return self._devices[device].peek(at)
+                    return self._devices[device].peek(placed[row])
         return None if _native is None else _native.row_of(self.native, row)
 
     def blocks(self) -> list[Tensor]:
@@ -172,16 +179,16 @@ class TorchStatsRows:
         if self._devices:
             taken = {device: rows.read(arrays) for device, rows in self._devices.items()}
             if self.native is None:
-                n = sum(len(rows) for rows, _, _ in taken.values())
+                n = len(self)
                 partials, sums = np.zeros((n, len(PARTIALS))), np.zeros(n, np.uint64)
             crcs = crcs or [0] * len(partials)
             for device, (rows, checks, registers) in taken.items():
-                at = self._placed[device][: len(rows)]
-                partials[at] = rows
+                placed, at = [*self._placed[device]], [*self._placed[device].values()]
+                partials[placed] = rows[at]
                 if sums is not None:
-                    sums[at] = checks
-                for row, register in zip(at, registers, strict=True):
-                    crcs[row] = register
+                    sums[placed] = checks[at]
+                for row, there in self._placed[device].items():
+                    crcs[row] = registers[there]
         self._devices, self._placed = {}, {}
         return partials, sums if self._flags & CHECKSUM else None, crcs if self._flags & CRC32 else None
 

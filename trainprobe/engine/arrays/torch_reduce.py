@@ -7,15 +7,22 @@ float64 accumulate in float32.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cache
+
 import torch
 from torch import Tensor
 
 from trainprobe.engine.arrays.torch_checksum import fingerprint_of_chunk
+from trainprobe.engine.arrays.torch_chunks import CHUNK as MOST
 from trainprobe.engine.arrays.torch_chunks import chunks
 from trainprobe.engine.stats.partials import CHECKSUM, CHUNK, PARTIALS, STATS, STD, SUBNORMAL, WIDTH, uncomputed
 
 _LOW = 0xFFFFFFFF
 _UNSIGNED = {torch.uint16: (torch.int16, 0xFFFF), torch.uint32: (torch.int32, _LOW)}
+_EXACT = (torch.int64, torch.uint64)
+_PLAIN = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+_uncomputed = cache(uncomputed)
 _COMPONENT = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 # every dtype that has statistics, as far as this torch knows it
 REDUCED: tuple[torch.dtype, ...] = tuple(
@@ -58,8 +65,8 @@ def reduce_tensor(t: Tensor, flags: int) -> tuple[Tensor, Tensor | None]:
         for chunk in chunks(t):
             chunk = chunk.resolve_conj().resolve_neg()
             if flags & STATS and chunk.numel():
-                parts.append(_chunk_partials(chunk, flags))
-                if chunk.dtype in (torch.int64, torch.uint64):
+                parts.append(_chunk_partials(chunk, flags, accumulator(chunk.device)))
+                if chunk.dtype in _EXACT:
                     exact.append(_exact_halves(chunk))
             if flags & CHECKSUM:
                 sum_here, words = fingerprint_of_chunk(chunk, place)
@@ -71,6 +78,55 @@ def reduce_tensor(t: Tensor, flags: int) -> tuple[Tensor, Tensor | None]:
         for at in uncomputed(flags):
             row[at] = torch.nan
         return row, total
+
+
+def write_rows(tensors: Sequence[Tensor], flags: int, block: Tensor, wide: torch.dtype) -> None:
+    """Reduce tensors into the rows of a block of their device, int64 [n, >= 13], as `write_row` does.
+
+    wide: the accumulating dtype of the device. Those of one chunk are finished together.
+    """
+    alone: list[int] = []
+    parts: list[Tensor] = []
+    sums: list[Tensor] = []
+    with torch.no_grad():
+        for i, t in enumerate(tensors):
+            if not flags & STATS or not 0 < t.numel() <= MOST or t.dtype in _EXACT:
+                write_row(t, flags, block[i])
+                continue
+            x = t.detach().reshape(-1).resolve_conj().resolve_neg()
+            alone.append(i)
+            parts.append(_chunk_partials(x, flags, wide))
+            if flags & CHECKSUM:
+                sums.append(fingerprint_of_chunk(x, 0)[0])
+        if not parts:
+            return
+        bits = _rows_of_chunks(torch.stack(parts), flags).view(torch.int64 if wide == torch.float64 else torch.int32)
+        if len(alone) == len(tensors):
+            block[:, :WIDTH].copy_(bits)
+            if sums:
+                block[:, WIDTH].copy_(torch.stack(sums))
+            return
+        for k, i in enumerate(alone):
+            block[i, :WIDTH].copy_(bits[k])
+            if sums:
+                block[i, WIDTH].copy_(sums[k])
+
+
+def _rows_of_chunks(parts: Tensor, flags: int) -> Tensor:
+    """Turn chunk partials [n, 15] of n tensors of one chunk each into their rows [n, 12]: what `_merge_parts` does with one."""
+    part = dict(zip(CHUNK, parts.unbind(1), strict=True))
+    total, q = part["sum"], part["sumsq"]
+    row = {
+        **part,
+        "count": part["finite"] + part["nan"] + part["posinf"] + part["neginf"],
+        "sum": torch.where(total.isfinite(), total + part["sum_lost"], total),
+        "sumsq": q + part["sumsq_lost"],
+        "exponent": torch.where(q > 0, part["exponent"], 0.0),
+    }
+    rows = torch.stack([*map(row.__getitem__, PARTIALS)], 1)
+    for at in _uncomputed(flags):
+        rows[:, at] = torch.nan
+    return rows
 
 
 def write_row(t: Tensor, flags: int, row: Tensor) -> None:
@@ -143,10 +199,9 @@ def compensated_sum(x: Tensor) -> tuple[Tensor, Tensor]:
     return x[0], error
 
 
-def _chunk_partials(x: Tensor, flags: int) -> Tensor:
+def _chunk_partials(x: Tensor, flags: int, wide: torch.dtype) -> Tensor:
     """Return [15]: nan, posinf, neginf, zero, min, max, s, c, q, qc, m2, exponent, subnormal, finite count, mean of a chunk."""
-    wide = accumulator(x.device)
-    v = _values(x, wide)
+    v = x.to(wide) if x.dtype in _PLAIN else _values(x, wide)
     nan, pos, neg = v.isnan(), v == torch.inf, v == -torch.inf
     good = ~(nan | pos | neg)
     clean = v.where(good, 0.0)
@@ -171,11 +226,16 @@ def _chunk_partials(x: Tensor, flags: int) -> Tensor:
         subnormal = ((clean.abs() < tiny) & (clean != 0)).sum().to(wide)
     low, high = v.where(~nan, torch.inf).amin() + 0.0, v.where(~nan, -torch.inf).amax() + 0.0
     found = {
-        **{name: m.sum().to(wide) for name, m in (("nan", nan), ("posinf", pos), ("neginf", neg), ("zero", v == 0))},
+        **{
+            "nan": nan.sum().to(wide),
+            "posinf": pos.sum().to(wide),
+            "neginf": neg.sum().to(wide),
+            "zero": (v == 0).sum().to(wide),
+        },
         **{"min": low, "max": high, "sum": s, "sum_lost": c, "sumsq": q, "sumsq_lost": qc},
         **{"m2": m2, "exponent": exponent, "subnormal": subnormal, "finite": n_good, "mean": mean},
     }
-    return torch.stack([found[name] for name in CHUNK])
+    return torch.stack([*map(found.__getitem__, CHUNK)])
 
 
 def _merge_parts(parts: Tensor, count: int, wants_std: bool) -> Tensor:

@@ -32,7 +32,7 @@ DEVICES = {"cuda"}
 TAKEN = STATS | CHECKSUM | asked_flags(ASKED)
 _ROWS, _MERGE_LEVELS = (128, 64, 64, 64), 8  # four lanes a row of a program, by the sort of a dtype; 2^this lanes merge
 _LEAST, _PARTS = 4, 2048  # tiles a chunk at least, a power of two; chunks a tensor before they grow, to 256 elements a lane
-_TOGETHER, _HELD = 512, 32 << 20  # tensors and bytes that wait for one launch
+_TOGETHER = 512  # tensors of one launch at most
 OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}  # a fused multiply and add would spoil the errors of sums
 _COLUMNS, _PART = 14, len(CHUNK) + len(CHUNK_INTEGERS)  # of triton_kernels: numbers a job and a part
 Key = tuple[torch.dtype, int]  # a dtype, and the flags that the kernels handle
@@ -74,9 +74,12 @@ class Job:
     layout: tuple[int, ...]
 
 
+_ONE_AFTER_THE_OTHER = (1, 1, 1, 0, 0, 0, 0, 0)
+
+
 def job_of(t: Tensor, row: int) -> Job | None:
     """Describe a tensor for the kernels; None where they cannot read it. row: the address of the row to write."""
-    layout = _layout(t.shape, t.stride())
+    layout = _ONE_AFTER_THE_OTHER if t.is_contiguous() else _layout(t.shape, t.stride())
     if layout is None or t.is_neg() or t.is_conj():
         return None
     return Job(t.data_ptr(), t.numel(), row, layout)
@@ -96,7 +99,7 @@ def _layout(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | N
         else:
             kept.append((size, stride))
     if not kept or 0 in shape or (len(kept) == 1 and kept[0][1] == 1):
-        return 1, 1, 1, 0, 0, 0, 0, 0
+        return _ONE_AFTER_THE_OTHER
     if len(kept) > 4 or any(size >= 1 << 31 for size, _ in kept[1:]):
         return None
     kept = [(1, 0)] * (4 - len(kept)) + kept
@@ -270,40 +273,35 @@ class TritonRows:
 
     def __init__(self, trust: Trust) -> None:
         self._trust = trust
-        self._batched = False
-        self._waiting: dict[Key, list[tuple[Tensor, int, Tensor, Job]]] = {}
-        self._held = 0
         self._trials: list[tuple[Key, Tensor]] = []
 
-    def add(self, t: Tensor, flags: int, row: Tensor) -> bool:
-        """Reduce a tensor into a row, now or, where tensors are taken together, later; False: nothing was done."""
-        key = t.dtype, flags & TAKEN
+    def add_all(self, tensors: Sequence[Tensor], flags: int, address: int, step: int) -> list[int]:
+        """Reduce at most 512 tensors into rows from an address on, `step` bytes apart, by one pair of launches a dtype.
+
+        Returns the places of those that are left to torch's operations.
+        """
+        left: list[int] = []
+        jobs: dict[torch.dtype, tuple[list[int], list[Job]] | None] = {}  # None: not for the kernels
+        for i, t in enumerate(tensors):
+            if t.dtype not in jobs:
+                jobs[t.dtype] = self._believed((t.dtype, flags & TAKEN))
+            found = jobs[t.dtype]
+            job = job_of(t, address + i * step) if found is not None else None
+            if found is None or job is None:
+                left.append(i)
+            else:
+                found[0].append(i)
+                found[1].append(job)
+        for dtype, found in jobs.items():
+            if found is not None and found[1] and not self._launch(found[1], (dtype, flags & TAKEN)):
+                left += found[0]
+        return left
+
+    def _believed(self, key: Key) -> tuple[list[int], list[Job]] | None:
+        """Return where tensors of a dtype are put together; None where the kernels are not to reduce them, or not yet."""
         if not self._trust.known(key):
             self._try_out(key)
-        job = job_of(t, row.data_ptr()) if self._trust.proven(key) else None
-        if job is None:
-            return False
-        if not self._batched:
-            return self._launch([job], key)
-        self._waiting.setdefault(key, []).append((t, flags, row, job))
-        self._held += t.numel() * t.element_size()
-        if self._held > _HELD or len(self._waiting[key]) == _TOGETHER:
-            self._flush()
-        return True
-
-    def batched(self, on: bool) -> None:
-        """Say that what is added from now on stays as it is until this is called with False: it may be reduced then."""
-        self._batched = on
-        if not on:
-            self._flush()
-
-    def _flush(self) -> None:
-        """Reduce what waits, with one pair of launches a dtype."""
-        waiting, self._waiting, self._held = self._waiting, {}, 0
-        for key, held in waiting.items():
-            if not self._launch([job for *_, job in held], key):
-                for t, flags, row, _ in held:
-                    write_row(t, flags, row)
+        return ([], []) if self._trust.proven(key) else None
 
     def _try_out(self, key: Key) -> None:
         """Reduce samples of a dtype: by torch's operations, by the kernels together, and the first two by the kernels alone."""
@@ -318,8 +316,7 @@ class TritonRows:
             self._trials.append((key, block))
 
     def blocks(self) -> list[Tensor]:
-        """Reduce what waits; return what has to be brought to the host, the rows of what was tried."""
-        self.batched(False)
+        """Return what has to be brought to the host, the rows of what was tried."""
         return [block for _, block in self._trials]
 
     def settle(self, brought: Iterator[npt.NDArray[Any]]) -> None:

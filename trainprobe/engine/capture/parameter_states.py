@@ -75,6 +75,7 @@ class ParameterStateTap:
         self._known: dict[tuple[str, str], _SlotRequest] = {}
         self._anywhere: tuple[frozenset[str], bool] | None = None  # sorts recorded of any parameter; whether updates are
         self._models: list[Any] = []
+        self._listed: Mapping[int, str] = {}  # the names that the plain source was made with
         self._plain: PlainSource | None = None
         self._tape: Tape | None = None
         self._calls: dict[tuple[str, str, int], Call] = {}
@@ -95,7 +96,7 @@ class ParameterStateTap:
         self._list(list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer] if optimizer is not None else [])
 
     def _list(self, optimizers: list[Any]) -> None:
-        names = self._names()
+        self._listed = names = self._names()
         names = {**names, **{number: name for number, name in self.named.items() if number in names}}
         parameters = [p for p in parameters_in(self._models) if id(p) in names]
         self._plain = PlainSource(names, parameters, optimizers, *_flattened(self._models, names))
@@ -133,7 +134,7 @@ class ParameterStateTap:
         names = self._plain.names
         if self.more:
             tape.forget_all()
-        with DisableTorchFunction():
+        with DisableTorchFunction(), tape.batched():
             parts = [part for p in parameters if id(p) in names for part in self._plain.gradients(p, "grad_unclipped")]
             self._clipping = frozenset(part.name for part in parts)
             self._clips_others = any(id(p) not in names and p.grad is not None for p in parameters)
@@ -176,7 +177,7 @@ class ParameterStateTap:
 
     def begin(self, tape: Tape) -> None:
         """Take moments from now on."""
-        if self._plain is not None and self._plain.names is not self._names():  # the model has other parameters than before
+        if self._plain is not None and self._listed is not self._names():  # the model has other parameters than before
             self._list(self._plain.optimizers)
         self._tape = tape
         self._calls.clear()
@@ -246,9 +247,9 @@ class ParameterStateTap:
         """Learn that gradients are as they are again."""
         self._scale = None
 
-    def unscale(self, step_data: StepData) -> None:
-        """Take out of the numbers of a step what gradients were multiplied by."""
-        unscale(step_data, self._multiplied)
+    def unscaling(self) -> Callable[[StepData], None] | None:
+        """Return what takes out of the numbers of this step what gradients were multiplied by; None where they were not."""
+        return partial(unscale, scaled=self._multiplied) if self._multiplied else None
 
     def _keep(self, tape: Tape, moment: str, part: Part, slot: str, flags: int) -> Call:
         """Look at a part, and return the call that it is recorded with."""

@@ -28,6 +28,18 @@ class Deferred:
         self.numbers: npt.NDArray[Any] | None = None
 
 
+class Transfer(Protocol):
+    """Small tensors on their way to the host."""
+
+    def arrived(self) -> bool:
+        """Tell whether `arrays` would return at once."""
+        ...
+
+    def arrays(self) -> list[npt.NDArray[Any]]:
+        """Return them on the host, each flattened and of its own dtype; waits until they are there."""
+        ...
+
+
 class StatsRows(Protocol):
     """A row buffer: partials of tensors, a row each, on the devices that hold the tensors (see engine.arrays)."""
 
@@ -37,10 +49,6 @@ class StatsRows(Protocol):
 
     def add_share(self, t: Any, shard: Shard) -> list[int]:
         """Take the share of a shard in the fingerprint of the whole tensor; return the rows whose fingerprints make it up."""
-        ...
-
-    def batched(self, on: bool) -> None:
-        """Announce that tensors added from now on stay unchanged until this is called with False; they may be reduced then."""
         ...
 
     def blocks(self) -> list[Any]:
@@ -85,8 +93,8 @@ class Library(Protocol):
         """Turn what an extra ("histogram", "quantiles") computed for a tensor of this dtype into what `StepData` holds."""
         ...
 
-    def to_host(self, tensors: Sequence[Any]) -> list[npt.NDArray[Any]]:
-        """Bring small tensors to the host, in one transfer a device, each flattened and of its own dtype."""
+    def to_host(self, tensors: Sequence[Any]) -> Transfer:
+        """Begin to bring small tensors to the host, in one transfer a device; waits for nothing where the device allows it."""
         ...
 
     def is_tensor(self, x: Any) -> bool:

@@ -89,10 +89,12 @@ def declared_shard(parameter: Any, axes: Mapping[str, tuple[int, int]]) -> Shard
     axes: parallel axis → (index of this rank, size).
     """
     index, size = axes.get("tp", (0, 1))
+    if size == 1:
+        return None
     dim = getattr(parameter, "partition_dim", -1) if getattr(parameter, "tensor_model_parallel", False) else -1
     stride = getattr(parameter, "partition_stride", 1)
     shape = list(parameter.shape)
-    if size == 1 or not 0 <= dim < len(shape) or stride < 1 or shape[dim] % stride:
+    if not 0 <= dim < len(shape) or stride < 1 or shape[dim] % stride:
         return None
     if stride > 1:
         shape[dim : dim + 1] = [stride, shape[dim] // stride]

@@ -117,6 +117,9 @@ class Writer:
         self._on_finding = report
         self._max_steps = max_steps
         self._max_bytes = max_bytes
+        self.hand_in: Callable[[], object] = lambda: (
+            None
+        )  # hands over what is still on its way here; not on the writer's thread
         self._records = {name: _Record() for name in sinks}
         self._findings: list[Finding] = []
         self._gathered_rows = 0
@@ -193,6 +196,7 @@ class Writer:
         """Wait until all that was handed over is on disk; return whether it is."""
         if os.getpid() != self._pid:
             return True
+        self._ask_for_the_rest()
         self._look_after_thread()
         with self._changed:
             if self._gathering and not self._closed:
@@ -206,6 +210,7 @@ class Writer:
         """Write what is queued, close the sinks and end the thread, within `timeout` seconds; safe to call twice."""
         if self._closed or os.getpid() != self._pid:
             return
+        self._ask_for_the_rest()
         attempt(self._look_after_thread, otherwise=fault_text)  # at the end of the interpreter none can be started
         with self._changed:
             self._closed = True
@@ -223,6 +228,10 @@ class Writer:
                 None,
             )
         self._raise_fault()
+
+    def _ask_for_the_rest(self) -> None:
+        if not self._closed and threading.current_thread() is not self._thread:
+            self.hand_in()
 
     def _put(self, job: _Job) -> None:
         if os.getpid() != self._pid:

@@ -79,6 +79,10 @@ class AuditProgram(Program):
         optimizers = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
         self.audit.not_compared = partial(why_not_compared, chunks_of(model), optimizers)
 
+    def at_once(self, step: int) -> bool:
+        """Tell whether the step is audited: its facts are those of now, and all ranks compare them at one place."""
+        return self.name in self._probe.running
+
     def judge(self, step_data: StepData) -> Sequence[Finding]:
         """Return the violations that are new."""
         if self.plan.ranks and self.world_size > 1 and not self._said and (why := self.audit.not_compared()):

@@ -64,6 +64,7 @@ class BlackBox:
         self._about = orjson.dumps({"place": place_text(place), **(about or {})})
         self._words = LastWords(self.folder)
         _open.add(self)
+        self._followed = -1  # the step that the journal is about
         self._where = ""  # the position when something happened
         self._earlier = last_error()
         self._found: list[Finding] = []
@@ -78,6 +79,7 @@ class BlackBox:
 
     def follow(self, step: int) -> StepJournal:
         """Return the journal of a step that begins; its entries are in the file as they come."""
+        self._followed = step
         self._journal.begin(step, self._about)
         return self._journal
 
@@ -97,7 +99,8 @@ class BlackBox:
                 step_data, calls=[], values=[], partials=step_data.partials[:0], checksums=None, stacks=(), notes=_TOO_LARGE
             )
             self._ring.put(_piece(facts, encode(thin)))
-        self._journal.end()
+        if step_data.step == self._followed:
+            self._journal.end()  # not where the next step is in progress, because the numbers of this one came late
 
     def write(self, step_data: StepData) -> None:
         """Write the box out when something about this step asks for it."""

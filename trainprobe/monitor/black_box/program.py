@@ -20,16 +20,24 @@ class BlackBoxProgram(Program):
 
     plan: the `black_box` section of a plan. about: what all steps have in common (see
     `engine.storage.step_journal.read_journal`). facts:
-    returns what a step's record lacks, its batches and the random state, as a step ends.
+    returns what a step's record lacks, its batches. random_state: returns the random state, as a step ends.
     """
 
-    def __init__(self, plan: BlackBoxPlan, about: Mapping[str, Any], facts: Callable[[StepData], Mapping[str, Any]]) -> None:
+    def __init__(
+        self,
+        plan: BlackBoxPlan,
+        about: Mapping[str, Any],
+        facts: Callable[[StepData], Mapping[str, Any]],
+        random_state: Callable[[], Mapping[str, Any]],
+    ) -> None:
         super().__init__("black_box", Schedule(), part="the black box")
         self.plan = plan
         self.position = Position()
         self.box: BlackBox | None = None
         self._about = about
         self._facts = facts
+        self._random_state = random_state
+        self._ended_in: Mapping[str, Any] = {}  # the random state at the end of the step that is judged
         self._asked = False  # for a dump
 
     def attached(self, probe: Probe) -> None:
@@ -50,10 +58,19 @@ class BlackBoxProgram(Program):
         """Return what tells the box of the step in progress."""
         return self.box.follow(step) if self.box is not None else None
 
+    def collected(self) -> Callable[[StepData], object] | None:
+        """Return what remembers the random state at the end of this step."""
+        state = self._random_state()
+
+        def remember(step_data: StepData) -> None:
+            self._ended_in = state
+
+        return remember
+
     def judge(self, step_data: StepData) -> Sequence[Finding]:
         """Keep a step; find nothing."""
         if self.box is not None:
-            self.box.hold(step_data, self._facts(step_data))
+            self.box.hold(step_data, {**self._facts(step_data), **self._ended_in})
         return ()
 
     def decide(self, found: Sequence[Finding]) -> tuple[int, StopTraining | None]:

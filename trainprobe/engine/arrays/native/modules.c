@@ -196,15 +196,23 @@ static PyObject *run_recorded(ModuleWatch *self, const ModuleInfo *info, PyObjec
     long long floor = 0;
     int flow = 0;
     PyObject *off = modes_off(), *out;
+    Tape *tape = (Tape *)Py_NewRef((PyObject *)self->native); /* values of one moment are reduced together */
+    int begun = tape_gather_begin(tape);
     Call *call = PyErr_Occurred() ? NULL : enter(self, info, args[2], args[3], args[4], &edges, &flow);
+    if (tape_gather_end(tape, begun) && call) {
+        pop(self, PyList_Size(self->stack));
+        Py_CLEAR(call);
+    }
     if (call) floor = sequence_now();
     modes_on(off);
     if (PyErr_Occurred() && give_to_guard(self->fault)) {
         Py_XDECREF((PyObject *)call);
+        Py_DECREF((PyObject *)tape);
         edges_free(&edges);
         return NULL;
     }
     if (!call) {
+        Py_DECREF((PyObject *)tape);
         edges_free(&edges);
         return call_original(args[1], args[2], args[3], args[4]);
     }
@@ -212,10 +220,13 @@ static PyObject *run_recorded(ModuleWatch *self, const ModuleInfo *info, PyObjec
     out = call_original(args[1], args[2], args[3], args[4]);
     if (out) {
         off = modes_off();
+        begun = tape_gather_begin(tape);
         int failed = PyErr_Occurred() || leave(self, info, call, floor, &edges, flow, out);
+        failed |= tape_gather_end(tape, begun) != 0;
         modes_on(off);
         if (failed && give_to_guard(self->fault)) Py_CLEAR(out);
     }
+    Py_DECREF((PyObject *)tape);
     pop(self, depth);
     if (edges.n) edges_free(&edges);
     Py_DECREF((PyObject *)call);

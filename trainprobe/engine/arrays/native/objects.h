@@ -25,6 +25,7 @@ typedef struct {
 Py_ssize_t stats_rows_reduce(StatsRows *self, const Job *job); /* row, -1 when it was dropped, -2 with an exception set */
 uint64_t fingerprint_of(const Job *job); /* job->flags: CHECKSUM; lets other threads run while it reads much */
 Py_ssize_t stats_rows_repeat(StatsRows *self, Py_ssize_t row);        /* a row with the numbers of that one; -2 with an exception set */
+Py_ssize_t stats_rows_new(StatsRows *self);                           /* a row of zeros, for what a device reduces; -2 with an exception set */
 
 /* Neither is tracked by the garbage collector: a value refers to texts and a shape, a call to values and to calls before it. */
 typedef struct {
@@ -111,6 +112,11 @@ PyObject *key_text(PyObject *key); /* the key of a dict as text that can be writ
 
 /* The same for a tensor that somebody holds for the rest of the step: it is remembered by a reference, which is less than a weak one. */
 PyObject *tape_held(Tape *self, PyObject *t, long flags, PyObject *path);
+
+/* Between these two, tensors on devices are gathered that stay as they are meanwhile, and reduced together at the end. `end` takes what
+   `begin` returned, keeps an exception that is set, and returns -1 where one is set. */
+int tape_gather_begin(Tape *self);
+int tape_gather_end(Tape *self, int begun);
 
 /* A twin of a value with a note of its own, whose row is set with the value's when the step is drained. A new reference. */
 PyObject *tape_noted(Tape *self, PyObject *value, PyObject *note);

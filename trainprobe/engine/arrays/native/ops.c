@@ -315,18 +315,28 @@ static PyObject *call_it(PyObject *func, PyObject *args, PyObject *kwargs) {
 static PyObject *handle_wanted(OpWatch *self, PyObject *spec, PyObject *func, PyObject *args, PyObject *kwargs) {
     long flags = PyLong_AsLong(PyTuple_GetItem(spec, 1));
     PyObject *off = modes_off(); /* those of the program are still on where a function of its own is called (OpTap.call) */
+    Tape *tape = (Tape *)Py_NewRef((PyObject *)self->native); /* values of one moment are reduced together */
+    int begun = tape_gather_begin(tape);
     Call *call = PyErr_Occurred() ? NULL : before(self, spec, flags, args, kwargs);
+    if (tape_gather_end(tape, begun)) Py_CLEAR(call);
     modes_on(off);
-    if (PyErr_Occurred() && give_to_guard(self->fault)) return NULL;
+    if (PyErr_Occurred() && give_to_guard(self->fault)) {
+        Py_XDECREF((PyObject *)call);
+        Py_DECREF((PyObject *)tape);
+        return NULL;
+    }
     long long floor = call && self->backward ? sequence_now() : 0;
     PyObject *out = call_it(func, args, kwargs);
     if (out && call) {
         off = modes_off();
+        begun = tape_gather_begin(tape);
         int failed = PyErr_Occurred() || after(self, spec, flags, call, floor, args, kwargs, out);
+        failed |= tape_gather_end(tape, begun) != 0;
         modes_on(off);
         if (failed && give_to_guard(self->fault)) Py_CLEAR(out);
     }
     Py_XDECREF((PyObject *)call);
+    Py_DECREF((PyObject *)tape);
     return out;
 }
 
@@ -393,7 +403,11 @@ static PyObject *hook_called(OpHook *hook, PyObject *args, PyObject *kwargs) {
     Py_INCREF((PyObject *)self);
     Py_INCREF((PyObject *)hook);
     PyObject *off = modes_off();
+    Tape *tape = (Tape *)Py_NewRef((PyObject *)self->native);
+    int begun = tape_gather_begin(tape);
     int failed = PyErr_Occurred() || record(self, hook, PyTuple_GetItem(args, 0), PyTuple_GetItem(args, 1));
+    failed |= tape_gather_end(tape, begun) != 0;
+    Py_DECREF((PyObject *)tape);
     modes_on(off);
     failed = failed && give_to_guard(self->fault);
     Py_DECREF((PyObject *)hook);

@@ -445,13 +445,17 @@ Py_ssize_t stats_rows_repeat(StatsRows *self, Py_ssize_t row) {
     return self->rows++;
 }
 
+Py_ssize_t stats_rows_new(StatsRows *self) {
+    if (self->rows == self->room && grow(self)) return -2;
+    memset(self->partials + self->rows * COLUMNS, 0, COLUMNS * sizeof(double));
+    self->checksums[self->rows] = 0, self->crcs[self->rows] = 0;
+    return self->rows++;
+}
+
 static PyObject *stats_rows_blank(StatsRows *self, PyObject *unused) {
     (void)unused;
-    if (self->rows == self->room && grow(self)) return NULL;
-    Py_ssize_t row = self->rows++;
-    memset(self->partials + row * COLUMNS, 0, COLUMNS * sizeof(double));
-    self->checksums[row] = 0, self->crcs[row] = 0;
-    return PyLong_FromSsize_t(row);
+    Py_ssize_t row = stats_rows_new(self);
+    return row < 0 ? NULL : PyLong_FromSsize_t(row);
 }
 
 static PyObject *stats_rows_add(StatsRows *self, PyObject *const *args, Py_ssize_t nargs) {

@@ -22,6 +22,7 @@ typedef struct {
     PyObject *stats_rows; /* the Python row buffer, NULL where the slot is free */
     StatsRows *rows;     /* its native rows, NULL where it has none */
     PyObject *owned; /* list of Values */
+    PyObject *tensors, *values; /* lists: tensors on devices that are not reduced yet, and their Values; NULL where there are none */
 } Slot;
 
 typedef struct {
@@ -68,11 +69,15 @@ typedef struct {
 struct Tape {
     PyObject_HEAD
     PyTypeObject *plain[2]; /* NULL where every tensor is left to Python */
-    PyObject *open_rows, *slow, *special, *rare, *keep, *describe;
+    PyObject *open_rows, *slow, *special, *rare, *keep, *describe, *one_by_one;
     PyObject *arena; /* NULL: each value passes through `keep` */
     PyObject *journal; /* records what is looked at, or NULL */
     PyObject *noted; /* list of (twin with a note of its own, value), or NULL */
     int reuse, dtypes_known;
+    int gathering; /* how deep */
+    unsigned long gatherer; /* the thread that does */
+    int waiting;      /* tensors, of so many bytes */
+    int64_t gathered;
     int entered; /* containers of the tree that is looked at */
     Dtype dtypes[DTYPES_KNOWN];
     Shapes shapes;
@@ -83,7 +88,7 @@ struct Tape {
 };
 
 PyTypeObject *tape_type;
-static PyObject *n_dtype, *n_with_note;
+static PyObject *n_dtype, *n_with_note, *n_add_all;
 
 /* ---- what was looked at: recognised by the tensor's identity, held weakly, so that nothing is kept alive ------------------ */
 
@@ -302,6 +307,59 @@ static const Dtype *dtype_of(Tape *self, PyObject *t, uint32_t kind) {
     return known;
 }
 
+/* ---- tensors on devices, reduced many at once ----------------------------------------------------------------------------- */
+
+/* Looking at a tensor on a device takes a call into Python and a launch, which many tensors share. Those that one hook shows are gathered and
+   reduced as it ends, before anything can write to them; those of which Python says that they stay as they are, when that ends. */
+
+#define GATHERED ((int64_t)128 << 20) /* bytes that may wait, some of which nobody else holds */
+#define MOST_GATHERED 512
+
+static int reduce_gathered(Tape *self, Slot *slot) {
+    PyObject *tensors = slot->tensors, *values = slot->values, *rows = tensors ? PyList_New(PyList_Size(tensors)) : NULL, *done = NULL;
+    if (!tensors) return 0;
+    slot->tensors = slot->values = NULL; /* what follows may run other threads */
+    for (Py_ssize_t i = 0; rows && i < PyList_Size(rows); i++) {
+        PyObject *row = PyLong_FromSsize_t(((Value *)PyList_GetItem(values, i))->row);
+        if (row) PyList_SetItem(rows, i, row);
+        else Py_CLEAR(rows);
+    }
+    PyObject *stats_rows = Py_NewRef(slot->stats_rows);
+    if (rows) done = PyObject_CallMethodObjArgs(stats_rows, n_add_all, tensors, rows, NULL);
+    if (!done && PyErr_ExceptionMatches(PyExc_Exception)) { /* one of them cannot be read: the others are */
+        PyErr_Clear();
+        done = PyObject_CallFunctionObjArgs(self->one_by_one, stats_rows, tensors, values, NULL);
+    }
+    Py_DECREF(stats_rows), Py_DECREF(tensors), Py_DECREF(values);
+    Py_XDECREF(rows), Py_XDECREF(done);
+    return done ? 0 : -1;
+}
+
+static int reduce_all_gathered(Tape *self) {
+    int failed = 0;
+    self->waiting = 0, self->gathered = 0;
+    for (int i = 0; i < ROW_SLOTS; i++) failed |= reduce_gathered(self, &self->slots[i]);
+    return failed ? -1 : 0;
+}
+
+/* Another thread gathers nothing meanwhile: what it shows is reduced at once. */
+int tape_gather_begin(Tape *self) {
+    unsigned long me = PyThread_get_thread_ident();
+    if (self->gathering && self->gatherer != me) return 0;
+    self->gatherer = me, self->gathering++;
+    return 1;
+}
+
+int tape_gather_end(Tape *self, int begun) {
+    if (!begun || --self->gathering || !self->waiting) return 0;
+    PyObject *type, *error, *trace;
+    PyErr_Fetch(&type, &error, &trace);
+    int failed = reduce_all_gathered(self);
+    if (!type) return failed;
+    PyErr_Restore(type, error, trace);
+    return -1;
+}
+
 static Slot *slot_of(Tape *self, long kinds) {
     for (int i = 0; i < ROW_SLOTS && self->slots[i].stats_rows; i++)
         if (self->slots[i].kinds == kinds) return &self->slots[i];
@@ -312,6 +370,10 @@ static Slot *slot_of(Tape *self, long kinds) {
     int at = 0;
     while (at < ROW_SLOTS - 1 && self->slots[at].stats_rows) at++;
     Slot *slot = &self->slots[at];
+    if (reduce_gathered(self, slot)) {
+        Py_DECREF(opened);
+        return NULL;
+    }
     Py_XDECREF(slot->stats_rows), Py_XDECREF(slot->rows), Py_XDECREF(slot->owned);
     slot->kinds = kinds;
     slot->stats_rows = Py_NewRef(PyTuple_GetItem(opened, 0));
@@ -384,20 +446,56 @@ static int note_layout(PyObject *t, Geometry *at, Value *value) {
     return value->extra ? 0 : -1;
 }
 
+static Value *value_of(PyObject *t, PyObject *dtype, PyObject *shape) {
+    static PyObject *kind, *cpu;
+    if (!kind) kind = PyUnicode_InternFromString("torch.Tensor"), cpu = PyUnicode_InternFromString("cpu");
+    PyObject *grad = tensor_attribute(t, REQUIRES_GRAD);
+    Value *value = grad ? (Value *)PyType_GenericAlloc(value_type, 0) : NULL;
+    if (value) {
+        value->type = Py_NewRef(kind), value->device = Py_NewRef(cpu), value->dtype = Py_NewRef(dtype);
+        value->shape = Py_NewRef(shape), value->requires_grad = Py_NewRef(grad);
+    }
+    Py_XDECREF(grad);
+    return value;
+}
+
+/* A Value of a tensor on a device, which is gathered. NULL without an exception: to be looked at by itself. */
+static Value *gathered(Tape *self, PyObject *t, PyObject *shape, Geometry *at, const Dtype *dtype, Slot *slot) {
+    int64_t n = 1;
+    for (int i = 0; i < at->nd; i++) n = at->sizes[i] && n > INT64_MAX / 16 / at->sizes[i] ? INT64_MAX / 16 : n * at->sizes[i];
+    /* data below SUSPECT: none, or freed. Sizes beyond: an expanded tensor, perhaps without end. */
+    if (at->cpu || dtype->code < 0 || (uintptr_t)at->data <= SUSPECT || n > (int64_t)1 << 31) return NULL;
+    if (!self->gathering || self->gatherer != PyThread_get_thread_ident()) return NULL;
+    if (!slot->tensors) slot->tensors = PyList_New(0), slot->values = PyList_New(0);
+    Value *value = slot->tensors && slot->values ? value_of(t, dtype->text, shape) : NULL;
+    if (!value) return NULL;
+    value->row = stats_rows_new(slot->rows);
+    if (value->row < 0 || note_layout(t, at, value) || PyList_Append(slot->owned, (PyObject *)value) || PyList_Append(slot->values, (PyObject *)value) ||
+        PyList_Append(slot->tensors, t)) {
+        Py_DECREF(value);
+        return NULL;
+    }
+    if (self->journal) journal_value(self->journal, value, NULL, 0);
+    self->gathered += n * item_size[dtype->code];
+    if ((++self->waiting >= MOST_GATHERED || self->gathered > GATHERED) && reduce_all_gathered(self)) {
+        Py_DECREF(value);
+        return NULL;
+    }
+    return value;
+}
+
 /* A Value of a tensor that was not seen, or not with these flags. NULL without an exception: not for the kernel. */
 static Value *reduced(Tape *self, PyObject *t, PyObject *shape, Geometry *at, long long version, long flags) {
     const Dtype *dtype = dtype_of(self, t, at->kind);
     Slot *slot = dtype ? slot_of(self, flags & 255) : NULL;
     Job job;
-    if (!slot || !slot->rows || job_of(t, at, dtype->code, flags & 255, &job) != 1) return NULL;
+    if (!slot || !slot->rows) return NULL;
+    int host = job_of(t, at, dtype->code, flags & 255, &job);
+    if (host != 1) return host < 0 ? NULL : gathered(self, t, shape, at, dtype, slot);
     StatsRows *rows = (StatsRows *)Py_NewRef((PyObject *)slot->rows); /* held: a large tensor is reduced while other threads run */
-    PyObject *text = dtype->text, *owned = Py_NewRef(slot->owned), *grad = tensor_attribute(t, REQUIRES_GRAD);
-    Value *value = grad ? (Value *)PyType_GenericAlloc(value_type, 0) : NULL;
+    PyObject *owned = Py_NewRef(slot->owned);
+    Value *value = value_of(t, dtype->text, shape);
     if (value) {
-        static PyObject *kind, *cpu;
-        if (!kind) kind = PyUnicode_InternFromString("torch.Tensor"), cpu = PyUnicode_InternFromString("cpu");
-        value->type = Py_NewRef(kind), value->device = Py_NewRef(cpu), value->dtype = Py_NewRef(text);
-        value->shape = Py_NewRef(shape), value->requires_grad = Py_NewRef(grad);
         value->row = row_of(self, t, version, &job, rows);
         if (value->row == -2 || note_layout(t, at, value) || PyList_Append(owned, (PyObject *)value)) {
             Py_DECREF(value);
@@ -406,7 +504,6 @@ static Value *reduced(Tape *self, PyObject *t, PyObject *shape, Geometry *at, lo
             journal_value(self->journal, value, rows->partials + value->row * COLUMNS, rows->checksums[value->row]);
         }
     }
-    Py_XDECREF(grad);
     Py_DECREF(owned);
     Py_DECREF((PyObject *)rows);
     return value;
@@ -547,6 +644,8 @@ static PyObject *rare(Tape *self, PyObject *x, long flags, PyObject *path, int d
     return answer;
 }
 
+static PyObject *tree_of(Tape *self, PyObject *x, long flags, PyObject *path, int depth);
+
 static PyObject *listed(Tape *self, PyObject *x, long flags, PyObject *path, int depth) {
     int tuple = PyTuple_CheckExact(x);
     Py_ssize_t n = tuple ? PyTuple_Size(x) : PyList_Size(x);
@@ -554,7 +653,7 @@ static PyObject *listed(Tape *self, PyObject *x, long flags, PyObject *path, int
     for (Py_ssize_t i = 0; list && i < n; i++) {
         PyObject *item = Py_NewRef(tuple ? PyTuple_GetItem(x, i) : i < PyList_Size(x) ? PyList_GetItem(x, i) : Py_None);
         PyObject *below = path ? PyUnicode_FromFormat("%U.%zd", path, i) : NULL;
-        PyObject *leaf = path && !below ? NULL : tape_tree(self, item, flags, below, depth + 1);
+        PyObject *leaf = path && !below ? NULL : tree_of(self, item, flags, below, depth + 1);
         Py_XDECREF(below);
         Py_DECREF(item);
         if (!leaf) {
@@ -572,7 +671,7 @@ static PyObject *named(Tape *self, PyObject *x, long flags, PyObject *path, int 
     for (Py_ssize_t i = 0; dict && i < PyList_Size(items); i++) {
         PyObject *pair = PyList_GetItem(items, i), *key = key_text(PyTuple_GetItem(pair, 0)), *below = NULL, *leaf = NULL;
         if (key && path) below = PyUnicode_FromFormat("%U.%U", path, key);
-        if (key && (below || !path)) leaf = tape_tree(self, PyTuple_GetItem(pair, 1), flags, below, depth + 1);
+        if (key && (below || !path)) leaf = tree_of(self, PyTuple_GetItem(pair, 1), flags, below, depth + 1);
         if (!leaf || PyDict_SetItem(dict, key, leaf)) Py_CLEAR(dict);
         Py_XDECREF(key);
         Py_XDECREF(below);
@@ -592,7 +691,7 @@ static void leave(PyObject *x) {
 /* Whether one more container of this tree may be looked into. */
 static int tape_enter(Tape *self) { return self->entered++ < MOST; }
 
-PyObject *tape_tree(Tape *self, PyObject *x, long flags, PyObject *path, int depth) {
+static PyObject *tree_of(Tape *self, PyObject *x, long flags, PyObject *path, int depth) {
     PyTypeObject *kind = Py_TYPE(x);
     if (kind == self->plain[0] || kind == self->plain[1])
         return path && flags & SAVE ? kept_tensor(self, x, flags, path, 0) : tape_look(self, x, flags, 0);
@@ -615,10 +714,22 @@ PyObject *tape_tree(Tape *self, PyObject *x, long flags, PyObject *path, int dep
     return rare(self, x, flags, path, depth);
 }
 
+/* Whether what was gathered is reduced; takes the reference, and gives it back where it is. */
+static PyObject *once_reduced(Tape *self, int begun, PyObject *found) {
+    if (tape_gather_end(self, begun)) Py_CLEAR(found);
+    return found;
+}
+
+PyObject *tape_tree(Tape *self, PyObject *x, long flags, PyObject *path, int depth) {
+    int begun = tape_gather_begin(self);
+    return once_reduced(self, begun, tree_of(self, x, flags, path, depth));
+}
+
 /* The same for a tensor that is held for the rest of the step, such as a parameter. */
 PyObject *tape_held(Tape *self, PyObject *t, long flags, PyObject *path) {
     if (!tape_is_plain(self, t)) return tape_tree(self, t, flags, path, 0);
-    return path && flags & SAVE ? kept_tensor(self, t, flags, path, 1) : tape_look(self, t, flags, 1);
+    int begun = tape_gather_begin(self);
+    return once_reduced(self, begun, path && flags & SAVE ? kept_tensor(self, t, flags, path, 1) : tape_look(self, t, flags, 1));
 }
 
 /* ---- what the parts that record calls ask besides ------------------------------------------------------------------------- */
@@ -689,7 +800,39 @@ static PyObject *value(Tape *self, PyObject *const *args, Py_ssize_t nargs) {
     if (nargs != 2) return PyErr_Format(PyExc_TypeError, "value takes a tensor and flags");
     long flags = PyLong_AsLong(args[1]);
     if (PyErr_Occurred()) return NULL;
-    return tape_look(self, args[0], flags, 0);
+    int begun = tape_gather_begin(self);
+    return once_reduced(self, begun, tape_look(self, args[0], flags, 0));
+}
+
+/* What `value` gives of a plain tensor that nobody else hands over, such as the shard in a DTensor; None where that is not on a device. */
+static PyObject *shard(Tape *self, PyObject *const *args, Py_ssize_t nargs) {
+    if (nargs != 2) return PyErr_Format(PyExc_TypeError, "shard takes a tensor and flags");
+    long flags = PyLong_AsLong(args[1]);
+    Geometry at;
+    if (PyErr_Occurred()) return NULL;
+    if (!tape_is_plain(self, args[0]) || geometry_read(args[0], &at)) {
+        PyErr_Clear();
+        return Py_NewRef(Py_None);
+    }
+    int begun = tape_gather_begin(self);
+    const Dtype *dtype = dtype_of(self, args[0], at.kind);
+    Slot *slot = dtype ? slot_of(self, flags & 255) : NULL;
+    int host = slot && slot->rows ? geometry_on_host(args[0], &at) : 1;
+    PyObject *shape = host ? NULL : shapes_find(&self->shapes, &at);
+    PyObject *found = shape ? (PyObject *)gathered(self, args[0], shape, &at, dtype, slot) : NULL;
+    Py_XDECREF(shape);
+    if (!found && !PyErr_Occurred()) found = Py_NewRef(Py_None);
+    return once_reduced(self, begun, found);
+}
+
+static PyObject *hold(Tape *self, PyObject *unused) {
+    (void)unused;
+    return PyLong_FromLong(tape_gather_begin(self));
+}
+
+static PyObject *release(Tape *self, PyObject *begun) {
+    int held = PyObject_IsTrue(begun);
+    return held < 0 || tape_gather_end(self, held) ? NULL : Py_NewRef(Py_None);
 }
 
 static PyObject *touched(Tape *self, PyObject *t) {
@@ -713,7 +856,10 @@ static PyObject *reset(Tape *self, PyObject *unused) {
         Py_CLEAR(self->slots[i].stats_rows);
         Py_CLEAR(self->slots[i].rows);
         Py_CLEAR(self->slots[i].owned);
+        Py_CLEAR(self->slots[i].tensors);
+        Py_CLEAR(self->slots[i].values);
     }
+    self->waiting = 0, self->gathered = 0;
     return Py_NewRef(Py_None);
 }
 
@@ -734,10 +880,10 @@ static PyObject *record_into(Tape *self, PyObject *journal) {
 }
 
 static PyObject *tape_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    PyObject *plain, *functions[6];
+    PyObject *plain, *functions[7];
     int reuse;
-    if (kwargs || !PyArg_ParseTuple(args, "O!iOOOOOO", &PyTuple_Type, &plain, &reuse, &functions[0], &functions[1], &functions[2],
-                                    &functions[3], &functions[4], &functions[5]))
+    if (kwargs || !PyArg_ParseTuple(args, "O!iOOOOOOO", &PyTuple_Type, &plain, &reuse, &functions[0], &functions[1], &functions[2],
+                                    &functions[3], &functions[4], &functions[5], &functions[6]))
         return NULL;
     if (PyTuple_Size(plain) != 0 && PyTuple_Size(plain) != 2) return PyErr_Format(PyExc_TypeError, "plain is two classes, or none");
     Tape *self = (Tape *)PyType_GenericAlloc(type, 0);
@@ -750,6 +896,7 @@ static PyObject *tape_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
     }
     self->open_rows = Py_NewRef(functions[0]), self->slow = Py_NewRef(functions[1]), self->special = Py_NewRef(functions[2]);
     self->rare = Py_NewRef(functions[3]), self->keep = Py_NewRef(functions[4]), self->describe = Py_NewRef(functions[5]);
+    self->one_by_one = Py_NewRef(functions[6]);
     return (PyObject *)self;
 }
 
@@ -760,6 +907,7 @@ static void let_go(Tape *self) { /* of the functions, which hold the Python tape
     Py_CLEAR(self->rare);
     Py_CLEAR(self->keep);
     Py_CLEAR(self->describe);
+    Py_CLEAR(self->one_by_one);
     Py_CLEAR(self->arena);
     Py_CLEAR(self->journal);
 }
@@ -772,11 +920,14 @@ static int tape_traverse(Tape *self, visitproc visit, void *arg) {
     Py_VISIT(self->rare);
     Py_VISIT(self->keep);
     Py_VISIT(self->describe);
+    Py_VISIT(self->one_by_one);
     Py_VISIT(self->arena);
     Py_VISIT(self->noted);
     for (int i = 0; i < ROW_SLOTS; i++) {
         Py_VISIT(self->slots[i].stats_rows);
         Py_VISIT(self->slots[i].owned);
+        Py_VISIT(self->slots[i].tensors);
+        Py_VISIT(self->slots[i].values);
     }
     return 0;
 }
@@ -811,6 +962,9 @@ static PyMemberDef tape_members[] = {{"reuse", T_INT, offsetof(Tape, reuse), 0, 
 static PyMethodDef tape_methods[] = {
     {"tree", (PyCFunction)(void (*)(void))tree, METH_FASTCALL, "tree(x, flags, path=None, depth=0): see engine.tape.Tape.tree."},
     {"value", (PyCFunction)(void (*)(void))value, METH_FASTCALL, "value(t, flags): see engine.tape.Tape.value."},
+    {"shard", (PyCFunction)(void (*)(void))shard, METH_FASTCALL, "shard(t, flags): the Value of a plain tensor on a device, or None."},
+    {"hold", (PyCFunction)hold, METH_NOARGS, "hold(): tensors on devices that are looked at from now on stay as they are until `release`."},
+    {"release", (PyCFunction)release, METH_O, "release(held): reduce them together; held: what `hold` returned."},
     {"touched", (PyCFunction)touched, METH_O, "touched(t): see engine.tape.Tape.touched."},
     {"enter", (PyCFunction)enter, METH_NOARGS, "enter(): whether one more container of this tree may be looked into."},
     {"forget_all", (PyCFunction)forget_all, METH_NOARGS, "forget_all(): see engine.tape.Tape.forget_all."},
@@ -825,14 +979,15 @@ static PyType_Slot tape_slots[] = {{Py_tp_new, tape_new},
                                    {Py_tp_clear, tape_clear},
                                    {Py_tp_members, tape_members},
                                    {Py_tp_methods, tape_methods},
-                                   {Py_tp_doc, "NativeTape((Tensor, Parameter) or (), reuse, open_rows, slow, special, rare, keep, dtype): with (), every tensor is\n"
-                                               "left to special."},
+                                   {Py_tp_doc, "NativeTape((Tensor, Parameter) or (), reuse, open_rows, slow, special, rare, keep, dtype, one_by_one): with (), every\n"
+                                               "tensor is left to special."},
                                    {0, NULL}};
 
 static PyType_Spec tape_spec = {"trainprobe._native.NativeTape", sizeof(Tape), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, tape_slots};
 
 int tape_fill(PyObject *module) {
     n_dtype = PyUnicode_InternFromString("dtype"), n_with_note = PyUnicode_InternFromString("with_note");
+    n_add_all = PyUnicode_InternFromString("add_all");
     tape_type = (PyTypeObject *)PyType_FromSpec(&tape_spec);
-    return n_dtype && n_with_note && tape_type ? PyModule_AddObjectRef(module, "NativeTape", (PyObject *)tape_type) : -1;
+    return n_dtype && n_with_note && n_add_all && tape_type ? PyModule_AddObjectRef(module, "NativeTape", (PyObject *)tape_type) : -1;
 }
