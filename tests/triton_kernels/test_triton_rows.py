@@ -191,9 +191,24 @@ def test_the_first_step_is_reduced_by_torch_and_the_next_by_the_kernels_once_the
     assert not triton_rows.trust_in(HERE).known((torch.float32, ALL))
 
 
-def test_what_the_kernels_cannot_read_is_left_to_torch(launches: list[int]) -> None:
+def test_five_permuted_dimensions_are_read_as_they_lie_or_copied(launches: list[int]) -> None:
+    t = torch.randn(2, 3, 4, 3, 5).permute(3, 0, 2, 1, 4)
+    assert triton_rows.job_of(t, 0) is None
+    job = triton_rows.job_of(t, 0, ordered=False)
+    assert job is not None and (job.address, job.count, job.layout[-1]) == (t.data_ptr(), 360, 0)
+    for flags in (STATS, STATS | CHECKSUM):
+        made = rows_of("triton", flags)
+        made.add(t)
+        rows, sums, _ = made.drain()
+        assert_true(rows[0], t)
+        assert sums is None or int(sums[0]) == fingerprint(oracle.bits_of(t.contiguous()))
+    assert launches == [1, 1]
+
+
+def test_what_the_kernels_cannot_read_is_left_to_torch(launches: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     made = rows_of("triton", STATS)
     odd = [torch.tensor([1 + 2j]).conj().imag, torch.arange(243.0).view(3, 3, 3, 3, 3)[::2, ::2, ::2, ::2, ::2]]
+    monkeypatch.setattr(triton_rows, "_COPIED", 0)
     for t in odd:
         made.add(t)
     assert launches == []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
+import sys
 import threading
 
 import numpy as np
@@ -246,3 +248,20 @@ def test_copy_out_does_not_follow_what_is_written_later() -> None:
 
 def test_copy_out_resolves_conjugates() -> None:
     assert np.frombuffer(copy_out(torch.tensor([1 + 2j]).conj()).data, np.complex64).tolist() == [1 - 2j]
+
+
+@native_only
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux for memory at an address")
+def test_memory_at_a_low_address_is_reduced_by_the_compiled_kernel() -> None:
+    """Of a Python that is no position-independent program the heap lies there, and small tensors in it."""
+    mapped = ctypes.CDLL(None, use_errno=True).mmap
+    mapped.restype, mapped.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    address = mapped(1 << 35, 4096, 3, 0x100022, -1, 0)  # private, anonymous, fixed where nothing is
+    assert address == 1 << 35, "this address is taken"
+    t = torch.frombuffer((ctypes.c_float * 4).from_address(address), dtype=torch.float32)
+    t.copy_(torch.tensor([1.0, 2.0, 3.0, -4.0]))
+    rows = TorchStatsRows(STATS)
+    rows.add(t)
+    assert rows._devices == {}, "torch's operations have reduced it"
+    assert rows.drain()[0][0][:8].tolist() == [4.0, 0.0, 0.0, 0.0, 0.0, -4.0, 3.0, 2.0]
+    assert bytes(copy_out(t).data) == t.numpy().tobytes()

@@ -44,7 +44,9 @@ __all__ = [
 ]
 
 _MANY = 1 << 31  # elements of an expanded tensor that are walked
-_SUSPECT = 1 << 40  # addresses below may be an offset into freed storage: looked at twice
+# addresses below may be an offset into freed storage and are looked at twice; so are small tensors of a Python that is no
+# position-independent program, whose heap lies there
+_SUSPECT = 1 << 40
 _NATIVE_CODES: dict[torch.dtype, int] = (
     {getattr(torch, name): code for name, code in _native.DTYPES.items() if hasattr(torch, name)} if _native else {}
 )
@@ -87,7 +89,8 @@ class TorchStatsRows:
             if t.is_cpu and not t.is_neg():
                 code = self._codes[t.dtype]
                 address = t.data_ptr()
-                if address > _SUSPECT and not t.is_nested and not (code in _COMPLEX_CODES and t.is_conj()):
+                there = address > _SUSPECT or not reason_without_statistics(t)
+                if there and not t.is_nested and not (code in _COMPLEX_CODES and t.is_conj()):
                     if t.is_contiguous():
                         return self._add_native(address, code, t.numel(), None, self._flags)
                     if not (self._flags & (CHECKSUM | CRC32) and t.numel() > _MANY and reason_without_statistics(t)):
@@ -322,7 +325,7 @@ def copy_out(t: Tensor) -> HostCopy:
     """Return a copy on the host; a DTensor gives its local shard. Waits for the device."""
     if _native is not None and type(t) in _PLAIN and t.dtype in _NATIVE_CODES and t.is_cpu and t.is_contiguous():
         address = 0 if t.is_neg() or t.is_conj() else t.data_ptr()
-        if address > _SUSPECT:
+        if address > _SUSPECT or (address and not reason_without_statistics(t)):
             return HostCopy(_dtype_text(t.dtype), tuple(t.shape), _native.bytes_at(address, t.nbytes))
     with without_dispatch(), torch.no_grad():
         inner = t if type(t) in _PLAIN else local_of(t)[0]

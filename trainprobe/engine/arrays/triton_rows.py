@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ TAKEN = STATS | CHECKSUM | asked_flags(ASKED)
 _ROWS, _MERGE_LEVELS = (128, 64, 64, 64), 8  # four lanes a row of a program, by the sort of a dtype; 2^this lanes merge
 _LEAST, _PARTS = 4, 2048  # tiles a chunk at least, a power of two; chunks a tensor before they grow, to 256 elements a lane
 _TOGETHER = 512  # tensors of one launch at most
+_COPIED = 64 << 20  # bytes of a tensor that is laid out anew where its strides are too many: torch's operations take far longer
 OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}  # a fused multiply and add would spoil the errors of sums
 _COLUMNS, _PART = 14, len(CHUNK) + len(CHUNK_INTEGERS)  # of triton_kernels: numbers a job and a part
 Key = tuple[torch.dtype, int]  # a dtype, and the flags that the kernels handle
@@ -77,21 +79,26 @@ class Job:
 _ONE_AFTER_THE_OTHER = (1, 1, 1, 0, 0, 0, 0, 0)
 
 
-def job_of(t: Tensor, row: int) -> Job | None:
-    """Describe a tensor for the kernels; None where they cannot read it. row: the address of the row to write."""
-    layout = _ONE_AFTER_THE_OTHER if t.is_contiguous() else _layout(t.shape, t.stride())
+def job_of(t: Tensor, row: int, ordered: bool = True) -> Job | None:
+    """Describe a tensor for the kernels; None where they cannot read it.
+
+    row: the address of the row to write. ordered: False where the order of the elements decides nothing, as in statistics: a
+    permuted tensor is then read as it lies in memory, whatever its number of dimensions.
+    """
+    layout = _ONE_AFTER_THE_OTHER if t.is_contiguous() else _layout(t.shape, t.stride(), ordered)
     if layout is None or t.is_neg() or t.is_conj():
         return None
     return Job(t.data_ptr(), t.numel(), row, layout)
 
 
-def _layout(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | None:
+def _layout(shape: Sequence[int], strides: Sequence[int], ordered: bool) -> tuple[int, ...] | None:
     """Return three inner sizes, four strides, and whether they count.
 
     None where more than four dimensions are left, or an inner one has 2^31 elements.
     """
     kept: list[tuple[int, int]] = []
-    for size, stride in zip(shape, strides, strict=True):
+    dimensions = zip(shape, strides, strict=True)
+    for size, stride in dimensions if ordered else sorted(dimensions, key=itemgetter(1), reverse=True):
         if size == 1:
             continue
         if kept and kept[-1][1] == stride * size:
@@ -281,12 +288,16 @@ class TritonRows:
         Returns the places of those that are left to torch's operations.
         """
         left: list[int] = []
+        copies: list[Tensor] = []  # held until they are launched
         jobs: dict[torch.dtype, tuple[list[int], list[Job]] | None] = {}  # None: not for the kernels
         for i, t in enumerate(tensors):
             if t.dtype not in jobs:
                 jobs[t.dtype] = self._believed((t.dtype, flags & TAKEN))
-            found = jobs[t.dtype]
-            job = job_of(t, address + i * step) if found is not None else None
+            found, row = jobs[t.dtype], address + i * step
+            job = job_of(t, row, bool(flags & CHECKSUM)) if found is not None else None
+            if found is not None and job is None and t.nbytes <= _COPIED:
+                copies.append(t.resolve_conj().resolve_neg().contiguous())
+                job = job_of(copies[-1], row)
             if found is None or job is None:
                 left.append(i)
             else:
