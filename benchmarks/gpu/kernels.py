@@ -20,16 +20,18 @@ MANY = 500
 
 
 def figures(machine: Machine) -> Iterator[dict[str, Any]]:
-    """Yield the agreement with float64, then a line for each dtype, wish and size, and in between many small tensors."""
+    """Yield the agreement with float64, then a line for each wish, dtype and size, and many small tensors after two wishes."""
     for again in range(2):  # kernels are on trial in the first look and reduce in the second
         wrong, looked, worst = disagreements(machine.device, machine.rehearse)
         told = {"figure": "kernels", "look": again, "tensors": looked, "worst": worst, "wrong": wrong[:5], "met": not wrong}
         yield {**told, "refusals": [*TorchLibrary().faults()]}
-    for name in ("bfloat16", "float32", "float16", "float8_e4m3fn")[: 2 if machine.rehearse else None]:
-        for wanted, flags in WANTED.items():
-            yield from _of(machine, getattr(torch, name), wanted, flags)
-            if name == "float32":
-                yield {"figure": "many small", "wanted": wanted, "tensors": MANY, **_many(machine, flags)}
+    names = ("bfloat16", "float32", "float16", "float8_e4m3fn")[: 2 if machine.rehearse else None]
+    for wishes in (("stats", "checksum"), ("stats and checksum", "stats and std")):
+        for name in names:
+            for wanted in wishes:
+                yield from _of(machine, getattr(torch, name), wanted, WANTED[wanted])
+        for wanted in wishes:
+            yield {"figure": "many small", "wanted": wanted, "tensors": MANY, **_many(machine, WANTED[wanted])}
 
 
 def _of(machine: Machine, dtype: torch.dtype, wanted: str, flags: int) -> Iterator[dict[str, Any]]:

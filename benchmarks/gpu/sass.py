@@ -47,7 +47,7 @@ def compiled(kernel: Any, constants: dict[str, Any], options: dict[str, Any], ca
 
 def machine_code(made: Any) -> list[tuple[int, str]]:
     """Return (address, instruction) of a compiled kernel."""
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    tools = Path(str(triton.__file__)).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()
