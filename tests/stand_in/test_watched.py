@@ -51,4 +51,4 @@ def test_tensors_that_are_gathered_have_the_numbers_that_each_has_by_itself(plan
 
 
 def test_tensors_that_stay_as_they_are_are_reduced_many_at_once(seen):
-    assert seen["together"] == {"plan": "together", "groups": [512, 512, 76], "right": True}
+    assert seen["together"] == {"plan": "together", "groups": [1, 512, 512, 75], "right": True}

@@ -56,6 +56,16 @@ def test_draining_starts_anew(native: bool) -> None:
     assert stats_rows.drain()[0][0, 0] == 4
 
 
+@pytest.mark.parametrize(("alone", "together"), [(0, 600), (300, 400), (511, 2)])
+def test_tensors_that_are_added_together_have_their_own_rows_wherever_the_first_one_stands(alone: int, together: int) -> None:
+    stats_rows = TorchStatsRows(STATS, native=False)
+    tensors = [torch.full((3,), float(i)) for i in range(alone + together)]
+    for t in tensors[:alone]:
+        stats_rows.add(t)
+    stats_rows.add_all(tensors[alone:], range(alone, len(tensors)))
+    assert stats_rows.drain()[0][:, 7].tolist() == [3.0 * i for i in range(len(tensors))]
+
+
 def test_rows_by_the_kernel_and_by_torch_stand_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
     stats_rows = TorchStatsRows(STATS | CHECKSUM)
     stats_rows.add(torch.tensor([1.0]))

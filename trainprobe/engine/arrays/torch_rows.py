@@ -43,7 +43,7 @@ class DeviceRows:
             at = self._n % _ROOM
             if at == 0:
                 self._add_room()
-            some = tensors if n <= _ROOM - at else tensors[done : done + _ROOM - at]
+            some = tensors[done : done + _ROOM - at]
             done, self._n = done + len(some), self._n + len(some)
             left = (
                 range(len(some))
