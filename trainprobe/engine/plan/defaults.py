@@ -12,7 +12,7 @@ PROGRAMS = frozenset({"monitor", "audit", "black_box", "config_check", "op_check
 HOW = frozenset(
     {
         *("output", "on_existing", "rank", "sinks", "csv_layout", "csv_steps", "nan_tokens", "console", "on_error"),
-        *("reuse", "native", "graph_callbacks", "control"),
+        *("reuse", "native", "control"),
     }
 )
 LEVELS = {"nothing": "off", "L0": "L0", "L1": "L1", "mix": "mix", "debug": "debug"}  # word of `record` → of `level`
