@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import trainprobe
 from trainprobe.op_check.cases import Case, flat
 from trainprobe.op_check.check import Checked, check
+from trainprobe.op_check.modes import nearest
 
 Given = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -228,3 +231,28 @@ def test_torch_alone_keeps_a_sixth_in_float32_for_gradients_of_float64() -> None
     assert check(case, backward=True).worst.outcome == "bug"
     case.results = [torch.full_like(g, 1 / 6)]
     assert check(case, backward=True).worst.outcome in ("exact", "rounding")
+
+
+class _Tf32(TorchDispatchMode):
+    """Rounds what is multiplied as tensor cores do."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in ("mm", "bmm"):
+            args = [nearest(10)(a.double()).float() if isinstance(a, torch.Tensor) else a for a in args]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("call", [torch.linalg.solve, torch.linalg.inv, torch.linalg.matrix_power])
+def test_the_products_in_a_backward_may_be_tf32(call: Any) -> None:
+    torch.manual_seed(0)
+    a, b = torch.randn(24, 24) + 8 * torch.eye(24), torch.randn(24, 24)
+    given = {torch.linalg.solve: (a, b), torch.linalg.matrix_power: (a / 8, 3)}.get(call, (a,))
+    args = [g.clone().requires_grad_() if isinstance(g, torch.Tensor) else g for g in given]
+    tensors = [x for x in args if isinstance(x, torch.Tensor)]
+    y = call(*args)
+    g = torch.randn_like(y)
+    for mode, outcome in ((_Tf32(), "mode"), (nullcontext(), "rounding")):
+        with mode:
+            results = [*torch.autograd.grad(y, tensors, g, retain_graph=True)]
+        case = Case(f"Torch.{call.__name__}", given, {}, [y.detach()], [g], results, [True] * len(tensors), of_inputs=True)
+        assert check(case, backward=True).worst.outcome == outcome

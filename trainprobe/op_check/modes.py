@@ -24,6 +24,7 @@ _PRODUCTS = frozenset(
     chain_matmul conv1d
     conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution scaled_dot_product_attention
     multi_head_attention_forward lstm gru rnn_tanh rnn_relu cdist
+    linalg_multi_dot linalg_solve linalg_inv inverse linalg_matrix_power matrix_power
     """.split()  # noqa: SIM905
 )
 _TF32 = "TF32: torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 or torch.set_float32_matmul_precision"
@@ -31,7 +32,7 @@ _HF32 = "HF32: torch.npu.matmul.allow_hf32 and torch.npu.conv.allow_hf32"
 _MEDIUM = "inputs in bfloat16: torch.set_float32_matmul_precision('medium')"
 
 
-def _nearest(bits: int) -> Callable[[Tensor], Tensor]:
+def nearest(bits: int) -> Callable[[Tensor], Tensor]:
     """Return what rounds float64 to the nearest number with so many bits after the leading one."""
 
     def rounded(x: Tensor) -> Tensor:
@@ -52,11 +53,11 @@ def _cut(bits: int) -> Callable[[Tensor], Tensor]:
 
 
 _INPUTS: tuple[tuple[str, Callable[[Tensor], Tensor]], ...] = (
-    (_TF32, _nearest(10)),
+    (_TF32, nearest(10)),
     (f"{_TF32} (inputs cut, not rounded)", _cut(10)),
-    (_HF32, _nearest(11)),
+    (_HF32, nearest(11)),
     (f"{_HF32} (inputs cut, not rounded)", _cut(11)),
-    (_MEDIUM, _nearest(7)),
+    (_MEDIUM, nearest(7)),
 )
 
 
