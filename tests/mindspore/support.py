@@ -223,6 +223,7 @@ CALLS: dict[str, tuple[dict[str, Any], Shows]] = {
 }
 ANYWHERE: dict[str, tuple[dict[str, Any], Shows]] = {
     "level: off": ({"level": "off"}, lambda r: not (r.output / "step1").exists()),
+    "record": ({"record": "nothing", "monitor": True}, lambda r: not (r.output / "step1").exists() and bool(frames(r))),
     "output": ({"level": "off", "monitor": True}, lambda r: (r.output / "rank0").exists()),
     "on_existing": ({"level": "off", "on_existing": "continue", "monitor": True}, lambda r: frames(r) == [0, 1]),
     "step": ({"level": "off", "monitor": {"step": [1]}}, lambda r: frames(r) == [1]),

@@ -101,7 +101,7 @@ def optimizers() -> list[tuple[Any, set[str]]]:
         (nn.Adam(net(), 0.25), moments),
         (nn.AdamWeightDecay(net(), 0.25), moments),
         (nn.Momentum(net(), 0.25, 0.9), {"momentum_buffer"}),
-        (nn.SGD(net(), 0.25, momentum=0.9), {"accum", "stat"}),
+        (nn.SGD(net(), 0.25, momentum=0.9), {"momentum_buffer", "stat"}),
         (nn.Adagrad(net(), learning_rate=0.25), {"accum"}),
         (optim.AdamW(net(), lr=0.25), {*moments, "max_exp_avg_sq"}),
     ]

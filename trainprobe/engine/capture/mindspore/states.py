@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import mindspore
+from mindspore import nn
 import numpy as np
 
 from trainprobe.engine.arrays.mindspore_library import HostArray, host_array, without_data
@@ -25,7 +26,7 @@ from trainprobe.engine.tape import Tape
 STANDARD = {
     **dict.fromkeys(("moment1", "moments1", "exp_avg"), "exp_avg"),
     **dict.fromkeys(("moment2", "moments2", "exp_avg_sq"), "exp_avg_sq"),
-    **dict.fromkeys(("moments", "momentum_buf", "accum"), "momentum_buffer"),
+    **dict.fromkeys(("moments", "momentum_buf"), "momentum_buffer"),
 }
 
 
@@ -47,7 +48,12 @@ def states_of(optimizer: Any) -> Iterator[tuple[str, str, Any]]:
             if all_of_them and (member.name.endswith(f".{parameters[i].name}") or _same_shapes(members, parameters)):
                 name = str(parameters[i].name)
             if name in known and member.name not in known:
-                yield name, STANDARD.get(str(key), str(key)), member
+                yield name, _slot(optimizer, str(key)), member
+
+
+def _slot(optimizer: Any, key: str) -> str:
+    """Return the standard name of a state: `accum` of SGD is its momentum, that of Adagrad a sum of squares."""
+    return "momentum_buffer" if key == "accum" and isinstance(optimizer, nn.SGD) else STANDARD.get(key, key)
 
 
 def _same_shapes(members: Sequence[Any], parameters: Sequence[Any]) -> bool:
