@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from trainprobe import compiled, doctor_command
+from trainprobe import compiled
 from trainprobe.cli import main
 from trainprobe.engine.plan.command import sentences
 from trainprobe.engine.plan.loading import load_plan
+from trainprobe.self_test import doctor_command
 
 
 def told(capsys: pytest.CaptureFixture[str], folder: Path, code: int) -> list[str]:

@@ -23,7 +23,7 @@ from trainprobe.engine.storage.left_out import told
 from trainprobe.errors import ProbeError, did_you_mean
 
 VERBS: dict[str, tuple[str, str]] = {
-    "doctor": ("trainprobe.doctor_command:doctor", "what works on this machine, and what is missing"),
+    "doctor": ("trainprobe.self_test.doctor_command:doctor", "what works on this machine, and what is missing"),
     "demo": ("trainprobe.demo.command:demo", "train a small GPT with the probe on and show what it saw"),
     "self-test": ("trainprobe.self_test.command:self_test", "verify the whole tool on this machine's device"),
     "plan": ("trainprobe.engine.plan.command:plan", "check, explain or export the schema of a plan"),
