@@ -12,8 +12,8 @@ their sum, or the mean or sum of that over the dp and cp ranks, or one of them w
 Floor: 1e-4 of Σ|ℓᵢ| for what is equal, 1e-2 of it for what no longer is (losses of 16 bits round; 1e-4 where it was equal
 within 3e-6 at each of three steps), 3e-6 for a scale that changed. On as many data-parallel ranks as there are micro-batches
 the first is not judged, because either may be the factor. A report that was never the loss itself, such as a moving average, is
-not judged, nor is an optimizer that tries several points within its step. Passes with an update between them are of several
-models, and not of micro-batches. Usually caused by gradient accumulation without a division (the gradient is n times too large,
+not judged, nor is an optimizer that tries several points within its step, nor a step in which gradients were cleared unused.
+Passes with an update between them are of several models, and not of micro-batches. Usually caused by gradient accumulation without a division (the gradient is n times too large,
 which Adam hides and clipping or SGD does not), by a report of one micro-batch, by a loss that is divided by the tokens of one
 rank, and by a part of the loss that misses the scaler.
 """
@@ -42,7 +42,8 @@ _SEVERAL = 4  # of more backward passes some sum would fit by chance
 def check(evidence: Evidence) -> list[Finding]:
     """Find a reported loss that is not the one that was differentiated."""
     losses, reported = _losses(evidence), scalar(evidence.scalars, "loss")
-    if not losses or not evidence.facts.updates or evidence.facts.closure or reported is None or not math.isfinite(reported):
+    unknown = not losses or not evidence.facts.updates or evidence.facts.closure or evidence.facts.discarded
+    if unknown or reported is None or not math.isfinite(reported):
         return []
     n, size = len(losses), sum(map(abs, losses))
     totals = _totals(evidence)
