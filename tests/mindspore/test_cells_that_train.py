@@ -287,7 +287,10 @@ def test_models_whose_parameters_have_the_same_names_are_told_apart(tmp_path: Pa
     for name, array in want.items():
         assert by_monitor[name].values["norm"] == pytest.approx(float(np.linalg.norm(array)), rel=1e-6, abs=1e-12), name
     assert {*found.slot(0, "value_after")} == {*want}
-    assert ({*found.slot(0, "exp_avg")}, {*found.slot(0, "momentum_buffer")}) == ({"0.weight", "0.bias"}, {"1.weight", "1.bias"})
+    assert ({*found.slot(0, "exp_avg")}, {*found.slot(0, "momentum_buffer")}) == (
+        {"0.weight", "0.bias"},
+        {"1.weight", "1.bias"},
+    )
     entries = json.loads((tmp_path / "out/step0/rank0/dump.json").read_text())["data"]
     forward = [name for name in entries if ".forward." in name]
     of_maker, of_judge = (sum(f"Cell.{i}.Dense" in name for name in forward) for i in (0, 1))

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import mindspore
-from mindspore import nn
 import numpy as np
+from mindspore import nn
 
 from trainprobe.engine.arrays.mindspore_library import HostArray, host_array, without_data
 from trainprobe.engine.capture.mindspore.cells import is_graph_mode, parameters_of

@@ -13,9 +13,9 @@ Floor: 1e-4 of Σ|ℓᵢ| for what is equal, 1e-2 of it for what no longer is (l
 within 3e-6 at each of three steps), 3e-6 for a scale that changed. On as many data-parallel ranks as there are micro-batches
 the first is not judged, because either may be the factor. A report that was never the loss itself, such as a moving average, is
 not judged, nor is an optimizer that tries several points within its step, nor a step in which gradients were cleared unused.
-Passes with an update between them are of several models, and not of micro-batches. Usually caused by gradient accumulation without a division (the gradient is n times too large,
-which Adam hides and clipping or SGD does not), by a report of one micro-batch, by a loss that is divided by the tokens of one
-rank, and by a part of the loss that misses the scaler.
+Passes with an update between them are of several models, and not of micro-batches. Usually caused by gradient accumulation
+without a division (the gradient is n times too large, which Adam hides and clipping or SGD does not), by a report of one
+micro-batch, by a loss that is divided by the tokens of one rank, and by a part of the loss that misses the scaler.
 """
 
 from __future__ import annotations
