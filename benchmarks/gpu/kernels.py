@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -67,13 +67,17 @@ def _sweeps(t: torch.Tensor, flags: int, together: bool) -> Callable[[int], None
     library = TorchLibrary()
 
     def run(times: int) -> None:
-        rows = library.stats_rows(flags)
-        rows.batched(together)
-        for _ in range(times):
-            rows.add(t)
-        rows.batched(False)
+        _reduce(library.stats_rows(flags), [t] * times, together)
 
     return run
+
+
+def _reduce(rows: Any, tensors: Sequence[torch.Tensor], together: bool) -> None:
+    """Reduce tensors one by one, or in groups as a tape does: of at most 512 tensors and 128 MB."""
+    most = max(1, min(512, (128 << 20) // tensors[0].nbytes)) if together else 1
+    for begin in range(0, len(tensors), most):
+        some = tensors[begin : begin + most]
+        rows.add_all(some, range(begin, begin + len(some)))
 
 
 def _rate(machine: Machine, size: int, run: Callable[[int], None]) -> float:
@@ -101,10 +105,7 @@ def _many(machine: Machine, flags: int) -> dict[str, Any]:
             rows = library.stats_rows(flags)
             machine.wait()
             begun = time.perf_counter()
-            rows.batched(together)
-            for t in tensors:
-                rows.add(t)
-            rows.batched(False)
+            _reduce(rows, tensors, together)
             host = time.perf_counter() - begun
             machine.wait()
             told.append((host, time.perf_counter() - begun))
