@@ -107,8 +107,10 @@ def intervals(a: Side, left: Sequence[Value], b: Side, right: Sequence[Value]) -
                 for side, value in ((a, left[i]), (b, right[i])):
                     side.contradicts(value)
             exact = _EQUAL if exact is SAME else exact
-            place = "" if at is None else exact.note or a.place_of(left[i], at) or b.place_of(right[i], at)
-            found[i] = exact if at is None else exact._replace(note=place)
+            if at is not None:
+                notes = (exact.note, a.place_of(left[i], at) or b.place_of(right[i], at))
+                exact = exact._replace(note=", ".join(filter(None, notes)))
+            found[i] = exact
     if a.has_copies or b.has_copies:
         found = [_with_copies(far, a, x, b, y) for far, x, y in zip(found, left, right, strict=True)]
     return found

@@ -412,7 +412,7 @@ def _moved(value: Distance) -> str:
     found, far = value.beyond, value.interval
     exact = "" if far.evidence == "values" else "at least "
     at = f" (most at {far.note})" if far.evidence == "values" and far.note else ""
-    at = f" ({far.note})" if far.note in (TRANSPOSED, ANOTHER_ORDER) else at
+    at = f" ({far.note})" if far.note.startswith((TRANSPOSED, ANOTHER_ORDER)) else at
     often = f"{found.times:.2g}" if found.times < 1000 else "over 1000"
     name = _MOVED.get(found.what, found.what)
     moved = f"{name} moved by {found.changed:.1e}, {often} times what rounding explains"
