@@ -30,8 +30,8 @@ from trainprobe.demo.gpt import GPT, Shape, next_token_loss
 from trainprobe.engine.arrays.torch_arrays import STATS, TorchStatsRows
 from trainprobe.engine.arrays.torch_library import TorchLibrary
 from trainprobe.engine.core.records import Place
+from trainprobe.engine.plan.defaults import default_plan
 from trainprobe.engine.tape import Tape
-from trainprobe.integrations import default_plan
 
 DEVICE, STEPS = "npu:0", 3
 EVERY = {"activations": True, "activation_gradients": True, "parameters": True, "gradients": True, "optimizer_state": True}
