@@ -199,7 +199,7 @@ def test_a_dump_holds_the_values_and_names_cells(tmp_path: Path) -> None:
 def test_a_graph_hides_what_is_inside_and_says_so_once(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mindformers, "_print_line", lambda line: sys.stderr.write(f"{line}\n"))  # and not to its logger
+    monkeypatch.setattr("trainprobe.integrations.mindformers._print_line", lambda line: sys.stderr.write(f"{line}\n"))
     _, callback, steps = watched(GRAPH, tmp_path / "out", {"level": "off", "monitor": ALL})
     said = capfd.readouterr().err
     assert said.count("MindSpore compiles this model into a graph") == 1
