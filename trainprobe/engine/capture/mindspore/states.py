@@ -11,7 +11,6 @@ from typing import Any
 
 import mindspore
 import numpy as np
-from mindspore import nn
 
 from trainprobe.engine.arrays.mindspore_library import HostArray, host_array, without_data
 from trainprobe.engine.capture.mindspore.cells import is_graph_mode, parameters_of
@@ -53,7 +52,8 @@ def states_of(optimizer: Any) -> Iterator[tuple[str, str, Any]]:
 
 def _slot(optimizer: Any, key: str) -> str:
     """Return the standard name of a state: `accum` of SGD is its momentum, that of Adagrad a sum of squares."""
-    return "momentum_buffer" if key == "accum" and isinstance(optimizer, nn.SGD) else STANDARD.get(key, key)
+    momentum = key == "accum" and any(cls.__name__ == "SGD" for cls in type(optimizer).__mro__)
+    return "momentum_buffer" if momentum else STANDARD.get(key, key)
 
 
 def _same_shapes(members: Sequence[Any], parameters: Sequence[Any]) -> bool:
