@@ -95,6 +95,7 @@ def train(monkeypatch, folder=None, steps=2, plan=None, declared=False, **monito
     monkeypatch.setattr(torch.Tensor, "cpu", counted)
     monkeypatch.setattr(number_formats, "on_host", lambda device: False)
     options = {"output": folder, "level": "off", "native": False, "sinks": ["memory"], "on_error": "raise", "monitor": monitor}
+    options |= {"console": False}  # the line at the start times what a step costs
     watched = trainprobe.watch(model, optimizer, {**options, **(plan or {})}) if folder else contextlib.nullcontext()
     with watched as probe, reads:
         for step in range(steps):
