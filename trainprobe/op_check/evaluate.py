@@ -17,7 +17,9 @@ from trainprobe.op_check.references import adds_rows, is_pointwise, known_roundi
 from trainprobe.op_check.run import SINGLE, Run, autocast
 
 EVALUATIONS = 8  # with noise, at most
-_IEEE = frozenset(("add", "sub", "rsub", "mul", "square", "div", "true_divide", "reciprocal", "sqrt"))  # float64 defines their bits
+_IEEE = frozenset(
+    ("add", "sub", "rsub", "mul", "square", "div", "true_divide", "reciprocal", "sqrt")
+)  # float64 defines their bits
 _ENOUGH = 4  # of them, to know how far the sizes of results move as a whole
 
 
