@@ -151,20 +151,26 @@ def _answer(arguments: list[str]) -> int:
     return _carry_out(verb, rest)
 
 
-def _carry_out(verb: str, arguments: list[str]) -> int:
+def app_of(verb: str) -> Any:
+    """Return the typer application that carries out a verb, whose help ends with its example."""
     import typer
 
     module, _, attribute = VERBS[verb][0].partition(":")
     loaded = getattr(importlib.import_module(module), attribute)
     example = f"Example: {EXAMPLES[verb]}" if verb in EXAMPLES else None
     if isinstance(loaded, typer.Typer):
-        app = loaded
-        app.info.epilog = example
-    else:
-        app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        app.command(context_settings=getattr(loaded, "context_settings", None), epilog=example)(loaded)
+        loaded.info.epilog = example
+        return loaded
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command(context_settings=getattr(loaded, "context_settings", None), epilog=example)(loaded)
+    return app
+
+
+def _carry_out(verb: str, arguments: list[str]) -> int:
+    import typer
+
     try:
-        code = app(args=arguments, prog_name=f"trainprobe {verb}", standalone_mode=False, obj=arguments)
+        code = app_of(verb)(args=arguments, prog_name=f"trainprobe {verb}", standalone_mode=False, obj=arguments)
     except typer.Abort:
         return _complain("interrupted", INTERRUPTED)
     except _usage_error() as error:

@@ -47,7 +47,7 @@ def write_replay(row: Row, folder: Path, recorded: RecordedRank | None = None) -
         backward=backward,
         of_inputs=bool(case.of_inputs),
         requires_grad=wanted,
-        by_kernel=expectation is not None and expectation.source != "formula",
+        source=next((each.source for each in expectation.results if each), "") if expectation is not None else "",
     )
     try:
         folder.mkdir(parents=True, exist_ok=True)

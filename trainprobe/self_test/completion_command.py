@@ -5,7 +5,6 @@ The script is made once and holds all words, so that a shell need not start Pyth
 
 from __future__ import annotations
 
-import importlib
 from typing import Annotated, Any
 
 import typer
@@ -55,29 +54,19 @@ def completion(
 
 def options_of_verbs() -> dict[str, list[str]]:
     """Return the words that may follow each verb: its options, and the second words of verbs of two."""
-    from trainprobe.cli import VERBS
+    from trainprobe.cli import VERBS, app_of
 
     found: dict[str, list[str]] = {}
-    for verb, (target, _) in VERBS.items():
+    for verb in VERBS:
         first, _, second = verb.partition(" ")
         words = found.setdefault(first, [])
         if second:
             words.append(second)
             continue
-        words += _words(target)
+        command: Any = typer.main.get_command(app_of(verb))
+        words += getattr(command, "commands", {})
+        words += [option for parameter in command.params for option in parameter.opts if option.startswith("--")]
     return found
-
-
-def _words(target: str) -> list[str]:
-    module, _, attribute = target.partition(":")
-    loaded: Any = getattr(importlib.import_module(module), attribute)
-    app = loaded
-    if not isinstance(loaded, typer.Typer):
-        app = typer.Typer(add_completion=False)
-        app.command()(loaded)
-    command: Any = typer.main.get_command(app)
-    names = list(getattr(command, "commands", {}))
-    return names + [option for parameter in command.params for option in parameter.opts if option.startswith("--")]
 
 
 def _bash(found: dict[str, list[str]]) -> str:

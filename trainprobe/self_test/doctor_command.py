@@ -7,7 +7,6 @@ import os
 import platform
 import re
 import shutil
-import sys
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -56,7 +55,7 @@ class Fact(NamedTuple):
 
 
 def doctor(
-    folder: Annotated[Path, typer.Argument(help="where a run would be written", show_default=True)] = Path("probe_out"),
+    folder: Annotated[Path, typer.Argument(help="where a run would be written")] = Path("probe_out"),
 ) -> int:
     """Say what this environment can do and what it lacks. Exit code: 0 a training can be watched here, 1 it cannot."""
     facts = [*_own(), *_frameworks(), *_devices(), *_extras(), *_disk(folder), *_environment()]
@@ -99,10 +98,9 @@ def _frameworks() -> Iterator[Fact]:
 
 
 def _devices() -> Iterator[Fact]:
-    torch = sys.modules.get("torch")
-    if torch is None and importlib.util.find_spec("torch") is not None:
+    try:
         import torch
-    if torch is None:
+    except ImportError:
         return
     kinds = [kind for kind in ("cuda", "npu", "xpu", "mps") if getattr(torch, kind, None) is not None]
     names = [f"{kind} × {module.device_count()}" for kind in kinds if (module := getattr(torch, kind)).is_available()]
