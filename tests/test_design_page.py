@@ -59,8 +59,9 @@ def said(level: str) -> list[int]:
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_road_of_a_tensor_is_as_long_as_the_page_says(level, roads):
     measured = roads[level]
-    assert [round(measured["calls_a_value"]), len(measured["files"])] == said(level)[:2], measured
-    assert said(level)[0] <= 30
+    calls, files = said(level)[:2]
+    assert abs(measured["calls_a_value"] - calls) < 1 and len(measured["files"]) == files, measured
+    assert calls <= 30
     assert all(f"`{name}`" in PAGE for name in measured["files"]), measured
 
 
@@ -69,7 +70,9 @@ def test_the_road_of_a_tensor_is_as_long_as_the_page_says(level, roads):
 def test_the_road_of_a_tensor_on_a_device_is_as_long_as_the_page_says(level, device_roads):
     measured = device_roads[level]
     row = re.search(rf"\| `{level}` on a device \| (\d+) \| (\d+) \|", PAGE)
-    assert row is not None and [round(measured["calls_a_value"]), len(measured["files"])] == [*map(int, row.groups())], measured
+    assert row is not None
+    calls, files = map(int, row.groups())
+    assert abs(measured["calls_a_value"] - calls) < 1 and len(measured["files"]) == files, measured
     assert measured["calls_a_value"] <= 15 and len(measured["files"]) <= 10
     assert all(f"`{name}`" in PAGE for name in measured["files"]), measured
 
