@@ -1,8 +1,9 @@
-# Three commands for a fresh machine that has Python 3.11 and pip, and nothing else:
+# Commands for a fresh machine that has Python 3.11 and pip, and nothing else:
 #   make demo    train a small GPT with the probe on and show what it saw
 #   make test    everything that must hold: format, lint, types, tests
 #   make check   the quick part of it: format, lint, types
-# and a fourth, make test-oldest, for the oldest releases that the package accepts.
+#   make quick   in three minutes, a test of each contract and room (tests/quick.txt)
+#   make test-oldest   for the oldest releases that the package accepts.
 # Each makes the environment it needs in $(VENV), once; it is made again when a pin or the package's metadata changes.
 # Where pip finds PyTorch builds is pip's own setting (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL).
 
@@ -16,7 +17,7 @@ INSTALL := -m pip --disable-pip-version-check install --quiet --no-compile
 PIP := $(BIN)/python $(INSTALL)
 SOURCES := pyproject.toml $(wildcard setup.py) $(shell find trainprobe -name '*.c' -o -name '*.cpp' -o -name '*.h')
 
-.PHONY: demo test test-mindspore test-triton test-foreign test-foreign-all test-oldest test-queries test-wheels wheels release-check gpu-bundle check bench clean
+.PHONY: demo test quick test-mindspore test-triton test-foreign test-foreign-all test-oldest test-queries test-wheels wheels release-check gpu-bundle docs check bench clean
 .SILENT:
 # each process would compile again all that it imports: of torch alone that takes longer than the rest of its import
 unexport PYTHONDONTWRITEBYTECODE
@@ -37,6 +38,8 @@ test: $(VENV)/.dev
 	$(MAKE) --no-print-directory test-foreign || status=1; \
 	$(MAKE) --no-print-directory test-wheels || status=1; \
 	$(MAKE) --no-print-directory test-queries || status=1; \
+	if test -e $(VENVS)/docs/.ready || test "$$CI" = true; then $(MAKE) --no-print-directory docs || status=1; \
+	else echo "make docs NOT RUN: $(VENVS)/docs could not be made (the reason stands above)"; fi; \
 	$(MAKE) --no-print-directory $(VENVS)/megatron-lm/.ready || test "$$CI" != true || status=1; \
 	TRAINPROBE_MSPROBE_PYTHON="$$(ls -d $(abspath $(VENVS)/msprobe)/bin/python)" \
 	TRAINPROBE_MEGATRON_LM="$$(ls -d $(abspath $(VENVS)/megatron-lm)/site)" OMP_NUM_THREADS=1 \
@@ -44,7 +47,10 @@ test: $(VENV)/.dev
 	$(BIN)/python -m tests.support_table --check || status=1; \
 	exit $$status
 
-# Eleven more environments. `msprobe` holds mindstudio-probe, with which tests/interop exchange files, and takes PyTorch from $(VENV);
+quick: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist load -m "not slow" $$(cat tests/quick.txt)
+
+# Twelve more environments. `msprobe` holds mindstudio-probe, with which tests/interop exchange files, and takes PyTorch from $(VENV);
 # `msprobe-1.3` and `msprobe-8.1` (150 MB each) hold the releases before, which need numpy < 2, and carry their documentation.
 # MindSpore needs numpy < 2 and brings 3.4 GB; it is without PyTorch. `triton` adds Triton (0.7 GB), which PyTorch brings along where it
 # is built for CUDA, to $(VENV), and runs the kernels under Triton's interpreter. `oldest` holds the oldest releases that pyproject.toml
@@ -52,11 +58,11 @@ test: $(VENV)/.dev
 # on the version, so `make test` leaves it out. `foreign` (250 MB) and `foreign-all` (1.3 GB) add to $(VENV) packages whose training
 # programs are run as they are (docs/foreign_programs.md); `make test` runs the first. `wheels` (350 MB, most of it Zig) builds the
 # wheels for Linux x86-64 and aarch64 and tries the first in an environment without a compiler. `queries` (0.9 GB, most of it Spark)
-# adds pandas, Polars and Spark to $(VENV) and runs what docs/run_log.md shows of them. `megatron-lm` (16 MB) holds Megatron-LM,
-# which writes checkpoints for tests/ckpt_compare. Where one cannot be made, its tests are left out with the reason, except in CI
+# adds pandas, Polars and Spark to $(VENV) and runs what docs/run_log.md shows of them. `docs` (60 MB) holds Sphinx, which builds the
+# site. `megatron-lm` (16 MB) holds Megatron-LM, which writes checkpoints for tests/ckpt_compare. Where one cannot be made, its tests are left out with the reason, except in CI
 # (CI=true), where they must run.
 MSPROBES := $(VENVS)/msprobe/.ready $(VENVS)/msprobe-1.3/.ready $(VENVS)/msprobe-8.1/.ready
-OTHERS := $(patsubst %,$(VENVS)/%/.ready,mindspore triton foreign wheels queries megatron-lm)
+OTHERS := $(patsubst %,$(VENVS)/%/.ready,mindspore triton foreign wheels queries docs megatron-lm)
 IN_mindspore := -n $(WORKERS) --dist loadscope --pynative waits tests/mindspore
 AND_mindspore := -n $(WORKERS) --dist load --pynative free tests/mindspore
 IN_triton := -n $(WORKERS) --dist load -k triton tests/triton_kernels tests/engine/arrays
@@ -96,6 +102,10 @@ release-check: | $(VENVS)/wheels/.ready
 	$(VENVS)/wheels/bin/python -m twine check --strict dist/release/*
 	TRAINPROBE_RELEASE=$(abspath dist/release) $(VENVS)/wheels/bin/python -m pytest -q -p no:xdist tests/wheels
 
+# the site of docs/ with search and a reference from docstrings, in build/site; a warning is an error
+docs: $(VENV)/.dev | $(VENVS)/docs/.ready
+	$(VENVS)/docs/bin/python -m sphinx -nW --keep-going -q -b html docs build/site
+
 # what a GPU machine without a registry needs: copy the tree with dist/gpu there and run `bash benchmarks/gpu/run.sh`
 gpu-bundle: | $(VENVS)/wheels/.ready
 	PYTHONPATH=. $(VENVS)/wheels/bin/python -m benchmarks.gpu.bundle dist/gpu
@@ -129,7 +139,7 @@ $(VENVS)/%/.ready: requirements/%.txt | $(VENV)/.core
 	echo "setting up $(VENVS)/$* (gigabytes, some minutes the first time)"; \
 	test -x $(VENVS)/$*/bin/python || $(PYTHON) -m venv $(VENVS)/$*; \
 	$(VENVS)/$*/bin/python $(INSTALL) --no-cache-dir --no-deps -r $<; \
-	{ pwd; case $* in triton | msprobe* | foreign* | queries | wheels) \
+	{ pwd; case $* in triton | msprobe* | foreign* | queries | wheels | docs) \
 		$(BIN)/python -c "import sysconfig; print(sysconfig.get_path(\"purelib\"))" ;; esac; } \
 		> "$$($(VENVS)/$*/bin/python -c "import sysconfig; print(sysconfig.get_path(\"purelib\"))")/trainprobe_tree.pth"; \
 	touch $@'

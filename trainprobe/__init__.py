@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainprobe import unobserved
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from trainprobe.compare_with_cpu import CompareWithCPU as CompareWithCPU
