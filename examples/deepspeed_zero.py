@@ -1,7 +1,8 @@
 """A DeepSpeed training under the probe. ZeRO 2 on two ranks; the second one computes a NaN in step 3, and the probe says where.
 
-DS_ACCELERATOR=cpu torchrun --nproc-per-node 2 examples/deepspeed_zero.py      # on a machine without accelerators
-deepspeed --no_local_rank examples/deepspeed_zero.py
+    deepspeed --no_local_rank examples/deepspeed_zero.py
+
+Without accelerators: DS_ACCELERATOR=cpu torchrun --standalone --nproc-per-node 2 examples/deepspeed_zero.py
 """
 
 import os
@@ -14,9 +15,8 @@ from trainprobe.integrations.deepspeed import attach, probe_of
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it is compiled on a machine without accelerators
 PLAN = {
-    "level": "off",
+    "record": "nothing",
     "output": "probe_out",
-    "on_existing": "continue",
     "monitor": {"gradients": {"unreduced": True, "per_micro": True}, "optimizer_state": True, "activations": False},
 }
 CONFIG = {

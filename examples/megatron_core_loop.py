@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 if "--cpu" in sys.argv:
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "megatron_cpu"))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "megatron_cpu"))
     import megatron_on_cpu
 
     megatron_on_cpu.install()

@@ -1,4 +1,7 @@
-"""`mindspore.train.Model` watched by a callback. Needs `pip install 'trainprobe[mindspore]'`; runs on a CPU in some seconds."""
+"""`mindspore.train.Model` watched by a callback. Needs `pip install 'trainprobe[mindspore]'`; runs on a CPU in some seconds.
+
+python examples/mindspore_model.py
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ rows = [(x, x[:1] * x[1:2]) for x in inputs]
 net = Net()
 model = Model(net, nn.MSELoss(), nn.AdamWeightDecay(net.trainable_params(), 1e-2))
 callback = ProbeCallback(
-    {"output": "./probe_out", "on_existing": "replace", "level": "L0", "step": [1], "monitor": {"optimizer_state": True}}
+    {"output": "./probe_out", "on_existing": "replace", "record": "L0", "step": [1], "monitor": {"optimizer_state": True}}
 )
 model.train(2, GeneratorDataset(rows, ["x", "y"]).batch(8), callbacks=[callback])
 print(f"{len(callback.findings)} findings; step 1 in full in probe_out/step1, every step in probe_out/rank0")

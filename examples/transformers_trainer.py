@@ -15,7 +15,7 @@ torch.manual_seed(0)
 model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=2))
 text = torch.randint(0, 64, (64, 32))
 probe = ProbeCallback(
-    {"level": "L0", "step": 4, "sinks": ["dump", "parquet", "csv"], "monitor": {"activations": False}},
+    {"record": "L0", "step": 4, "sinks": ["dump", "parquet", "csv"], "monitor": {"activations": False}},
     output="probe_out/transformers",
     on_existing="replace",
 )

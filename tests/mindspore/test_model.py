@@ -404,3 +404,12 @@ def test_a_program_that_knows_nothing_of_the_probe_is_watched(tmp_path: Path) ->
         capture_output=True,
     )
     assert (tmp_path / "probe_out/rank0/metrics-000000.parquet").exists()
+
+
+def test_the_example_shows_what_it_says(tmp_path):
+    example = Path(__file__).parents[2] / "examples" / "mindspore_model.py"
+    done = subprocess.run(
+        [sys.executable, str(example)], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "0 findings; step 1 in full in probe_out/step1" in done.stdout

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.launch import free_port, launch
+from tests.distributed.launch import launch
 from trainprobe.engine.storage.dumps.record_log import decode
 
 WAYS = [
@@ -106,13 +103,3 @@ def test_evaluation_is_no_step(told):
     """The trainer evaluates after every step: its forward is in none of them."""
     for line in told["flag"]["records"]:
         assert decode(line.encode()).scalars["micro_batches"] == 2
-
-
-def test_the_example_runs_and_writes_a_table(require, tmp_path):
-    require("megatron.core")
-    root = Path(__file__).parents[3]
-    command = [sys.executable, str(root / "examples" / "megatron_core_loop.py"), "--cpu"]
-    environment = {**os.environ, "PYTHONPATH": str(root), "MASTER_PORT": str(free_port()), "RANK": "0", "WORLD_SIZE": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "lm loss" in (tmp_path / "probe_out" / "rank0" / "metrics.csv").read_text()
