@@ -15,9 +15,10 @@ BIN := $(VENV)/bin
 # what is never imported need not be compiled to bytecode, which is a third of an installation's time
 INSTALL := -m pip --disable-pip-version-check install --quiet --no-compile
 PIP := $(BIN)/python $(INSTALL)
-SOURCES := pyproject.toml $(wildcard setup.py) $(shell find trainprobe -name '*.c' -o -name '*.cpp' -o -name '*.h')
+CODE_IN_C := $(shell find trainprobe -name '*.c' -o -name '*.h')
+SOURCES := pyproject.toml $(wildcard setup.py) $(CODE_IN_C)
 
-.PHONY: demo test quick test-mindspore test-triton test-foreign test-foreign-all test-oldest test-queries test-wheels wheels release-check gpu-bundle docs check bench clean
+.PHONY: demo test quick test-mindspore test-triton test-foreign test-foreign-all test-oldest test-queries test-wheels wheels release-check gpu-bundle docs sanitize check bench clean
 .SILENT:
 # each process would compile again all that it imports: of torch alone that takes longer than the rest of its import
 unexport PYTHONDONTWRITEBYTECODE
@@ -38,6 +39,7 @@ test: $(VENV)/.dev
 	$(MAKE) --no-print-directory test-foreign || status=1; \
 	$(MAKE) --no-print-directory test-wheels || status=1; \
 	$(MAKE) --no-print-directory test-queries || status=1; \
+	$(MAKE) --no-print-directory sanitize || status=1; \
 	if test -e $(VENVS)/docs/.ready || test "$$CI" = true; then $(MAKE) --no-print-directory docs || status=1; \
 	else echo "make docs NOT RUN: $(VENVS)/docs could not be made (the reason stands above)"; fi; \
 	$(MAKE) --no-print-directory $(VENVS)/megatron-lm/.ready || test "$$CI" != true || status=1; \
@@ -112,8 +114,24 @@ gpu-bundle: | $(VENVS)/wheels/.ready
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $(CODE_IN_C)
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+# the compiled part, built to check each access to memory (AddressSanitizer) and each operation (UndefinedBehaviorSanitizer)
+SANITIZED := build/sanitized
+IN_SANITIZED := tests/engine/test_tape.py tests/engine/core/test_stacks.py tests/engine/arrays/test_geometry.py \
+	tests/engine/arrays/test_views.py tests/engine/storage/test_step_journal.py \
+	tests/engine/storage/test_dumps_read_compiled.py tests/op_check/test_compiled_measure.py tests/test_gradients.py
+sanitize: $(VENV)/.dev
+	rm -rf $(SANITIZED) && mkdir -p $(SANITIZED)
+	cp -r trainprobe tests benchmarks setup.py pyproject.toml README.md LICENSE $(SANITIZED)
+	cd $(SANITIZED) && CFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -O1 -g" \
+	LDFLAGS="-fsanitize=address,undefined" $(abspath $(BIN))/python setup.py -q build_ext --inplace
+	cd $(SANITIZED) && OMP_NUM_THREADS=1 PYTHONPATH=. PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
+	UBSAN_OPTIONS=print_stacktrace=1 \
+	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so) $$(gcc -print-file-name=libstdc++.so)" \
+	$(abspath $(BIN))/python -m pytest -q -p no:xdist --capture=sys -m "not slow" $(IN_SANITIZED)
 
 bench: $(VENV)/.core
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.overhead && $(BIN)/python -m benchmarks.memory

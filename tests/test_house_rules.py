@@ -281,6 +281,17 @@ def test_no_file_and_no_function_is_longer_than_one_can_read() -> None:
     assert [f"{where}: {count} lines" for where, count, _, limit in lengths() if count > limit] == []
 
 
+def test_no_line_of_c_is_wider_than_120_columns() -> None:
+    code = [path for kind in ("*.c", "*.h") for path in PACKAGE.rglob(kind)]
+    wide = [
+        f"{relative(path)}:{at}"
+        for path in code
+        for at, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if len(line) > 120
+    ]
+    assert (len(code) > 10, wide) == (True, [])
+
+
 def test_every_folder_of_the_package_is_a_package() -> None:
     folders = {path.parent for path in FILES}
     assert [relative(folder) for folder in folders if not (folder / "__init__.py").exists()] == []

@@ -1,5 +1,5 @@
-/* Copies of tensor values on the host, gathered in chunks on their way to the writer: one hand-over for hundreds of small values, and
-   memory that is used again, since fresh pages cost as much as the copy (see engine/tape.py). */
+/* Copies of tensor values on the host, gathered in chunks on their way to the writer: one hand-over for hundreds of
+   small values, and memory that is used again, since fresh pages cost as much as the copy (see engine/tape.py). */
 #include <string.h>
 
 #include "objects.h"
@@ -8,7 +8,9 @@
 #define LARGEST ((size_t)8 << 20) /* bytes of a chunk, and up to which a value is gathered */
 #define SPARE 16                  /* chunks of the largest size that are kept for the next */
 #define ALIGN 8
-#define PAGE 4096 /* a chunk begins at one, so that the disk can read it where it lies (see engine/storage/dumps/direct_file.py) */
+#define PAGE                                                                       \
+    4096 /* a chunk begins at one, so that the disk can read it where it lies (see \
+            engine/storage/dumps/direct_file.py) */
 
 typedef struct {
     PyObject *key, *dtype, *shape; /* dtype: as in Value.dtype */
@@ -35,13 +37,14 @@ static PyTypeObject *arena_type, *chunk_type;
 static PyObject *spare[SPARE];
 static int spares;
 
-/* ---- a chunk ---------------------------------------------------------------------------------------------------------------- */
+/* ---- a chunk ----------------------------------------------------------------------------------------------------- */
 
 static Chunk *chunk_new(PyObject *names, size_t size) {
     Chunk *self = (Chunk *)PyType_GenericAlloc(chunk_type, 0);
     if (!self) return NULL;
     self->names = Py_NewRef(names), self->size = size;
-    self->bytes = size == LARGEST && spares ? spare[--spares] : PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(size + PAGE - 1));
+    self->bytes =
+        size == LARGEST && spares ? spare[--spares] : PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(size + PAGE - 1));
     if (!self->bytes) {
         Py_DECREF((PyObject *)self);
         return NULL;
@@ -78,8 +81,10 @@ static void chunk_free(Chunk *self) {
 
 static PyObject *chunk_data(Chunk *self, void *unused) {
     (void)unused;
-    PyObject *whole = PyMemoryView_FromObject(self->bytes), *from = PyLong_FromSize_t(self->skipped), *to = PyLong_FromSize_t(self->skipped + self->used);
-    PyObject *range = from && to ? PySlice_New(from, to, NULL) : NULL, *view = whole && range ? PyObject_GetItem(whole, range) : NULL;
+    PyObject *whole = PyMemoryView_FromObject(self->bytes), *from = PyLong_FromSize_t(self->skipped),
+             *to = PyLong_FromSize_t(self->skipped + self->used);
+    PyObject *range = from && to ? PySlice_New(from, to, NULL) : NULL,
+             *view = whole && range ? PyObject_GetItem(whole, range) : NULL;
     Py_XDECREF(whole), Py_XDECREF(from), Py_XDECREF(to), Py_XDECREF(range);
     return view;
 }
@@ -101,7 +106,8 @@ static PyObject *chunk_items(Chunk *self, PyObject *unused) {
     PyObject *items = PyList_New(self->n);
     for (Py_ssize_t i = 0; items && i < self->n; i++) {
         Entry *e = &self->entries[i];
-        PyObject *item = Py_BuildValue("(OOOnn)", e->key, e->dtype, e->shape, (Py_ssize_t)e->offset, (Py_ssize_t)e->size);
+        PyObject *item =
+            Py_BuildValue("(OOOnn)", e->key, e->dtype, e->shape, (Py_ssize_t)e->offset, (Py_ssize_t)e->size);
         if (!item) Py_CLEAR(items);
         else PyList_SetItem(items, i, item);
     }
@@ -120,24 +126,29 @@ static int add_text(char **text, size_t *used, size_t *room, const char *more, s
     return 0;
 }
 
-static int entry_head(const Chunk *self, const Entry *e, PyObject *quote, PyObject **key, PyObject **name, PyObject **shape) {
+static int entry_head(const Chunk *self, const Entry *e, PyObject *quote, PyObject **key, PyObject **name,
+                      PyObject **shape) {
     *name = PyDict_GetItemWithError(self->names, e->dtype);
     *key = call_one(quote, e->key);
     *shape = PySequence_List(e->shape);
     return *name && *key && *shape && PyUnicode_Check(*key) ? 0 : -1;
 }
 
-/* Write `"key":{"dtype":…,"shape":[…],"data_offsets":[…]}`, and an entry for the bytes that align what comes behind. */
-static int entry_text(const Chunk *self, Py_ssize_t i, size_t base, PyObject *quote, PyObject *padding, char **text, size_t *used, size_t *room) {
+/* Write `"key":{"dtype":…,"shape":[…],"data_offsets":[…]}`, and an entry for the bytes that align what follows. */
+static int entry_text(const Chunk *self, Py_ssize_t i, size_t base, PyObject *quote, PyObject *padding, char **text,
+                      size_t *used, size_t *room) {
     const Entry *e = &self->entries[i];
     PyObject *key, *name, *shape, *line = NULL;
-    size_t from = base + e->offset, to = from + e->size, end = i + 1 < self->n ? base + self->entries[i + 1].offset : base + self->used;
+    size_t from = base + e->offset, to = from + e->size,
+           end = i + 1 < self->n ? base + self->entries[i + 1].offset : base + self->used;
     int failed = entry_head(self, e, quote, &key, &name, &shape);
     if (!failed)
-        line = PyUnicode_FromFormat("%s%U:{\"dtype\":\"%U\",\"shape\":%S,\"data_offsets\":[%zu,%zu]}", i ? "," : "", key, name, shape, from, to);
+        line = PyUnicode_FromFormat("%s%U:{\"dtype\":\"%U\",\"shape\":%S,\"data_offsets\":[%zu,%zu]}", i ? "," : "",
+                                    key, name, shape, from, to);
     if (line && end > to) {
-        PyObject *more = PyUnicode_FromFormat("%U,\"%U%zu\":{\"dtype\":\"U8\",\"shape\":[%zu],\"data_offsets\":[%zu,%zu]}", line, padding, to,
-                                              end - to, to, end);
+        PyObject *more =
+            PyUnicode_FromFormat("%U,\"%U%zu\":{\"dtype\":\"U8\",\"shape\":[%zu],\"data_offsets\":[%zu,%zu]}", line,
+                                 padding, to, end - to, to, end);
         Py_DECREF(line);
         line = more;
     }
@@ -155,7 +166,8 @@ static PyObject *chunk_header(Chunk *self, PyObject *args) {
     char *text = NULL;
     size_t used = 0, room = 0;
     int failed = 0;
-    for (Py_ssize_t i = 0; !failed && i < self->n; i++) failed = entry_text(self, i, (size_t)base, quote, padding, &text, &used, &room);
+    for (Py_ssize_t i = 0; !failed && i < self->n; i++)
+        failed = entry_text(self, i, (size_t)base, quote, padding, &text, &used, &room);
     if (!failed) answer = PyBytes_FromStringAndSize(text ? text : "", (Py_ssize_t)used);
     PyMem_Free(text);
     return answer;
@@ -168,17 +180,19 @@ static PyMethodDef chunk_methods[] = {
     {"keys", (PyCFunction)chunk_keys, METH_NOARGS, "keys() -> the keys of the values, in order."},
     {"items", (PyCFunction)chunk_items, METH_NOARGS, "items() -> [(key, dtype, shape, offset, bytes), …]."},
     {"header", (PyCFunction)chunk_header, METH_VARARGS,
-     "header(base, quote, padding) -> their entries of a safetensors header, as they lie in a file from byte `base` of its data on."},
+     "header(base, quote, padding) -> their entries of a safetensors header, as they lie in a file from byte `base` of "
+     "its data on."},
     {NULL, NULL, 0, NULL}};
-static PyType_Slot chunk_slots[] = {{Py_tp_dealloc, chunk_free},
-                                    {Py_tp_getset, chunk_getset},
-                                    {Py_tp_methods, chunk_methods},
-                                    {Py_tp_doc, "Values of a step, one behind the other, each at a multiple of eight bytes."},
-                                    {0, NULL}};
-static PyType_Spec chunk_spec = {"trainprobe._native.Chunk", sizeof(Chunk), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-                                 chunk_slots};
+static PyType_Slot chunk_slots[] = {
+    {Py_tp_dealloc, chunk_free},
+    {Py_tp_getset, chunk_getset},
+    {Py_tp_methods, chunk_methods},
+    {Py_tp_doc, "Values of a step, one behind the other, each at a multiple of eight bytes."},
+    {0, NULL}};
+static PyType_Spec chunk_spec = {"trainprobe._native.Chunk", sizeof(Chunk), 0,
+                                 Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, chunk_slots};
 
-/* ---- copying ---------------------------------------------------------------------------------------------------------------- */
+/* ---- copying ----------------------------------------------------------------------------------------------------- */
 
 static char *copy_axis(const Dims *dims, int axis, const char *from, char *to, size_t item) {
     if (axis == dims->nd) {
@@ -207,7 +221,8 @@ int arena_flush(Arena *self) {
 
 /* 1: kept, 0: too large or of a dtype without a name, -1: an exception is set. job: its elements in logical order. */
 int arena_keep(Arena *self, PyObject *key, PyObject *dtype, PyObject *shape, const Job *job) {
-    size_t item = (size_t)item_size[job->dtype], size = (size_t)job->n * item, taken = (size + ALIGN - 1) / ALIGN * ALIGN;
+    size_t item = (size_t)item_size[job->dtype], size = (size_t)job->n * item,
+           taken = (size + ALIGN - 1) / ALIGN * ALIGN;
     if (taken > LARGEST || !PyUnicode_Check(key)) return 0;
     int named = PyDict_Contains(self->names, dtype);
     if (named <= 0) return named;
@@ -224,7 +239,7 @@ int arena_keep(Arena *self, PyObject *key, PyObject *dtype, PyObject *shape, con
     return 1;
 }
 
-/* ---- the arena -------------------------------------------------------------------------------------------------------------- */
+/* ---- the arena --------------------------------------------------------------------------------------------------- */
 
 static PyObject *arena_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     PyObject *names, *submit;
@@ -268,13 +283,20 @@ static PyObject *drop(Arena *self, PyObject *unused) {
     return Py_NewRef(Py_None);
 }
 
-static PyMethodDef arena_methods[] = {{"flush", (PyCFunction)flush, METH_NOARGS, "flush(): hand over what was gathered."},
-                                      {"drop", (PyCFunction)drop, METH_NOARGS, "drop(): let go of what was gathered."},
-                                      {NULL, NULL, 0, NULL}};
-static PyType_Slot arena_slots[] = {{Py_tp_new, arena_new},           {Py_tp_dealloc, arena_free}, {Py_tp_traverse, arena_traverse},
-                                    {Py_tp_clear, arena_clear},       {Py_tp_methods, arena_methods},
-                                    {Py_tp_doc, "Arena(names, submit): gathers values and gives chunks of them to submit."}, {0, NULL}};
-static PyType_Spec arena_spec = {"trainprobe._native.Arena", sizeof(Arena), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, arena_slots};
+static PyMethodDef arena_methods[] = {
+    {"flush", (PyCFunction)flush, METH_NOARGS, "flush(): hand over what was gathered."},
+    {"drop", (PyCFunction)drop, METH_NOARGS, "drop(): let go of what was gathered."},
+    {NULL, NULL, 0, NULL}};
+static PyType_Slot arena_slots[] = {
+    {Py_tp_new, arena_new},
+    {Py_tp_dealloc, arena_free},
+    {Py_tp_traverse, arena_traverse},
+    {Py_tp_clear, arena_clear},
+    {Py_tp_methods, arena_methods},
+    {Py_tp_doc, "Arena(names, submit): gathers values and gives chunks of them to submit."},
+    {0, NULL}};
+static PyType_Spec arena_spec = {"trainprobe._native.Arena", sizeof(Arena), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+                                 arena_slots};
 
 int arena_check(PyObject *x) { return Py_TYPE(x) == arena_type; }
 

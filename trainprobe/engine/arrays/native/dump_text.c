@@ -1,6 +1,6 @@
-/* Reads the text of a dump, piece by piece. It is JSON; what comes out is what a JSON parser gives, but that most tensors are Values by
-   then, or packed lists of them, and their numbers stand in columns. Whatever is rare is left to the Python that calls this: nothing
-   here raises but for lack of memory. */
+/* Reads the text of a dump, piece by piece. It is JSON; what comes out is what a JSON parser gives, but that most
+   tensors are Values by then, or packed lists of them, and their numbers stand in columns. Whatever is rare is left to
+   the Python that calls this: nothing here raises but for lack of memory. */
 #include <math.h>
 #include <string.h>
 
@@ -30,8 +30,7 @@ typedef struct {
 
 /* A list of Values with consecutive rows, each of which is like another one but for its row. */
 typedef struct {
-    PyObject_VAR_HEAD
-    Py_ssize_t first;
+    PyObject_VAR_HEAD Py_ssize_t first;
     PyObject *likes[];
 } Packed;
 
@@ -84,7 +83,8 @@ static Place *place_of(Place *places, const char *text, size_t length) {
 }
 
 static int is_known(const Place *place, const char *text, size_t length) {
-    return place->object && (size_t)PyBytes_Size(place->text) == length && !memcmp(PyBytes_AsString(place->text), text, length);
+    return place->object && (size_t)PyBytes_Size(place->text) == length &&
+           !memcmp(PyBytes_AsString(place->text), text, length);
 }
 
 static int know(Place *place, PyObject *text, PyObject *object) {
@@ -126,7 +126,8 @@ static int nearest(const Digits *digits, double *number) {
 #endif
 }
 
-/* A number as JSON writes it, or NaN and infinities as Python does. whole: whether it has neither a point nor an exponent. */
+/* A number as JSON writes it, or NaN and infinities as Python does. whole: whether it has neither a point nor an
+ * exponent. */
 static int take_number(Text *t, double *number, int *whole, size_t *digits) {
     const char *start = t->p, *p = start;
     int negative = *p == '-';
@@ -183,11 +184,13 @@ static int make_room(Text *t) {
     return 1;
 }
 
-/* The Value that a leaf with this type, dtype and shape is like, borrowed; NULL where the describing Python knows none. */
+/* The Value that a leaf with this type, dtype and shape is like, borrowed; NULL where the describing Python knows none.
+ */
 static PyObject *like_of(Text *t, const char *about, size_t length, int grad) {
     Place *place = place_of(t->likes[grad], about, length);
     if (!is_known(place, about, length)) {
-        PyObject *text = PyBytes_FromStringAndSize(about, (Py_ssize_t)length), *like = text ? call_one(t->describe, text) : NULL;
+        PyObject *text = PyBytes_FromStringAndSize(about, (Py_ssize_t)length),
+                 *like = text ? call_one(t->describe, text) : NULL;
         int known = like && know(place, text, like);
         Py_XDECREF(text), Py_XDECREF(like);
         if (!known) return NULL;
@@ -205,7 +208,10 @@ static int take_checksum(Text *t, uint64_t *checksum) {
     *checksum = 0;
     for (size_t i = 0; i < length; i++) {
         char c = text[i];
-        int digit = c >= '0' && c <= '9' ? c - '0' : c >= 'a' && c <= 'f' ? c - 'a' + 10 : c >= 'A' && c <= 'F' ? c - 'A' + 10 : -1;
+        int digit = c >= '0' && c <= '9'   ? c - '0'
+                    : c >= 'a' && c <= 'f' ? c - 'a' + 10
+                    : c >= 'A' && c <= 'F' ? c - 'A' + 10
+                                           : -1;
         if (digit < 0) return 0;
         *checksum = *checksum << 4 | (uint64_t)digit;
     }
@@ -219,7 +225,9 @@ static int take_about(Text *t) { /* {"type": …, "dtype": …, "shape": […] *
     for (int i = 0; i < 3; i++) {
         if (!take(t, i ? ',' : '{')) return 0;
         skip_space(t);
-        if (!take_plain_text(t, &text, &length) || length != strlen(names[i]) || memcmp(text, names[i], length) || !take(t, ':')) return 0;
+        if (!take_plain_text(t, &text, &length) || length != strlen(names[i]) || memcmp(text, names[i], length) ||
+            !take(t, ':'))
+            return 0;
         skip_space(t);
         if (i < 2 && !take_plain_text(t, &text, &length)) return 0;
     }
@@ -232,8 +240,8 @@ static int take_about(Text *t) { /* {"type": …, "dtype": …, "shape": […] *
     return 1;
 }
 
-/* A tensor of which nothing is told but type, dtype, shape, the four numbers, requires_grad and perhaps a checksum, whose numbers are the
-   last row then: the Value that it is like, borrowed; else NULL. */
+/* A tensor of which nothing is told but type, dtype, shape, the four numbers, requires_grad and perhaps a checksum,
+   whose numbers are the last row then: the Value that it is like, borrowed; else NULL. */
 static PyObject *take_tensor(Text *t) {
     enum { ALL_NUMBERS = (1 << NUMBERS) - 1, HAS_GRAD = 1 << NUMBERS, HAS_CHECKSUM = HAS_GRAD << 1 };
     const char *start = t->p, *text;
@@ -338,7 +346,8 @@ static PyObject *read_text(Text *t) {
         p++;
     }
     t->p = p + 1;
-    PyObject *escaped = PyBytes_FromStringAndSize(start, t->p - start), *read = escaped ? call_one(t->loads, escaped) : NULL;
+    PyObject *escaped = PyBytes_FromStringAndSize(start, t->p - start),
+             *read = escaped ? call_one(t->loads, escaped) : NULL;
     Py_XDECREF(escaped);
     return read;
 }
@@ -357,7 +366,8 @@ static PyObject *read_key(Text *t) { /* a new reference */
     return key;
 }
 
-/* Let a piece begin where the text is read, and hold PIECE of it or all that is left; more: more than it holds now, 0 where there is none. */
+/* Let a piece begin where the text is read, and hold PIECE of it or all that is left; more: more than it holds now, 0
+ * where there is none. */
 static int read_on(Text *t, int more) {
     size_t left = t->length - (size_t)(t->p - t->piece);
     if (t->is_last) return !more;
@@ -367,7 +377,8 @@ static int read_on(Text *t, int more) {
         Py_ssize_t got = bytes && PyBytes_Check(bytes) ? PyBytes_Size(bytes) : -1;
         char *piece = got < 0 ? NULL : malloc(left + (size_t)got + 1);
         if (piece) {
-            memcpy(piece, t->p, left), memcpy(piece + left, PyBytes_AsString(bytes), (size_t)got);
+            if (left) memcpy(piece, t->p, left);
+            memcpy(piece + left, PyBytes_AsString(bytes), (size_t)got);
             piece[left += (size_t)got] = 0;
             free(t->piece);
             t->p = t->piece = piece, t->length = left, t->is_last = !got, t->moves++;
@@ -380,7 +391,8 @@ static int read_on(Text *t, int more) {
     return 1;
 }
 
-/* A member of an object and what is behind it, up to the next one. 1 where there is another, 0 behind the last, -1 where it is none. */
+/* A member of an object and what is behind it, up to the next one. 1 where there is another, 0 behind the last, -1
+ * where it is none. */
 static int read_member(Text *t, PyObject *made, int depth, int first) {
     if (take(t, '}')) return first ? 0 : -1; /* none is behind a comma */
     PyObject *key = read_key(t), *value = NULL;
@@ -465,7 +477,9 @@ static PyObject *read_value(Text *t, int depth) {
     return digits > 18 ? NULL : PyLong_FromLongLong(strtoll(start, NULL, 10));
 }
 
-static PyObject *column(const void *data, size_t size) { return PyBytes_FromStringAndSize((const char *)data, (Py_ssize_t)size); }
+static PyObject *column(const void *data, size_t size) {
+    return PyBytes_FromStringAndSize((const char *)data, (Py_ssize_t)size);
+}
 
 static PyObject *read_dump(PyObject *self, PyObject *args) {
     PyObject *read, *describe, *loads, *entry, *found = NULL;
@@ -479,7 +493,8 @@ static PyObject *read_dump(PyObject *self, PyObject *args) {
     if (top && read_on(t, 0) && t->p == t->piece + t->length)
         found = Py_BuildValue("ONNN", top, column(t->numbers, t->rows * NUMBERS * sizeof *t->numbers),
                               column(t->checksums, t->rows * sizeof *t->checksums), column(t->has_checksum, t->rows));
-    for (int i = 0; i < PLACES; i++) know(t->keys + i, NULL, NULL), know(t->likes[0] + i, NULL, NULL), know(t->likes[1] + i, NULL, NULL);
+    for (int i = 0; i < PLACES; i++)
+        know(t->keys + i, NULL, NULL), know(t->likes[0] + i, NULL, NULL), know(t->likes[1] + i, NULL, NULL);
     Py_XDECREF(top);
     free(t->piece), free(t->numbers), free(t->checksums), free(t->has_checksum);
     PyMem_Free(t);
@@ -488,7 +503,8 @@ static PyObject *read_dump(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-static PyMethodDef packed_methods[] = {{"to_list", packed_to_list, METH_NOARGS, "Return the Values, newly made."}, {NULL, NULL, 0, NULL}};
+static PyMethodDef packed_methods[] = {{"to_list", packed_to_list, METH_NOARGS, "Return the Values, newly made."},
+                                       {NULL, NULL, 0, NULL}};
 
 static PyType_Slot packed_slots[] = {{Py_tp_dealloc, packed_free},
                                      {Py_tp_methods, packed_methods},
@@ -498,10 +514,10 @@ static PyType_Slot packed_slots[] = {{Py_tp_dealloc, packed_free},
 static PyType_Spec packed_spec = {"trainprobe._native.PackedValues", offsetof(Packed, likes), sizeof(PyObject *),
                                   Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, packed_slots};
 
-static PyMethodDef functions[] = {
-    {"read_dump", read_dump, METH_VARARGS,
-     "read_dump(read, describe, loads, entry) -> (document, numbers, checksums, has_checksum), or None: see _native.pyi."},
-    {NULL, NULL, 0, NULL}};
+static PyMethodDef functions[] = {{"read_dump", read_dump, METH_VARARGS,
+                                   "read_dump(read, describe, loads, entry) -> (document, numbers, checksums, "
+                                   "has_checksum), or None: see _native.pyi."},
+                                  {NULL, NULL, 0, NULL}};
 
 int dump_text_fill(PyObject *module) {
     packed_type = (PyTypeObject *)PyType_FromSpec(&packed_spec);

@@ -1,10 +1,12 @@
-/* The fingerprint of engine/stats/checksum.py. The keys of 256 consecutive words are a table with one key on top of it, so that a
-   row of them costs one pass over memory; words whose places are apart have their keys worked out one by one. */
+/* The fingerprint of engine/stats/checksum.py. The keys of 256 consecutive words are a table with one key on top of it,
+   so that a row of them costs one pass over memory; words whose places are apart have their keys worked out one by one.
+ */
 #include "reduce.h"
 
 #define ROWS 16 /* at once */
 
-uint32_t key_low[ROW] __attribute__((aligned(64))), key_high[ROW] __attribute__((aligned(64))); /* a vector of them lies in one line of the cache */
+uint32_t key_low[ROW] __attribute__((aligned(64))),
+    key_high[ROW] __attribute__((aligned(64))); /* a vector of them lies in one line of the cache */
 
 void fingerprint_init(void) {
     for (uint64_t i = 0; i < ROW; i++) key_low[i] = (uint32_t)hashed(i), key_high[i] = (uint32_t)(hashed(i) >> 32);
@@ -52,6 +54,7 @@ uint64_t fingerprint_run(int item, const char *x, int64_t n, int64_t left, uint6
     uint64_t each = item > 4 ? (uint64_t)item / 4 : 1, total = (uint64_t)n * each * GOLDEN;
     if (step == 1 || n == 1) return total + consecutive(item, x, n * (int64_t)each, left, place * each);
     if (each == 1) return total + apart(item, x, n, place, step);
-    for (int64_t i = 0; i < n; i++) total += consecutive(item, x + i * item, (int64_t)each, 0, (place + (uint64_t)i * step) * each);
+    for (int64_t i = 0; i < n; i++)
+        total += consecutive(item, x + i * item, (int64_t)each, 0, (place + (uint64_t)i * step) * each);
     return total;
 }

@@ -1,12 +1,12 @@
-/* The gradients of a step: those at the outputs and inputs of each module call, by hooks on autograd nodes that exist anyway (nodes.c; see
-   engine/capture/gradients.py for how they are found), and those of parameters. */
+/* The gradients of a step: those at the outputs and inputs of each module call, by hooks on autograd nodes that exist
+   anyway (nodes.c; see engine/capture/gradients.py for how they are found), and those of parameters. */
 #include <string.h>
 
 #include "module_watch.h"
 
 static PyObject *t_module, *t_parameter, *t_backward, *t_micro;
 
-/* ---- the backward call of a module call: what comes back at its outputs and what it sends to its inputs ------------------- */
+/* ---- the backward call of a module call: what comes back at its outputs and what it sends to its inputs ---------- */
 
 typedef struct {
     Py_ssize_t index;
@@ -44,7 +44,8 @@ static int place_oddly(ModuleWatch *self, Backward *b, int side, const Edges *ed
     }
     answer = texts ? call_two(self->places, texts, side ? Py_True : Py_False) : NULL;
     Py_XDECREF(texts);
-    int failed = !answer || !PyArg_ParseTuple(answer, "O!O!n", &PyList_Type, &slots, &PyDict_Type, &merged, &b->length[side]);
+    int failed =
+        !answer || !PyArg_ParseTuple(answer, "O!O!n", &PyList_Type, &slots, &PyDict_Type, &merged, &b->length[side]);
     for (Py_ssize_t i = 0; !failed && i < edges->n; i++) {
         PyObject *path;
         failed = !PyArg_ParseTuple(PyList_GetItem(slots, i), "nU", &b->slots[side][i].index, &path);
@@ -55,7 +56,8 @@ static int place_oddly(ModuleWatch *self, Backward *b, int side, const Edges *ed
     return failed ? -1 : 0;
 }
 
-static Backward *backward_new(ModuleWatch *self, const ModuleInfo *info, Call *forward, const Edges *outputs, const Edges *inputs) {
+static Backward *backward_new(ModuleWatch *self, const ModuleInfo *info, Call *forward, const Edges *outputs,
+                              const Edges *inputs) {
     Backward *b = (Backward *)PyType_GenericAlloc(backward_type, 0);
     const Edges *sides[2] = {outputs, inputs};
     if (!b) return NULL;
@@ -67,7 +69,8 @@ static Backward *backward_new(ModuleWatch *self, const ModuleInfo *info, Call *f
         b->slots[side] = n <= 2 ? b->few[side] : PyMem_Calloc((size_t)n, sizeof(Slot));
         for (Py_ssize_t i = 0; i < n; i++) plain &= sides[side]->items[i].path == NULL;
         if (!b->slots[side]) PyErr_NoMemory();
-        if (!b->slots[side] || (plain ? place_plainly(b, side, sides[side]) : place_oddly(self, b, side, sides[side]))) {
+        if (!b->slots[side] ||
+            (plain ? place_plainly(b, side, sides[side]) : place_oddly(self, b, side, sides[side]))) {
             Py_DECREF((PyObject *)b);
             return NULL;
         }
@@ -84,7 +87,8 @@ static PyObject *nones(Py_ssize_t n) {
 
 static int begin(Backward *b) {
     Call *forward = b->forward; /* its parent is the parent's forward: named as its backward when it is written */
-    b->call = call_new(t_module, forward->name, forward->call, t_backward, forward->cls, forward->micro, forward->parent, -1);
+    b->call =
+        call_new(t_module, forward->name, forward->call, t_backward, forward->cls, forward->micro, forward->parent, -1);
     if (!b->call || PyList_Append(b->watch->calls, (PyObject *)b->call)) return -1;
     b->call->args = nones(b->length[0]), b->call->out = nones(b->length[1]);
     return b->call->args && b->call->out ? 0 : -1;
@@ -99,7 +103,8 @@ static PyObject *with_note(Backward *b, PyObject *value, PyObject *note) { /* ta
 
 /* Where one tensor was given at several places, the sum stands at the first and a note at the others. */
 static PyObject *merged_value(Backward *b, PyObject *value, Py_ssize_t i, PyObject *where) { /* takes over value */
-    PyObject *number = PyLong_FromSsize_t(i), *about = number ? PyDict_GetItemWithError(b->merged, number) : NULL, *note, *others;
+    PyObject *number = PyLong_FromSsize_t(i), *about = number ? PyDict_GetItemWithError(b->merged, number) : NULL,
+             *note, *others;
     Py_XDECREF(number);
     if (!about || !value || Py_TYPE(value) != value_type) return value;
     if (!PyArg_ParseTuple(about, "OO!", &note, &PyList_Type, &others)) goto failed;
@@ -134,13 +139,15 @@ int backward_take(Backward *b, int side, Py_ssize_t i, PyObject *gradient, int u
     if (!there) return -1;
     if (there != Py_None) return 0;
     if (b->flags & SAVE) {
-        PyObject *place = joined_name(b->forward->name, b->forward->cls, t_backward, b->forward->call, side ? "output" : "input");
+        PyObject *place =
+            joined_name(b->forward->name, b->forward->cls, t_backward, b->forward->call, side ? "output" : "input");
         if (place && slot->path) at = PyUnicode_FromFormat("%U.%zd.%U", place, slot->index, slot->path);
         else if (place) at = PyUnicode_FromFormat("%U.%zd", place, slot->index);
         Py_XDECREF(place);
         if (!at) return -1;
     }
-    PyObject *value = with_note(b, tape_tree(self->native, gradient, b->flags, at, 0), untouched ? self->untouched : NULL);
+    PyObject *value =
+        with_note(b, tape_tree(self->native, gradient, b->flags, at, 0), untouched ? self->untouched : NULL);
     Py_XDECREF(at);
     if (value && side && b->merged) value = merged_value(b, value, i, where);
     if (value && slot->path) {
@@ -173,7 +180,7 @@ static PyType_Slot backward_slots[] = {{Py_tp_dealloc, backward_free}, {0, NULL}
 static PyType_Spec backward_spec = {"trainprobe._native.Backward", sizeof(Backward), 0,
                                     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, backward_slots};
 
-/* ---- the sum of what several consumers send to one input, handed on when the last one has sent ---------------------------- */
+/* ---- the sum of what several consumers send to one input, handed on when the last one has sent ------------------- */
 
 typedef struct {
     PyObject_HEAD
@@ -229,7 +236,7 @@ static PyType_Slot contribution_slots[] = {{Py_tp_dealloc, contribution_free}, {
 static PyType_Spec contribution_spec = {"trainprobe._native.Contribution", sizeof(Contribution), 0,
                                         Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, contribution_slots};
 
-/* ---- what is wanted of which node once a module call has returned --------------------------------------------------------- */
+/* ---- what is wanted of which node once a module call has returned ------------------------------------------------ */
 
 /* Nodes, held by the graph, that are to be hooked when all is known that is wanted of them. */
 typedef struct {
@@ -253,7 +260,8 @@ static int touch(Touched *touched, PyObject *node, NodeHook *hook) {
     return 0;
 }
 
-static int want(ModuleWatch *self, Touched *touched, PyObject *node, HookRequest wanted) { /* takes over the contribution */
+static int want(ModuleWatch *self, Touched *touched, PyObject *node,
+                HookRequest wanted) { /* takes over the contribution */
     NodeHook *hook = node_hook_of(self, node, wanted);
     return hook ? touch(touched, node, hook) : -1;
 }
@@ -262,7 +270,8 @@ static int watch_outputs(ModuleWatch *self, Touched *touched, Backward *b, const
     for (Py_ssize_t i = 0; i < found->n; i++) {
         const EdgeAt *e = &found->items[i];
         int untouched = 0;
-        for (Py_ssize_t k = 0; k < inputs->n; k++) untouched |= inputs->items[k].node == e->node && inputs->items[k].slot == e->slot;
+        for (Py_ssize_t k = 0; k < inputs->n; k++)
+            untouched |= inputs->items[k].node == e->node && inputs->items[k].slot == e->slot;
         if (want(self, touched, e->node, (HookRequest){RECEIVED, untouched, e->slot, i, b, NULL})) return -1;
     }
     return 0;
@@ -274,15 +283,16 @@ static PyObject *contribution_of(ModuleWatch *self, Backward *b, Py_ssize_t cons
     return made;
 }
 
-static int watch_input(ModuleWatch *self, Touched *touched, Backward *b, long long floor, const Edges *found, const Edges *inputs,
-                       Py_ssize_t i) {
+static int watch_input(ModuleWatch *self, Touched *touched, Backward *b, long long floor, const Edges *found,
+                       const Edges *inputs, Py_ssize_t i) {
     const EdgeAt *e = &inputs->items[i];
     Consumers to;
     PyObject *sum = NULL;
     if (graph_consumers(self->graph, e->node, e->slot, floor, &to)) return -1;
     int failed = to.n > 1 && !(sum = contribution_of(self, b, to.n, i));
     for (Py_ssize_t k = 0; !failed && k < to.n; k++)
-        failed = want(self, touched, to.items[k].node, (HookRequest){SENT, 0, to.items[k].input, i, b, Py_XNewRef(sum)});
+        failed =
+            want(self, touched, to.items[k].node, (HookRequest){SENT, 0, to.items[k].input, i, b, Py_XNewRef(sum)});
     for (Py_ssize_t k = 0; !failed && to.n == 0 && k < found->n; k++) {
         if (found->items[k].node != e->node || found->items[k].slot != e->slot) continue;
         failed = want(self, touched, e->node, (HookRequest){SHARED, 1, e->slot, i, b, NULL});
@@ -301,7 +311,8 @@ static int visit_from(ModuleWatch *self, const Edges *found, long long floor) {
     return failed;
 }
 
-int watch_gradients(ModuleWatch *self, const ModuleInfo *info, Call *call, long long floor, const Edges *inputs, PyObject *out) {
+int watch_gradients(ModuleWatch *self, const ModuleInfo *info, Call *call, long long floor, const Edges *inputs,
+                    PyObject *out) {
     Edges found = {0};
     Touched touched;
     Backward *b = NULL;
@@ -309,9 +320,12 @@ int watch_gradients(ModuleWatch *self, const ModuleInfo *info, Call *call, long 
     int failed = edges_of(self, out, NULL, -1, &found, 0);
     if (!failed && found.n) {
         b = backward_new(self, info, call, &found, inputs);
-        failed = !b || watch_outputs(self, &touched, b, &found, inputs) || (inputs->n && visit_from(self, &found, floor));
-        for (Py_ssize_t i = 0; !failed && i < inputs->n; i++) failed = watch_input(self, &touched, b, floor, &found, inputs, i);
-        for (Py_ssize_t i = 0; !failed && i < touched.n; i++) failed = node_hook_attach(touched.items[i].hook, touched.items[i].node);
+        failed =
+            !b || watch_outputs(self, &touched, b, &found, inputs) || (inputs->n && visit_from(self, &found, floor));
+        for (Py_ssize_t i = 0; !failed && i < inputs->n; i++)
+            failed = watch_input(self, &touched, b, floor, &found, inputs, i);
+        for (Py_ssize_t i = 0; !failed && i < touched.n; i++)
+            failed = node_hook_attach(touched.items[i].hook, touched.items[i].node);
     }
     if (touched.items != touched.few) PyMem_Free(touched.items);
     Py_XDECREF((PyObject *)b);
@@ -319,18 +333,22 @@ int watch_gradients(ModuleWatch *self, const ModuleInfo *info, Call *call, long 
     return failed ? -1 : 0;
 }
 
-/* ---- parameters: as gradients reach their accumulators, one call a module and number of arrival (see engine/capture/torch_modules.py) ---- */
+/* ---- parameters: as gradients reach their accumulators, one call a module and number of arrival (see
+ * engine/capture/torch_modules.py) ---- */
 
 /* The call of a module's gradients with this number that is on the tape already, or NULL. Not a new reference. */
 static Call *earlier_gradient_call(ModuleWatch *self, const ModuleInfo *info, Py_ssize_t number) {
     for (Py_ssize_t i = PyList_Size(self->calls) - 1; i >= 0; i--) {
         Call *call = (Call *)PyList_GetItem(self->calls, i);
-        if (Py_TYPE((PyObject *)call) == call_type && call->kind == t_parameter && call->name == info->name && call->call == number) return call;
+        if (Py_TYPE((PyObject *)call) == call_type && call->kind == t_parameter && call->name == info->name &&
+            call->call == number)
+            return call;
     }
     return NULL;
 }
 
-static Call *new_gradient_call(ModuleWatch *self, const ModuleInfo *info, Py_ssize_t number, PyObject *micro, int is_last) {
+static Call *new_gradient_call(ModuleWatch *self, const ModuleInfo *info, Py_ssize_t number, PyObject *micro,
+                               int is_last) {
     Call *call = call_new(t_parameter, info->name, number, t_backward, info->cls, micro, NULL, -1);
     if (!call) return NULL;
     call->params = PyDict_New();
@@ -342,21 +360,23 @@ static Call *new_gradient_call(ModuleWatch *self, const ModuleInfo *info, Py_ssi
     return call;
 }
 
-/* The call that a module's gradients with this number stand in: mostly the latest of all, or the module's last. An earlier one where backward
-   passes of several threads, or of chosen parameters, come in turns. */
+/* The call that a module's gradients with this number stand in: mostly the latest of all, or the module's last. An
+   earlier one where backward passes of several threads, or of chosen parameters, come in turns. */
 static Call *gradient_call(ModuleWatch *self, const ModuleInfo *info, Py_ssize_t number, PyObject *micro) {
     Call *latest = self->gradient_call, *known = NULL;
     if (latest && latest->name == info->name && latest->call == number) return (Call *)Py_NewRef((PyObject *)latest);
     Call *last = (Call *)PyDict_GetItemWithError(self->gradient_calls, info->name);
     if (PyErr_Occurred()) return NULL;
-    if (last) known = last->call == number ? last : last->call > number ? earlier_gradient_call(self, info, number) : NULL;
+    if (last)
+        known = last->call == number ? last : last->call > number ? earlier_gradient_call(self, info, number) : NULL;
     int is_last = !last || last->call < number;
     Call *call = known ? (Call *)Py_NewRef((PyObject *)known) : new_gradient_call(self, info, number, micro, is_last);
     if (call) self->gradient_call = call;
     return call;
 }
 
-static int record_gradient(ModuleWatch *self, const ModuleInfo *info, PyObject *name, PyObject *key, PyObject *gradient) {
+static int record_gradient(ModuleWatch *self, const ModuleInfo *info, PyObject *name, PyObject *key,
+                           PyObject *gradient) {
     PyObject *micro = self->backward_micro ? Py_NewRef(self->backward_micro) : PyObject_GetAttr(self->tape, t_micro);
     int wanted = micro ? micro_is_wanted(&self->gate, micro) : -1, failed = wanted < 0;
     if (wanted > 0) {

@@ -11,9 +11,11 @@
 #endif
 
 /* A NaN in the first operand gives the second: what `a < b ? a : b` says and the x86 instructions do. */
-#define SELECT(TEST, INTEGERS, A, B) ((__typeof__(A))(((INTEGERS)(TEST) & (INTEGERS)(A)) | (~(INTEGERS)(TEST) & (INTEGERS)(B))))
+#define SELECT(TEST, INTEGERS, A, B) \
+    ((__typeof__(A))(((INTEGERS)(TEST) & (INTEGERS)(A)) | (~(INTEGERS)(TEST) & (INTEGERS)(B))))
 
-/* In a sweep that is told how many bytes are `left` behind its own: what is not there is not asked for. X stands at a line of the cache. */
+/* In a sweep that is told how many bytes are `left` behind its own: what is not there is not asked for. X stands at a
+ * line of the cache. */
 #define AHEAD const int64_t near = left < NEAR ? 0 : NEAR, far = left < FAR ? 0 : FAR
 #define ASK(X) (__builtin_prefetch((const char *)(X) + near, 0, 3), __builtin_prefetch((const char *)(X) + far, 0, 2))
 
@@ -99,7 +101,9 @@
 #define WIDEN_F(V) ((vd_avx512)_mm512_cvtps_pd((__m256)(V)))
 #define ADD_SQUARE(S, D) ((vd_avx512)_mm512_fmadd_pd((__m512d)(D), (__m512d)(D), (__m512d)(S)))
 #define SWAP_HALVES(V) ((vu_avx512)_mm512_rol_epi32((__m512i)(V), 16))
-#define ODD(V) ((vu_avx512)_mm512_shuffle_epi32((__m512i)(V), 0xf5)) /* not a shift: it leaves the port of the multiplications alone */
+#define ODD(V)                                     \
+    ((vu_avx512)_mm512_shuffle_epi32((__m512i)(V), \
+                                     0xf5)) /* not a shift: it leaves the port of the multiplications alone */
 #define MULTIPLY(A, B) ((vul_avx512)_mm512_mul_epu32((__m512i)(A), (__m512i)(B)))
 #define NONZERO __mmask16
 #define ALL_NONZERO 0xffff
@@ -117,14 +121,15 @@ Kernels kernels;
 float float8_table[5][256];
 
 const int item_size[DTYPES] = {
-    [D_BOOL] = 1, [D_U8] = 1, [D_I8] = 1, [D_U16] = 2, [D_I16] = 2, [D_U32] = 4, [D_I32] = 4, [D_U64] = 8, [D_I64] = 8,
-    [D_F16] = 2, [D_BF16] = 2, [D_F32] = 4, [D_F64] = 8, [D_C32] = 4, [D_C64] = 8, [D_C128] = 16,
-    [D_E4M3FN] = 1, [D_E5M2] = 1, [D_E4M3FNUZ] = 1, [D_E5M2FNUZ] = 1, [D_E8M0FNU] = 1,
+    [D_BOOL] = 1, [D_U8] = 1,    [D_I8] = 1,     [D_U16] = 2,  [D_I16] = 2,      [D_U32] = 4,      [D_I32] = 4,
+    [D_U64] = 8,  [D_I64] = 8,   [D_F16] = 2,    [D_BF16] = 2, [D_F32] = 4,      [D_F64] = 8,      [D_C32] = 4,
+    [D_C64] = 8,  [D_C128] = 16, [D_E4M3FN] = 1, [D_E5M2] = 1, [D_E4M3FNUZ] = 1, [D_E5M2FNUZ] = 1, [D_E8M0FNU] = 1,
 };
 
 const double smallest_normal[DTYPES] = {
-    [D_F16] = 0x1p-14, [D_BF16] = 0x1p-126, [D_F32] = 0x1p-126, [D_F64] = 0x1p-1022, [D_C32] = 0x1p-14, [D_C64] = 0x1p-126,
-    [D_C128] = 0x1p-1022, [D_E4M3FN] = 0x1p-6, [D_E5M2] = 0x1p-14, [D_E4M3FNUZ] = 0x1p-7, [D_E5M2FNUZ] = 0x1p-15,
+    [D_F16] = 0x1p-14,  [D_BF16] = 0x1p-126,   [D_F32] = 0x1p-126,     [D_F64] = 0x1p-1022,
+    [D_C32] = 0x1p-14,  [D_C64] = 0x1p-126,    [D_C128] = 0x1p-1022,   [D_E4M3FN] = 0x1p-6,
+    [D_E5M2] = 0x1p-14, [D_E4M3FNUZ] = 0x1p-7, [D_E5M2FNUZ] = 0x1p-15,
 };
 
 /* Formats: "FP8 Formats for Deep Learning" (Micikevicius et al., 2022), the fnuz ones of Noune et al. (2022), and the

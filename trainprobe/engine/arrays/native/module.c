@@ -1,4 +1,5 @@
-/* The Python module: its types and kinds of elements, and a few functions about the machine. Limited API of Python 3.10. */
+/* The Python module: its types and kinds of elements, and a few functions about the machine. Limited API of
+ * Python 3.10. */
 #include <string.h>
 
 #include "objects.h"
@@ -41,24 +42,24 @@ static PyObject *bytes_at(PyObject *self, PyObject *const *args, Py_ssize_t narg
     PyObject *bytes = PyBytes_FromStringAndSize(NULL, size);
     if (!bytes) return NULL;
     char *copy = PyBytes_AsString(bytes);
-    Py_BEGIN_ALLOW_THREADS
-    memcpy(copy, data, (size_t)size);
-    Py_END_ALLOW_THREADS
-    return bytes;
+    Py_BEGIN_ALLOW_THREADS memcpy(copy, data, (size_t)size);
+    Py_END_ALLOW_THREADS return bytes;
 }
 
 static PyMethodDef functions[] = {
-    {"bytes_at", (PyCFunction)(void (*)(void))bytes_at, METH_FASTCALL, "bytes_at(data_ptr, size) -> bytes, a copy of what lies there."},
+    {"bytes_at", (PyCFunction)(void (*)(void))bytes_at, METH_FASTCALL,
+     "bytes_at(data_ptr, size) -> bytes, a copy of what lies there."},
     {"set_threads", set_threads, METH_O, "set_threads(n) -> threads in use. Numbers do not depend on it."},
     {"get_threads", get_threads, METH_NOARGS, "Return how many threads reduce a large tensor."},
-    {"use", use, METH_O, "use(name) -> name. Choose the instruction set: avx512, avx2 or baseline; numbers do not depend on it."},
+    {"use", use, METH_O,
+     "use(name) -> name. Choose the instruction set: avx512, avx2 or baseline; numbers do not depend on it."},
     {"instruction_set", instruction_set, METH_NOARGS, "Return the instruction set in use."},
     {NULL, NULL, 0, NULL}};
 
 static const char *const dtype_names[DTYPES] = {
-    "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "bfloat16", "float32",
-    "float64", "complex32", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz",
-    "float8_e8m0fnu"};
+    "bool",      "uint8",      "int8",          "uint16",      "int16",           "uint32",          "int32",
+    "uint64",    "int64",      "float16",       "bfloat16",    "float32",         "float64",         "complex32",
+    "complex64", "complex128", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"};
 
 static int fill(PyObject *module) {
     PyObject *codes = PyDict_New();
@@ -69,14 +70,15 @@ static int fill(PyObject *module) {
         Py_XDECREF(value);
     }
     Py_XDECREF(codes);
-    int (*const fill[])(PyObject *) = {rows_fill, torch_fill, records_fill, tape_fill, stacks_fill, ops_fill, nodes_fill, modules_fill,
+    int (*const fill[])(PyObject *) = {rows_fill,      torch_fill, records_fill, tape_fill,
+                                       stacks_fill,    ops_fill,   nodes_fill,   modules_fill,
                                        gradients_fill, arena_fill, journal_fill, dump_text_fill};
     for (size_t i = 0; !failed && i < sizeof fill / sizeof *fill; i++) failed = fill[i](module);
     return failed ? -1 : 0;
 }
 
-static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_native", "One pass over a tensor in memory.", -1, functions,
-                                        NULL, NULL, NULL, NULL};
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "_native", "One pass over a tensor in memory.", -1, functions, NULL, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit__native(void) {
     kernels_init();

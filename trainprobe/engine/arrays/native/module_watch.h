@@ -11,7 +11,8 @@ typedef struct {
     Py_ssize_t n, room;
 } Hooks;
 
-/* One tensor of an argument or result that a gradient reaches: its edge (node, slot) and its place, a number at the top, else a path. */
+/* One tensor of an argument or result that a gradient reaches: its edge (node, slot) and its place, a number at the
+ * top, else a path. */
 typedef struct {
     PyObject *node, *path; /* path: NULL where number tells the place */
     Py_ssize_t slot, number;
@@ -29,7 +30,8 @@ typedef struct {
     PyObject *tape, *calls, *forwards, *arrived, *open; /* of the step, NULL otherwise */
     PyObject *gradient_calls; /* name of a module → its call of parameter gradients with the largest number */
     Call *gradient_call;      /* the latest that took a gradient; calls hold it. NULL: none */
-    PyObject *backward_micro; /* the micro-batch whose gradients passed last: under 1F1B it is not the one that ran forward last */
+    PyObject *backward_micro; /* the micro-batch whose gradients passed last: under 1F1B it is not the one that ran
+                                 forward last */
     Tape *native;
     MicroGate gate;
     PyTypeObject *plain[2];
@@ -42,20 +44,23 @@ typedef struct {
 } ModuleWatch;
 
 /* Where the values of a module call are saved. */
-static inline PyObject *joined_name(PyObject *name, PyObject *cls, PyObject *phase, Py_ssize_t number, const char *rest) {
+static inline PyObject *joined_name(PyObject *name, PyObject *cls, PyObject *phase, Py_ssize_t number,
+                                    const char *rest) {
     return PyUnicode_FromFormat("Module.%U.%U.%U.%zd.%s", name, cls, phase, number, rest);
 }
 
-/* Collect the edges (nodes.c) of all tensors in a structure; path, number: where it stands (NULL, -1: the structure itself). */
+/* Collect the edges (nodes.c) of all tensors in a structure; path, number: where it stands (NULL, -1: the structure
+ * itself). */
 int edges_of(ModuleWatch *self, PyObject *x, PyObject *path, Py_ssize_t number, Edges *found, int depth);
 void edges_free(Edges *edges);
 PyObject *place_text(PyObject *path, Py_ssize_t number); /* the place of a tensor as text */
 
 /* What is wanted of which node, once a module call has returned (gradients.c). */
-int watch_gradients(ModuleWatch *self, const ModuleInfo *info, Call *call, long long floor, const Edges *inputs, PyObject *out);
+int watch_gradients(ModuleWatch *self, const ModuleInfo *info, Call *call, long long floor, const Edges *inputs,
+                    PyObject *out);
 
-/* The backward call of a module call (gradients.c). Take what arrived at an output, or is sent to an input, of this number; untouched: the
-   module hands it on as it is. */
+/* The backward call of a module call (gradients.c). Take what arrived at an output, or is sent to an input, of this
+   number; untouched: the module hands it on as it is. */
 typedef struct Backward Backward;
 enum { OUTPUT_SIDE, INPUT_SIDE };
 int backward_take(Backward *b, int side, Py_ssize_t number, PyObject *gradient, int untouched);
@@ -65,8 +70,8 @@ void backward_end(Backward *b); /* the step is over */
 int contribution_add(PyObject *sum, PyObject *gradient);
 int contribution_flush(PyObject *sum);
 
-/* What one backward call wants of an autograd node (nodes.c): of what the node receives, for an output (RECEIVED), or for an input that
-   the module hands on as it is (SHARED); of what it sends, for an input (SENT). */
+/* What one backward call wants of an autograd node (nodes.c): of what the node receives, for an output (RECEIVED), or
+   for an input that the module hands on as it is (SHARED); of what it sends, for an input (SENT). */
 enum { RECEIVED, SHARED, SENT };
 typedef struct {
     int kind, untouched;
@@ -75,8 +80,9 @@ typedef struct {
     PyObject *contribution; /* takes it first, where it is one part of several; NULL otherwise */
 } HookRequest;
 
-NodeHook *node_hook_of(ModuleWatch *self, PyObject *node, HookRequest wanted); /* takes over the contribution; not a new reference */
-int node_hook_attach(NodeHook *hook, PyObject *node);                     /* once all is known that is wanted of the node */
+NodeHook *node_hook_of(ModuleWatch *self, PyObject *node,
+                       HookRequest wanted);           /* takes over the contribution; not a new reference */
+int node_hook_attach(NodeHook *hook, PyObject *node); /* once all is known that is wanted of the node */
 void hooks_forget(ModuleWatch *self);
 void hooks_drop(Hooks *hooks);
 

@@ -5,9 +5,10 @@
 static PyTypeObject *watch_type;
 static PyObject *t_module, *t_forward, *t_recompute, *t_micro, *t_tripped, *t_begins, *t_pre_hooks;
 
-/* ---- a call -------------------------------------------------------------------------------------------------------------- */
+/* ---- a call ------------------------------------------------------------------------------------------------------ */
 
-/* Number a forward: the micro-batches of a module's calls stand in a list, by number; that of an only call stands by itself. */
+/* Number a forward: the micro-batches of a module's calls stand in a list, by number; that of an only call stands by
+ * itself. */
 static Py_ssize_t forward_number(ModuleWatch *self, PyObject *name, PyObject *micro) {
     PyObject *calls = PyDict_GetItemWithError(self->forwards, name), *made = NULL;
     if (!calls) return PyErr_Occurred() || PyDict_SetItem(self->forwards, name, micro) ? -1 : 0;
@@ -22,7 +23,8 @@ static Py_ssize_t forward_number(ModuleWatch *self, PyObject *name, PyObject *mi
     return number;
 }
 
-/* The latest forward of the micro-batch that is in its backward, among those not recomputed yet: backward is reverse. */
+/* The latest forward of the micro-batch that is in its backward, among those not recomputed yet: backward is reverse.
+ */
 static Py_ssize_t recomputed_number(ModuleWatch *self, PyObject *name, PyObject *micro) {
     PyObject *calls = PyDict_GetItemWithError(self->forwards, name);
     Py_ssize_t found = -1, latest = -1;
@@ -39,15 +41,20 @@ static Py_ssize_t recomputed_number(ModuleWatch *self, PyObject *name, PyObject 
 }
 
 static Call *new_call(ModuleWatch *self, const ModuleInfo *info, int again, Call *parent) {
-    PyObject *micro = again && self->backward_micro ? Py_NewRef(self->backward_micro) : PyObject_GetAttr(self->tape, t_micro);
-    Py_ssize_t number = !micro ? -1 : again ? recomputed_number(self, info->name, micro) : forward_number(self, info->name, micro), stack = -1;
+    PyObject *micro =
+        again && self->backward_micro ? Py_NewRef(self->backward_micro) : PyObject_GetAttr(self->tape, t_micro);
+    Py_ssize_t number = !micro  ? -1
+                        : again ? recomputed_number(self, info->name, micro)
+                                : forward_number(self, info->name, micro),
+               stack = -1;
     Call *call = NULL;
     if (number >= 0 && self->stacks != Py_None) {
         stack = stacks_capture(self->stacks, parent ? parent->stack : -1, self->stop, 1);
         if (stack == -2) number = -1;
     }
     if (number >= 0)
-        call = call_new(t_module, info->name, number, again ? t_recompute : t_forward, info->cls, micro, (PyObject *)parent, stack);
+        call = call_new(t_module, info->name, number, again ? t_recompute : t_forward, info->cls, micro,
+                        (PyObject *)parent, stack);
     Py_XDECREF(micro);
     return call;
 }
@@ -63,9 +70,11 @@ static PyObject *looked(ModuleWatch *self, const ModuleInfo *info, Call *call, P
 static PyObject *look_at_parameters(ModuleWatch *self, const ModuleInfo *info, Call *call) {
     PyObject *trees = PyDict_New();
     for (Py_ssize_t i = 0; trees && i < PyTuple_Size(info->parameters); i++) {
-        PyObject *pair = PyTuple_GetItem(info->parameters, i), *name = PyTuple_GetItem(pair, 0), *at = NULL, *tree = NULL;
+        PyObject *pair = PyTuple_GetItem(info->parameters, i), *name = PyTuple_GetItem(pair, 0), *at = NULL,
+                 *tree = NULL;
         if (info->flags & SAVE)
-            at = PyUnicode_FromFormat("Module.%U.%U.%U.%zd.parameters.%U", info->name, info->cls, call->phase, call->call, name);
+            at = PyUnicode_FromFormat("Module.%U.%U.%U.%zd.parameters.%U", info->name, info->cls, call->phase,
+                                      call->call, name);
         if (!PyErr_Occurred()) tree = tape_held(self->native, PyTuple_GetItem(pair, 1), info->flags, at);
         Py_XDECREF(at);
         if (!tree || PyDict_SetItem(trees, name, tree)) Py_CLEAR(trees);
@@ -74,8 +83,8 @@ static PyObject *look_at_parameters(ModuleWatch *self, const ModuleInfo *info, C
     return trees;
 }
 
-/* Whether hooks of the module run before it: they may fill its weights (Megatron's overlap_param_gather), which are then looked at behind the
-   forward, as the module used them. -1 with an exception set. */
+/* Whether hooks of the module run before it: they may fill its weights (Megatron's overlap_param_gather), which are
+   then looked at behind the forward, as the module used them. -1 with an exception set. */
 static int filled_by_hooks(PyObject *module) {
     PyObject *hooks = PyObject_GetAttr(module, t_pre_hooks);
     Py_ssize_t n = hooks ? PyObject_Size(hooks) : -1;
@@ -89,9 +98,11 @@ static int note_parameters(ModuleWatch *self, const ModuleInfo *info, Call *call
     return (call->params = look_at_parameters(self, info, call)) ? 0 : -1;
 }
 
-static int look_at_inputs(ModuleWatch *self, const ModuleInfo *info, Call *call, PyObject *module, PyObject *args, PyObject *kwargs) {
+static int look_at_inputs(ModuleWatch *self, const ModuleInfo *info, Call *call, PyObject *module, PyObject *args,
+                          PyObject *kwargs) {
     if (self->inputs && !(call->args = looked(self, info, call, args, "input"))) return -1;
-    if (self->kwargs && PyDict_Size(kwargs) > 0 && !(call->kwargs = looked(self, info, call, kwargs, "kwargs"))) return -1;
+    if (self->kwargs && PyDict_Size(kwargs) > 0 && !(call->kwargs = looked(self, info, call, kwargs, "kwargs")))
+        return -1;
     if (!self->parameters || PyTuple_Size(info->parameters) <= 0) return 0;
     int late = filled_by_hooks(module);
     return late ? (late < 0 ? -1 : 0) : note_parameters(self, info, call);
@@ -104,8 +115,10 @@ static int gradients_flow(ModuleWatch *self) {
     return flow;
 }
 
-/* Record what goes in; the call is on the stack afterwards. flow: set where gradients flow. NULL with an exception set. */
-static Call *enter(ModuleWatch *self, const ModuleInfo *info, PyObject *module, PyObject *args, PyObject *kwargs, Edges *edges, int *flow) {
+/* Record what goes in; the call is on the stack afterwards. flow: set where gradients flow. NULL with an exception set.
+ */
+static Call *enter(ModuleWatch *self, const ModuleInfo *info, PyObject *module, PyObject *args, PyObject *kwargs,
+                   Edges *edges, int *flow) {
     int again = graph_task_now() != -1;
     Py_ssize_t running = PyList_Size(self->stack);
     Call *parent = running > 0 ? (Call *)PyList_GetItem(self->stack, running - 1) : NULL;
@@ -122,7 +135,9 @@ static Call *enter(ModuleWatch *self, const ModuleInfo *info, PyObject *module, 
         failed = self->forward && look_at_inputs(self, info, call, module, args, kwargs);
         if (!failed && self->backward && self->inputs) {
             *flow = gradients_flow(self);
-            failed = *flow < 0 || (*flow && (edges_of(self, args, NULL, -1, edges, 0) || edges_of(self, kwargs, NULL, -1, edges, 0)));
+            failed =
+                *flow < 0 ||
+                (*flow && (edges_of(self, args, NULL, -1, edges, 0) || edges_of(self, kwargs, NULL, -1, edges, 0)));
         }
         failed = failed || PyList_Append(self->calls, (PyObject *)call);
         if (!failed) tape_report(self->native, call, ARGS | KWARGS | PARAMS);
@@ -135,7 +150,8 @@ static Call *enter(ModuleWatch *self, const ModuleInfo *info, PyObject *module, 
 }
 
 /* flow: whether gradients flowed when the module was entered; where they did not, they may since. */
-static int leave(ModuleWatch *self, const ModuleInfo *info, Call *call, long long floor, Edges *edges, int flow, PyObject *out) {
+static int leave(ModuleWatch *self, const ModuleInfo *info, Call *call, long long floor, Edges *edges, int flow,
+                 PyObject *out) {
     if (!self->native || !info->selected) return 0;
     int wanted = micro_is_wanted(&self->gate, call->micro);
     if (wanted <= 0) return wanted;
@@ -167,7 +183,8 @@ static PyObject *call_original(PyObject *original, PyObject *module, PyObject *a
     return out;
 }
 
-/* Whether this call is to be recorded: not after a fault, not for a compiler, and not on a thread that is neither the training's nor autograd's. */
+/* Whether this call is to be recorded: not after a fault, not for a compiler, and not on a thread that is neither the
+ * training's nor autograd's. */
 static int recording(ModuleWatch *self) {
     if (!self->native) return 0;
     PyObject *tripped = PyObject_GetAttr(self->guard, t_tripped);
@@ -234,17 +251,19 @@ static PyObject *run_recorded(ModuleWatch *self, const ModuleInfo *info, PyObjec
 }
 
 static PyObject *run(ModuleWatch *self, PyObject *const *args, Py_ssize_t nargs) {
-    if (nargs != 5) return PyErr_Format(PyExc_TypeError, "run takes info, original, module, args, kwargs; got %zd", nargs);
+    if (nargs != 5)
+        return PyErr_Format(PyExc_TypeError, "run takes info, original, module, args, kwargs; got %zd", nargs);
     int on = recording(self);
     if (on < 0) return NULL;
     if (!on) return call_original(args[1], args[2], args[3], args[4]);
     if (!is_info(args[0])) return NULL;
-    PyObject *info = Py_NewRef(args[0]), *out = run_recorded(self, (const ModuleInfo *)info, args); /* held: modules may be named anew */
+    PyObject *info = Py_NewRef(args[0]),
+             *out = run_recorded(self, (const ModuleInfo *)info, args); /* held: modules may be named anew */
     Py_DECREF(info);
     return out;
 }
 
-/* ---- life ----------------------------------------------------------------------------------------------------------------- */
+/* ---- life -------------------------------------------------------------------------------------------------------- */
 
 static PyObject *watch_end(ModuleWatch *self, PyObject *unused) {
     (void)unused;
@@ -258,8 +277,8 @@ static PyObject *watch_end(ModuleWatch *self, PyObject *unused) {
     hooks_forget(self);
     self->gradient_call = NULL;
     if (self->graph) graph_forget(self->graph);
-    PyObject **held[] = {&self->tape, (PyObject **)&self->native, &self->calls, &self->forwards, &self->arrived, &self->backward_micro,
-                         &self->gradient_calls, &self->gate.micro};
+    PyObject **held[] = {&self->tape,    (PyObject **)&self->native, &self->calls,          &self->forwards,
+                         &self->arrived, &self->backward_micro,      &self->gradient_calls, &self->gate.micro};
     for (size_t i = 0; i < sizeof held / sizeof *held; i++) Py_CLEAR(*held[i]);
     PyErr_Restore(type, error, trace);
     return Py_NewRef(Py_None);
@@ -268,9 +287,11 @@ static PyObject *watch_end(ModuleWatch *self, PyObject *unused) {
 static PyObject *watch_begin(ModuleWatch *self, PyObject *args) {
     PyObject *tape, *native, *calls, *arrived;
     if (!torch_known()) return PyErr_Format(PyExc_RuntimeError, "learn_torch must be called first");
-    if (!PyArg_ParseTuple(args, "OO!O!O!", &tape, tape_type, &native, &PyList_Type, &calls, &PyDict_Type, &arrived)) return NULL;
+    if (!PyArg_ParseTuple(args, "OO!O!O!", &tape, tape_type, &native, &PyList_Type, &calls, &PyDict_Type, &arrived))
+        return NULL;
     Py_XDECREF(watch_end(self, NULL));
-    self->tape = Py_NewRef(tape), self->native = (Tape *)Py_NewRef(native), self->calls = Py_NewRef(calls), self->arrived = Py_NewRef(arrived);
+    self->tape = Py_NewRef(tape), self->native = (Tape *)Py_NewRef(native), self->calls = Py_NewRef(calls),
+    self->arrived = Py_NewRef(arrived);
     self->forwards = PyDict_New(), self->gradient_calls = PyDict_New(), self->open = PyList_New(0);
     self->thread = PyThread_get_thread_ident();
     return self->forwards && self->gradient_calls && self->open ? Py_NewRef(Py_None) : NULL;
@@ -278,20 +299,23 @@ static PyObject *watch_begin(ModuleWatch *self, PyObject *args) {
 
 #define HELD 11
 static void held(ModuleWatch *self, PyObject **places[HELD]) {
-    PyObject **all[HELD] = {&self->guard, &self->fault, &self->other_thread, &self->odd_edges, &self->edge_of,
-                            &self->places, &self->plus, &self->gate.function, &self->grad_enabled, &self->stacks, &self->stack};
+    PyObject **all[HELD] = {&self->guard,        &self->fault,  &self->other_thread, &self->odd_edges,
+                            &self->edge_of,      &self->places, &self->plus,         &self->gate.function,
+                            &self->grad_enabled, &self->stacks, &self->stack};
     for (int i = 0; i < HELD; i++) places[i] = all[i];
 }
 
 static PyObject *watch_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"guard", "fault", "other_thread", "odd_edges", "edge_of", "places", "plus", "micro",
-                            "grad_enabled", "stacks", "stack", "plain", "untouched", "stop", "forward", "backward", "inputs", "kwargs",
-                            "parameters", "outputs", "recompute", NULL};
+    static char *names[] = {"guard",      "fault",   "other_thread", "odd_edges", "edge_of", "places",
+                            "plus",       "micro",   "grad_enabled", "stacks",    "stack",   "plain",
+                            "untouched",  "stop",    "forward",      "backward",  "inputs",  "kwargs",
+                            "parameters", "outputs", "recompute",    NULL};
     PyObject *o[HELD], *plain[2], *untouched, *stop, **places[HELD];
     ModuleWatch w;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOOOOOOOO!(OO)UOppppppp", names, &o[0], &o[1], &o[2], &o[3], &o[4], &o[5], &o[6],
-                                     &o[7], &o[8], &o[9], &PyList_Type, &o[10], &plain[0], &plain[1], &untouched, &stop, &w.forward,
-                                     &w.backward, &w.inputs, &w.kwargs, &w.parameters, &w.outputs, &w.recompute))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOOOOOOOO!(OO)UOppppppp", names, &o[0], &o[1], &o[2], &o[3],
+                                     &o[4], &o[5], &o[6], &o[7], &o[8], &o[9], &PyList_Type, &o[10], &plain[0],
+                                     &plain[1], &untouched, &stop, &w.forward, &w.backward, &w.inputs, &w.kwargs,
+                                     &w.parameters, &w.outputs, &w.recompute))
         return NULL;
     ModuleWatch *self = (ModuleWatch *)PyType_GenericAlloc(type, 0);
     if (!self) return NULL;
@@ -343,26 +367,38 @@ static void watch_free(ModuleWatch *self) {
 }
 
 static PyMethodDef watch_methods[] = {
-    {"run", (PyCFunction)(void (*)(void))run, METH_FASTCALL, "run(info, original, module, args, kwargs): a call of a module of the model."},
+    {"run", (PyCFunction)(void (*)(void))run, METH_FASTCALL,
+     "run(info, original, module, args, kwargs): a call of a module of the model."},
     {"parameter_hook", (PyCFunction)(void (*)(void))parameter_hook_new, METH_FASTCALL,
      "parameter_hook(info, name, key): a pre-hook for the gradient accumulator of a parameter."},
-    {"parameter", (PyCFunction)(void (*)(void))parameter_take, METH_FASTCALL, "parameter(info, name, key, gradient): record one gradient."},
+    {"parameter", (PyCFunction)(void (*)(void))parameter_take, METH_FASTCALL,
+     "parameter(info, name, key, gradient): record one gradient."},
     {"begin", (PyCFunction)watch_begin, METH_VARARGS, "begin(tape, native, calls, arrived): record onto this tape."},
-    {"end", (PyCFunction)watch_end, METH_NOARGS, "end(): let go of the tape, the graph and the hooks; calls are passed on."},
+    {"end", (PyCFunction)watch_end, METH_NOARGS,
+     "end(): let go of the tape, the graph and the hooks; calls are passed on."},
     {NULL, NULL, 0, NULL}};
 
-static PyType_Slot watch_slots[] = {{Py_tp_new, watch_new},           {Py_tp_dealloc, watch_free}, {Py_tp_traverse, watch_traverse},
-                                    {Py_tp_clear, watch_clear},       {Py_tp_methods, watch_methods}, {Py_tp_doc, "Records module calls."},
+static PyType_Slot watch_slots[] = {{Py_tp_new, watch_new},
+                                    {Py_tp_dealloc, watch_free},
+                                    {Py_tp_traverse, watch_traverse},
+                                    {Py_tp_clear, watch_clear},
+                                    {Py_tp_methods, watch_methods},
+                                    {Py_tp_doc, "Records module calls."},
                                     {0, NULL}};
-static PyType_Spec watch_spec = {"trainprobe._native.ModuleWatch", sizeof(ModuleWatch), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-                                 watch_slots};
+static PyType_Spec watch_spec = {"trainprobe._native.ModuleWatch", sizeof(ModuleWatch), 0,
+                                 Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, watch_slots};
 
 int modules_fill(PyObject *module) {
     struct {
         PyObject **at;
         const char *text;
-    } names[] = {{&t_module, "module"}, {&t_forward, "forward"}, {&t_recompute, "recompute"},
-                 {&t_micro, "micro"}, {&t_tripped, "tripped"}, {&t_begins, "forward_begins"}, {&t_pre_hooks, "_forward_pre_hooks"}};
+    } names[] = {{&t_module, "module"},
+                 {&t_forward, "forward"},
+                 {&t_recompute, "recompute"},
+                 {&t_micro, "micro"},
+                 {&t_tripped, "tripped"},
+                 {&t_begins, "forward_begins"},
+                 {&t_pre_hooks, "_forward_pre_hooks"}};
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         if (!(*names[i].at = PyUnicode_InternFromString(names[i].text))) return -1;
     watch_type = (PyTypeObject *)PyType_FromSpec(&watch_spec);

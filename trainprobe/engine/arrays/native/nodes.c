@@ -1,9 +1,11 @@
-/* Nodes of autograd's graph: which of them a tensor hangs on (its edges), who consumes an edge, and the hooks that take what passes a node. */
+/* Nodes of autograd's graph: which of them a tensor hangs on (its edges), who consumes an edge, and the hooks that take
+ * what passes a node. */
 #include <string.h>
 
 #include "module_watch.h"
 
-/* ---- the edges of all tensors in an argument or result (see `collect_edges` in engine/capture/module_gradients.py) -------- */
+/* ---- the edges of all tensors in an argument or result (`collect_edges` of engine/capture/module_gradients.py) ----
+ */
 
 #define MOST 100000 /* containers: one that holds itself has no end of places */
 
@@ -25,7 +27,8 @@ static int merge_edge(EdgeAt *known, PyObject *path, Py_ssize_t number) {
 /* node, slot: None, or an edge. */
 static int add_edge(Edges *found, PyObject *node, Py_ssize_t slot, PyObject *path, Py_ssize_t number) {
     for (Py_ssize_t i = 0; i < found->n; i++)
-        if (found->items[i].node == node && found->items[i].slot == slot) return merge_edge(&found->items[i], path, number);
+        if (found->items[i].node == node && found->items[i].slot == slot)
+            return merge_edge(&found->items[i], path, number);
     if (found->n == found->room) {
         Py_ssize_t room = found->room ? found->room * 2 : 4;
         EdgeAt *items = found->room ? PyMem_Malloc((size_t)room * sizeof *items) : found->few;
@@ -34,7 +37,10 @@ static int add_edge(Edges *found, PyObject *node, Py_ssize_t slot, PyObject *pat
         if (found->items != found->few) PyMem_Free(found->items);
         found->items = items, found->room = room;
     }
-    found->items[found->n++] = (EdgeAt){Py_NewRef(node), path ? Py_NewRef(path) : NULL, slot, path ? -1 : number < 0 ? 0 : number};
+    found->items[found->n++] = (EdgeAt){Py_NewRef(node), path ? Py_NewRef(path) : NULL, slot,
+                                        path         ? -1
+                                        : number < 0 ? 0
+                                                     : number};
     return 0;
 }
 
@@ -62,7 +68,8 @@ static int edge_of_tensor(ModuleWatch *self, PyObject *t, PyObject *path, Py_ssi
         Py_XDECREF(grad);
         if (wanted <= 0) return wanted;
         PyObject *edge = call_one(self->edge_of, t);
-        failed = !edge || (edge != Py_None && add_edge(found, PyTuple_GetItem(edge, 0), PyLong_AsSsize_t(PyTuple_GetItem(edge, 1)), path, number));
+        failed = !edge || (edge != Py_None && add_edge(found, PyTuple_GetItem(edge, 0),
+                                                       PyLong_AsSsize_t(PyTuple_GetItem(edge, 1)), path, number));
         Py_XDECREF(edge);
     }
     return failed || PyErr_Occurred() ? -1 : 0;
@@ -80,7 +87,8 @@ static int plain_number(PyObject *text, Py_ssize_t *number) {
     return 1;
 }
 
-static int edges_named(ModuleWatch *self, PyObject *x, PyObject *name, PyObject *path, Py_ssize_t number, Edges *found, int depth) {
+static int edges_named(ModuleWatch *self, PyObject *x, PyObject *name, PyObject *path, Py_ssize_t number, Edges *found,
+                       int depth) {
     PyObject *key = key_text(name), *whole = NULL;
     if (key && (path || number >= 0)) {
         PyObject *own = place_text(path, number);
@@ -92,7 +100,8 @@ static int edges_named(ModuleWatch *self, PyObject *x, PyObject *name, PyObject 
     Py_XDECREF(key);
     if (!whole) return -1;
     Py_ssize_t plain = -1;
-    int failed = plain_number(whole, &plain) ? edges_of(self, x, NULL, plain, found, depth) : edges_of(self, x, whole, -1, found, depth);
+    int failed = plain_number(whole, &plain) ? edges_of(self, x, NULL, plain, found, depth)
+                                             : edges_of(self, x, whole, -1, found, depth);
     Py_DECREF(whole);
     return failed;
 }
@@ -105,7 +114,9 @@ static int odd_edges(ModuleWatch *self, PyObject *x, PyObject *path, Py_ssize_t 
         PyObject *at, *node;
         Py_ssize_t slot, plain = -1;
         failed = !PyArg_ParseTuple(PyList_GetItem(pairs, i), "U(On)", &at, &node, &slot);
-        if (!failed) failed = plain_number(at, &plain) ? add_edge(found, node, slot, NULL, plain) : add_edge(found, node, slot, at, -1);
+        if (!failed)
+            failed = plain_number(at, &plain) ? add_edge(found, node, slot, NULL, plain)
+                                              : add_edge(found, node, slot, at, -1);
     }
     Py_XDECREF(own);
     Py_XDECREF(pairs);
@@ -115,7 +126,9 @@ static int odd_edges(ModuleWatch *self, PyObject *x, PyObject *path, Py_ssize_t 
 int edges_of(ModuleWatch *self, PyObject *x, PyObject *path, Py_ssize_t number, Edges *found, int depth) {
     PyTypeObject *kind = Py_TYPE(x);
     if (kind == self->plain[0] || kind == self->plain[1]) return edge_of_tensor(self, x, path, number, found);
-    if (x == Py_None || kind == &PyLong_Type || kind == &PyFloat_Type || kind == &PyBool_Type || kind == &PyUnicode_Type) return 0;
+    if (x == Py_None || kind == &PyLong_Type || kind == &PyFloat_Type || kind == &PyBool_Type ||
+        kind == &PyUnicode_Type)
+        return 0;
     static int left; /* containers: one that holds itself has no end of places */
     if (depth == 0) left = MOST;
     if (depth > 8 || left <= 0) return 0;
@@ -144,7 +157,7 @@ int edges_of(ModuleWatch *self, PyObject *x, PyObject *path, Py_ssize_t number, 
     return 0;
 }
 
-/* ---- who consumes which edge: each node is visited once a step, and held only while the outermost module runs ------------- */
+/* ---- who consumes which edge: each node is visited once a step, and held only while the outermost module runs ---- */
 
 /* Why it is done this way is written in engine/capture/gradients.py. */
 
@@ -230,7 +243,8 @@ static int consumers_grow(Graph *self) {
     Py_ssize_t room = self->room ? self->room * 2 : 512;
     Consumer *consumers = PyMem_Realloc(self->consumers, (size_t)room * sizeof *consumers);
     if (consumers) self->consumers = consumers;
-    Py_ssize_t *next = PyMem_Realloc(self->next, (size_t)room * sizeof *next), *heads = PyMem_Malloc((size_t)room * sizeof *heads);
+    Py_ssize_t *next = PyMem_Realloc(self->next, (size_t)room * sizeof *next),
+               *heads = PyMem_Malloc((size_t)room * sizeof *heads);
     if (next) self->next = next;
     if (!consumers || !next || !heads) {
         PyMem_Free(heads);
@@ -329,7 +343,9 @@ static PyObject *consumers(Graph *self, PyObject *args) {
     Py_ssize_t slot;
     long long floor;
     Consumers found;
-    if (!PyArg_ParseTuple(args, "(On)L", &to, &slot, &floor) || graph_consumers((PyObject *)self, to, slot, floor, &found)) return NULL;
+    if (!PyArg_ParseTuple(args, "(On)L", &to, &slot, &floor) ||
+        graph_consumers((PyObject *)self, to, slot, floor, &found))
+        return NULL;
     PyObject *list = PyList_New(found.n);
     for (Py_ssize_t i = 0; list && i < found.n; i++) {
         PyObject *pair = Py_BuildValue("(On)", found.items[i].node, found.items[i].input);
@@ -378,7 +394,8 @@ static void graph_free(Graph *self) {
 
 static PyMethodDef graph_methods[] = {
     {"visit", (PyCFunction)visit, METH_VARARGS, "visit(roots, floor): see engine.capture.graph.Graph.visit."},
-    {"consumers", (PyCFunction)consumers, METH_VARARGS, "consumers(edge, floor): see engine.capture.graph.Graph.consumers."},
+    {"consumers", (PyCFunction)consumers, METH_VARARGS,
+     "consumers(edge, floor): see engine.capture.graph.Graph.consumers."},
     {"clear", (PyCFunction)clear, METH_NOARGS, "clear(): let go of the nodes."},
     {NULL, NULL, 0, NULL}};
 
@@ -389,7 +406,8 @@ static PyType_Slot graph_slots[] = {{Py_tp_new, graph_new},
                                     {0, NULL}};
 static PyType_Spec graph_spec = {"trainprobe._native.Graph", sizeof(Graph), 0, Py_TPFLAGS_DEFAULT, graph_slots};
 
-/* ---- hooks: one a node, for all modules that want what arrives there or what the node sends on, used again in later steps ---- */
+/* ---- hooks: one a node, for all modules that want what arrives there or what the node sends on, used again in later
+ * steps ---- */
 
 struct NodeHook {
     PyObject_HEAD
@@ -397,7 +415,8 @@ struct NodeHook {
     HookRequest *wanted;
     Py_ssize_t n, room;
     int before, behind; /* how the node is hooked */
-    PyObject *entry;    /* what it is entered with, (hooks, None), which a later step uses again; the hooks hold this hook */
+    PyObject
+        *entry; /* what it is entered with, (hooks, None), which a later step uses again; the hooks hold this hook */
 };
 
 static PyTypeObject *node_hook_type;
@@ -485,11 +504,14 @@ static int take_one(HookRequest w, PyObject *gradient) { /* a copy: more may be 
 static int take_all(NodeHook *hook, PyObject *received, PyObject *sent) {
     int failed = 0, arrives = !sent || !hook->before;
     for (Py_ssize_t k = hook->n - 1; !failed && arrives && hook->watch && k >= 0; k--)
-        if (hook->wanted[k].kind == RECEIVED) failed = take_one(hook->wanted[k], PyTuple_GetItem(received, hook->wanted[k].slot));
+        if (hook->wanted[k].kind == RECEIVED)
+            failed = take_one(hook->wanted[k], PyTuple_GetItem(received, hook->wanted[k].slot));
     for (Py_ssize_t k = 0; !failed && arrives && hook->watch && k < hook->n; k++)
-        if (hook->wanted[k].kind == SHARED) failed = take_one(hook->wanted[k], PyTuple_GetItem(received, hook->wanted[k].slot));
+        if (hook->wanted[k].kind == SHARED)
+            failed = take_one(hook->wanted[k], PyTuple_GetItem(received, hook->wanted[k].slot));
     for (Py_ssize_t k = 0; !failed && sent && hook->watch && k < hook->n; k++)
-        if (hook->wanted[k].kind == SENT) failed = take_one(hook->wanted[k], PyTuple_GetItem(sent, hook->wanted[k].slot));
+        if (hook->wanted[k].kind == SENT)
+            failed = take_one(hook->wanted[k], PyTuple_GetItem(sent, hook->wanted[k].slot));
     return failed;
 }
 
@@ -502,7 +524,8 @@ static PyObject *hook_called(NodeHook *hook, PyObject *args, PyObject *kwargs) {
     Py_INCREF((PyObject *)self);
     Py_INCREF((PyObject *)hook);
     PyObject *off = modes_off();
-    int failed = PyErr_Occurred() || take_all(hook, PyTuple_GetItem(args, n - 1), n == 2 ? PyTuple_GetItem(args, 0) : NULL);
+    int failed =
+        PyErr_Occurred() || take_all(hook, PyTuple_GetItem(args, n - 1), n == 2 ? PyTuple_GetItem(args, 0) : NULL);
     modes_on(off);
     failed = failed && give_to_guard(self->fault);
     Py_DECREF((PyObject *)hook);
@@ -545,17 +568,19 @@ static void hook_free(NodeHook *hook) {
     Py_DECREF(type);
 }
 
-static PyObject *node_hook_entry(PyObject *hook) { return entry_is_free((NodeHook *)hook) ? Py_NewRef(((NodeHook *)hook)->entry) : NULL; }
+static PyObject *node_hook_entry(PyObject *hook) {
+    return entry_is_free((NodeHook *)hook) ? Py_NewRef(((NodeHook *)hook)->entry) : NULL;
+}
 
 static void node_hook_keep(PyObject *hook, PyObject *entry) {
     if (!((NodeHook *)hook)->entry) ((NodeHook *)hook)->entry = Py_NewRef(entry);
 }
 
 static PyType_Slot hook_slots[] = {{Py_tp_dealloc, hook_free}, {Py_tp_call, hook_called}, {0, NULL}};
-static PyType_Spec hook_spec = {"trainprobe._native.NodeHook", sizeof(NodeHook), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-                                hook_slots};
+static PyType_Spec hook_spec = {"trainprobe._native.NodeHook", sizeof(NodeHook), 0,
+                                Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, hook_slots};
 
-/* ---- what is wanted of a node ------------------------------------------------------------------------------------------------ */
+/* ---- what is wanted of a node ------------------------------------------------------------------------------------ */
 
 NodeHook *node_hook_of(ModuleWatch *self, PyObject *node, HookRequest wanted) {
     NodeHook *hook = hook_of(self, node);
@@ -574,11 +599,12 @@ int node_hook_attach(NodeHook *hook, PyObject *node) {
     return handle ? 0 : -1;
 }
 
-/* ---- entering hooks ------------------------------------------------------------------------------------------------------- */
+/* ---- entering hooks ---------------------------------------------------------------------------------------------- */
 
-/* Torch enters a hook on an autograd node by a Python function of its own, which makes a handle with a weak reference for whoever wants
-   to remove the hook again: 5 microseconds. Hooks of this extension leave with their node. What stands here takes that function's place
-   while steps are collected (see engine/capture/node_hooks.py), enters ours alone, and passes everything else on. */
+/* Torch enters a hook on an autograd node by a Python function of its own, which makes a handle with a weak reference
+   for whoever wants to remove the hook again: 5 microseconds. Hooks of this extension leave with their node. What
+   stands here takes that function's place while steps are collected (see engine/capture/node_hooks.py), enters ours
+   alone, and passes everything else on. */
 
 typedef struct {
     PyObject_HEAD
@@ -596,7 +622,8 @@ static PyObject *registrar_new(PyTypeObject *type, PyObject *args, PyObject *kwa
 
 /* (hooks that hold this one, None). */
 static PyObject *entry_new(PyObject *hook) {
-    PyObject *hooks = PyObject_CallNoArgs(ordered_dict), *answer = NULL; /* ordered, as torch's own handles want to refer to it weakly */
+    PyObject *hooks = PyObject_CallNoArgs(ordered_dict),
+             *answer = NULL; /* ordered, as torch's own handles want to refer to it weakly */
     if (hooks && !PyObject_SetItem(hooks, our_key, hook)) answer = PyTuple_Pack(2, hooks, Py_None);
     Py_XDECREF(hooks);
     return answer;
@@ -633,7 +660,8 @@ static PyType_Slot registrar_slots[] = {{Py_tp_new, registrar_new},
                                         {Py_tp_members, registrar_members},
                                         {Py_tp_doc, "Enters the hooks of this extension on autograd nodes."},
                                         {0, NULL}};
-static PyType_Spec registrar_spec = {"trainprobe._native.Registrar", sizeof(Registrar), 0, Py_TPFLAGS_DEFAULT, registrar_slots};
+static PyType_Spec registrar_spec = {"trainprobe._native.Registrar", sizeof(Registrar), 0, Py_TPFLAGS_DEFAULT,
+                                     registrar_slots};
 
 int nodes_fill(PyObject *module) {
     PyObject *collections = PyImport_ImportModule("collections");
@@ -644,5 +672,6 @@ int nodes_fill(PyObject *module) {
     node_hook_type = (PyTypeObject *)PyType_FromSpec(&hook_spec);
     registrar_type = (PyTypeObject *)PyType_FromSpec(&registrar_spec);
     if (!ordered_dict || !our_key || !graph_type || !node_hook_type || !registrar_type) return -1;
-    return PyModule_AddObjectRef(module, "Graph", (PyObject *)graph_type) || PyModule_AddObjectRef(module, "Registrar", (PyObject *)registrar_type);
+    return PyModule_AddObjectRef(module, "Graph", (PyObject *)graph_type) ||
+           PyModule_AddObjectRef(module, "Registrar", (PyObject *)registrar_type);
 }

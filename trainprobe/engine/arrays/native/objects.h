@@ -1,4 +1,5 @@
-/* The objects that a tape is made of, and what the files of the extension need of each other. Limited API of Python 3.10. */
+/* The objects that a tape is made of, and what the files of the extension need of each other. Limited API of
+ * Python 3.10. */
 #ifndef TRAINPROBE_OBJECTS_H
 #define TRAINPROBE_OBJECTS_H
 
@@ -22,12 +23,15 @@ typedef struct {
     uint32_t *crcs;
 } StatsRows;
 
-Py_ssize_t stats_rows_reduce(StatsRows *self, const Job *job); /* row, -1 when it was dropped, -2 with an exception set */
-uint64_t fingerprint_of(const Job *job); /* job->flags: CHECKSUM; lets other threads run while it reads much */
-Py_ssize_t stats_rows_repeat(StatsRows *self, Py_ssize_t row);        /* a row with the numbers of that one; -2 with an exception set */
-Py_ssize_t stats_rows_new(StatsRows *self);                           /* a row of zeros, for what a device reduces; -2 with an exception set */
+Py_ssize_t stats_rows_reduce(StatsRows *self,
+                             const Job *job); /* row, -1 when it was dropped, -2 with an exception set */
+uint64_t fingerprint_of(const Job *job);      /* job->flags: CHECKSUM; lets other threads run while it reads much */
+Py_ssize_t stats_rows_repeat(StatsRows *self,
+                             Py_ssize_t row); /* a row with the numbers of that one; -2 with an exception set */
+Py_ssize_t stats_rows_new(StatsRows *self);   /* a row of zeros, for what a device reduces; -2 with an exception set */
 
-/* Neither is tracked by the garbage collector: a value refers to texts and a shape, a call to values and to calls before it. */
+/* Neither is tracked by the garbage collector: a value refers to texts and a shape, a call to values and to calls
+ * before it. */
 typedef struct {
     PyObject_HEAD
     Py_ssize_t row;
@@ -52,14 +56,15 @@ typedef struct {
 
 int is_info(PyObject *x); /* 0 with an exception set where it is none */
 
-extern PyTypeObject *info_type, *stats_rows_type, *value_type, *call_type, *tape_type, *stacks_type, *op_hook_type, *packed_type;
+extern PyTypeObject *info_type, *stats_rows_type, *value_type, *call_type, *tape_type, *stacks_type, *op_hook_type,
+    *packed_type;
 
 typedef struct Tape Tape;
 
 #define SAVE 256 /* of flags: the values themselves are wanted too */
 
-/* torch.c. Calls with one argument or two, as CPython's own code makes them; where an address goes in a table, to be cut to its places, a power of
-   two. */
+/* torch.c. Calls with one argument or two, as CPython's own code makes them; where an address goes in a table, to be
+   cut to its places, a power of two. */
 PyObject *call_one(PyObject *callable, PyObject *x);
 PyObject *call_two(PyObject *callable, PyObject *x, PyObject *y);
 size_t mixed(const void *address);
@@ -71,7 +76,8 @@ typedef struct {
 } Attribute;
 
 Attribute attribute_of(PyTypeObject *type, PyObject *name);
-PyObject *attribute_ask(const Attribute *a, PyObject *x, PyObject *name); /* x: of that type or derived; a new reference */
+PyObject *attribute_ask(const Attribute *a, PyObject *x,
+                        PyObject *name); /* x: of that type or derived; a new reference */
 
 /* What torch's attributes tell of tensors and nodes. */
 typedef enum { VERSION, REQUIRES_GRAD, GRAD_FN, OUTPUT_NR, BASE, TENSOR_ATTRIBUTES } TensorAttribute;
@@ -106,19 +112,22 @@ typedef struct {
 PyObject *shapes_find(Shapes *self, const Geometry *g);
 void shapes_clear(Shapes *self);
 
-/* tape.c. The tree of Values and scalars of an argument or result; path: where its values are saved, or NULL. A new reference. */
+/* tape.c. The tree of Values and scalars of an argument or result; path: where its values are saved, or NULL. A new
+ * reference. */
 PyObject *tape_tree(Tape *self, PyObject *x, long flags, PyObject *path, int depth);
 PyObject *key_text(PyObject *key); /* the key of a dict as text that can be written; a new reference */
 
-/* The same for a tensor that somebody holds for the rest of the step: it is remembered by a reference, which is less than a weak one. */
+/* The same for a tensor that somebody holds for the rest of the step: it is remembered by a reference, which is less
+ * than a weak one. */
 PyObject *tape_held(Tape *self, PyObject *t, long flags, PyObject *path);
 
-/* Between these two, tensors on devices are gathered that stay as they are meanwhile, and reduced together at the end. `end` takes what
-   `begin` returned, keeps an exception that is set, and returns -1 where one is set. */
+/* Between these two, tensors on devices are gathered that stay as they are meanwhile, and reduced together at the end.
+   `end` takes what `begin` returned, keeps an exception that is set, and returns -1 where one is set. */
 int tape_gather_begin(Tape *self);
 int tape_gather_end(Tape *self, int begun);
 
-/* A twin of a value with a note of its own, whose row is set with the value's when the step is drained. A new reference. */
+/* A twin of a value with a note of its own, whose row is set with the value's when the step is drained. A new
+ * reference. */
 PyObject *tape_noted(Tape *self, PyObject *value, PyObject *note);
 
 int tape_is_plain(const Tape *self, PyObject *x); /* a tensor that needs no describing */
@@ -164,8 +173,9 @@ long long graph_task_now(void);
 long long sequence_now(void);
 int compiling_now(void); /* whether torch exports or compiles what runs; -1 with an exception set */
 
-/* Keep `__torch_function__` of classes and modes (functions_off), or of modes where there are any (modes_off), away from what the tool itself
-   asks of tensors, until modes_on. NULL with an exception set, or where modes_off finds none. */
+/* Keep `__torch_function__` of classes and modes (functions_off), or of modes where there are any (modes_off), away
+   from what the tool itself asks of tensors, until modes_on. NULL with an exception set, or where modes_off finds none.
+ */
 PyObject *functions_off(void);
 PyObject *modes_off(void);
 void modes_on(PyObject *off);
@@ -183,8 +193,8 @@ int give_to_guard(PyObject *fault);
 
 PyObject *value_with_note(Value *self, PyObject *note); /* a new reference */
 PyObject *packed_list(PyObject *packed);                /* dump_text.c: the Values of a packed list, newly made */
-Call *call_new(PyObject *kind, PyObject *name, Py_ssize_t number, PyObject *phase, PyObject *cls, PyObject *micro, PyObject *parent,
-               Py_ssize_t stack);
+Call *call_new(PyObject *kind, PyObject *name, Py_ssize_t number, PyObject *phase, PyObject *cls, PyObject *micro,
+               PyObject *parent, Py_ssize_t stack);
 
 /* Number of the stack that begins at the current Python frame, `skip` frames left out, or -2 with an exception set. */
 Py_ssize_t stacks_capture(PyObject *stacks, Py_ssize_t base, const void *stop, int skip);

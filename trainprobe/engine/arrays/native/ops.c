@@ -27,7 +27,7 @@ PyTypeObject *op_hook_type;
 static PyTypeObject *watch_type;
 static PyObject *t_op, *t_forward, *t_recompute, *t_backward, *t_micro, *t_register, *t_written, *t_generator, *t_after,
     *t_given, *t_result, *t_out;
-/* ---- before and after a call --------------------------------------------------------------------------------------------- */
+/* ---- before and after a call ------------------------------------------------------------------------------------- */
 
 static Py_ssize_t counted(OpWatch *self, PyObject *name) {
     PyObject *known = PyDict_GetItemWithError(self->counts, name);
@@ -81,7 +81,8 @@ static int keep_beside(OpWatch *self, Call *call, PyObject *name, PyObject *tree
     if (tree && !call->params) call->params = PyDict_New();
     int failed = !tree || !call->params || PyDict_SetItem(call->params, name, tree);
     Py_XDECREF(tree);
-    if (!failed && self->native && (call->phase == t_forward || self->recompute)) tape_report(self->native, call, PARAMS);
+    if (!failed && self->native && (call->phase == t_forward || self->recompute))
+        tape_report(self->native, call, PARAMS);
     return failed ? -1 : 0;
 }
 
@@ -103,7 +104,8 @@ static int keep_generator(OpWatch *self, Call *call, PyObject *args, PyObject *k
 static Call *before(OpWatch *self, PyObject *spec, long flags, PyObject *args, PyObject *kwargs) {
     PyObject *name = PyTuple_GetItem(spec, 0);
     Py_ssize_t running = PyList_Size(self->inside);
-    PyObject *above = running > 0 ? PyList_GetItem(self->inside, running - 1) : NULL, *parent = above ? above : self->parent;
+    PyObject *above = running > 0 ? PyList_GetItem(self->inside, running - 1) : NULL,
+             *parent = above ? above : self->parent;
     PyObject *micro = NULL, *again = NULL;
     Py_ssize_t number = -1, stack = -1;
     Call *call = NULL;
@@ -151,10 +153,12 @@ static int keep_hook(OpWatch *self, OpHook *hook) {
     return 0;
 }
 
-static int watch_node(OpWatch *self, PyObject *t, long long floor, Call *call, long flags, OpHook **hook, PyObject *made) {
+static int watch_node(OpWatch *self, PyObject *t, long long floor, Call *call, long flags, OpHook **hook,
+                      PyObject *made) {
     int tensor = is_tensor(t);
     if (tensor <= 0) return tensor;
-    PyObject *off = tape_is_plain(self->native, t) ? NULL : functions_off(), *node = PyErr_Occurred() ? NULL : node_behind(t);
+    PyObject *off = tape_is_plain(self->native, t) ? NULL : functions_off(),
+             *node = PyErr_Occurred() ? NULL : node_behind(t);
     modes_on(off);
     if (!node) return PyErr_Occurred() ? -1 : 0;
     long long number = sequence_of(node);
@@ -179,7 +183,8 @@ static int watch_node(OpWatch *self, PyObject *t, long long floor, Call *call, l
     return failed ? -1 : 0;
 }
 
-/* What an op may have written without a trace: its arguments at the positions whose bits are set, all tensors of its lists
+/* What an op may have written without a trace: its arguments at the positions whose bits are set, all tensors of its
+   lists
    (`_fused_adamw_`), and what it was given by keyword. */
 static void forget_written(Tape *native, long written, PyObject *args, PyObject *kwargs) {
     PyObject *name, *value;
@@ -195,7 +200,8 @@ static void forget_written(Tape *native, long written, PyObject *args, PyObject 
 }
 
 /* Look again at what an op has written and does not return, by its position or keyword. */
-static int keep_written(OpWatch *self, Call *call, long written, long flags, PyObject *args, PyObject *kwargs, PyObject *out) {
+static int keep_written(OpWatch *self, Call *call, long written, long flags, PyObject *args, PyObject *kwargs,
+                        PyObject *out) {
     static const char *const named[] = {"running_mean", "running_var"};
     PyObject *tree = PyDict_New();
     Py_ssize_t n = PyTuple_Check(args) ? PyTuple_Size(args) : 0;
@@ -206,7 +212,8 @@ static int keep_written(OpWatch *self, Call *call, long written, long flags, PyO
         PyObject *x = positional ? PyTuple_GetItem(args, i) : PyDict_GetItemString(kwargs, named[i - n]);
         if (!x || x == Py_None || x == out) continue;
         PyObject *key = positional ? PyUnicode_FromFormat("%zd", i) : PyUnicode_FromString(named[i - n]);
-        PyObject *at = key ? PyUnicode_FromFormat("%U.%zd.%U.written.%U", call->name, call->call, call->phase, key) : NULL;
+        PyObject *at =
+            key ? PyUnicode_FromFormat("%U.%zd.%U.written.%U", call->name, call->call, call->phase, key) : NULL;
         PyObject *leaf = at ? tape_tree(self->native, x, flags, at, 0) : NULL;
         failed = !leaf || PyDict_SetItem(tree, key, leaf);
         Py_XDECREF(key), Py_XDECREF(at), Py_XDECREF(leaf);
@@ -216,13 +223,16 @@ static int keep_written(OpWatch *self, Call *call, long written, long flags, PyO
     return failed ? -1 : 0;
 }
 
-/* Keep an argument that has changed, though the call does not say that it writes there. place: its position, keyword, or place in a list. */
-static int keep_changed(OpWatch *self, Call *call, PyObject **tree, long flags, PyObject *x, PyObject *place, Py_ssize_t item) {
+/* Keep an argument that has changed, though the call does not say that it writes there. place: its position, keyword,
+ * or place in a list. */
+static int keep_changed(OpWatch *self, Call *call, PyObject **tree, long flags, PyObject *x, PyObject *place,
+                        Py_ssize_t item) {
     Value *before = is_tensor(x) == 1 ? tape_overwritten(self->native, x) : NULL;
     if (!before) return PyErr_Occurred() ? -1 : 0;
     PyObject *key = item < 0 ? PyObject_Str(place) : PyUnicode_FromFormat("%S.%zd", place, item);
     PyObject *at = key ? PyUnicode_FromFormat("%U.%zd.%U.after.%U", call->name, call->call, call->phase, key) : NULL;
-    PyObject *now = at ? tape_tree(self->native, x, flags, at, 0) : NULL, *pair = now ? Py_BuildValue("[OO]", before, now) : NULL;
+    PyObject *now = at ? tape_tree(self->native, x, flags, at, 0) : NULL,
+             *pair = now ? Py_BuildValue("[OO]", before, now) : NULL;
     if (pair && !*tree) *tree = PyDict_New();
     int failed = !pair || !*tree || PyDict_SetItem(*tree, key, pair);
     Py_XDECREF(pair), Py_XDECREF(now), Py_XDECREF(at), Py_XDECREF(key);
@@ -230,7 +240,8 @@ static int keep_changed(OpWatch *self, Call *call, PyObject **tree, long flags, 
     return failed ? -1 : 0;
 }
 
-static int keep_changed_in(OpWatch *self, Call *call, PyObject **tree, long flags, PyObject *x, PyObject *out, PyObject *place) {
+static int keep_changed_in(OpWatch *self, Call *call, PyObject **tree, long flags, PyObject *x, PyObject *out,
+                           PyObject *place) {
     int tuple = PyTuple_CheckExact(x), list = PyList_CheckExact(x), failed = 0;
     if (x == out) return 0;
     if (!tuple && !list) return keep_changed(self, call, tree, flags, x, place, -1);
@@ -242,7 +253,8 @@ static int keep_changed_in(OpWatch *self, Call *call, PyObject **tree, long flag
 }
 
 /* The arguments of a call that changed and that it does not say it writes, before and after it. */
-static int keep_after(OpWatch *self, Call *call, long written, long flags, PyObject *args, PyObject *kwargs, PyObject *out) {
+static int keep_after(OpWatch *self, Call *call, long written, long flags, PyObject *args, PyObject *kwargs,
+                      PyObject *out) {
     PyObject *tree = NULL, *name, *value;
     Py_ssize_t at = 0, n = PyTuple_Check(args) ? PyTuple_Size(args) : 0;
     int failed = 0;
@@ -253,7 +265,8 @@ static int keep_after(OpWatch *self, Call *call, long written, long flags, PyObj
         Py_XDECREF(place);
     }
     while (!failed && PyDict_Check(kwargs) && PyDict_Next(kwargs, &at, &name, &value))
-        if (PyUnicode_CompareWithASCIIString(name, "out")) failed = keep_changed_in(self, call, &tree, flags, value, out, name);
+        if (PyUnicode_CompareWithASCIIString(name, "out"))
+            failed = keep_changed_in(self, call, &tree, flags, value, out, name);
     if (!failed && tree) return keep_beside(self, call, t_after, tree);
     Py_XDECREF(tree);
     return failed ? -1 : 0;
@@ -271,7 +284,8 @@ static int look_at_results(OpWatch *self, Call *call, long flags, PyObject *out)
     return 0;
 }
 
-static int after(OpWatch *self, PyObject *spec, long flags, Call *call, long long floor, PyObject *args, PyObject *kwargs, PyObject *out) {
+static int after(OpWatch *self, PyObject *spec, long flags, Call *call, long long floor, PyObject *args,
+                 PyObject *kwargs, PyObject *out) {
     if (!self->native) return 0; /* the step has ended meanwhile */
     long written = PyLong_AsLong(PyTuple_GetItem(spec, 2));
     if (written > 0) forget_written(self->native, written, args, kwargs);
@@ -287,7 +301,8 @@ static int after(OpWatch *self, PyObject *spec, long flags, Call *call, long lon
     if (written > 0 && flags & SAVE && self->forward && self->inputs && self->native &&
         keep_written(self, call, written, flags, args, kwargs, out))
         return -1;
-    if (self->looks_after && flags & SAVE && self->native && keep_after(self, call, written, flags, args, kwargs, out)) return -1;
+    if (self->looks_after && flags & SAVE && self->native && keep_after(self, call, written, flags, args, kwargs, out))
+        return -1;
     if (!self->backward || !self->native) return 0;
     OpHook *hook = NULL;
     if (PyTuple_Check(out) || PyList_Check(out)) {
@@ -314,7 +329,8 @@ static PyObject *call_it(PyObject *func, PyObject *args, PyObject *kwargs) {
 
 static PyObject *handle_wanted(OpWatch *self, PyObject *spec, PyObject *func, PyObject *args, PyObject *kwargs) {
     long flags = PyLong_AsLong(PyTuple_GetItem(spec, 1));
-    PyObject *off = modes_off(); /* those of the program are still on where a function of its own is called (OpTap.call) */
+    PyObject *off =
+        modes_off(); /* those of the program are still on where a function of its own is called (OpTap.call) */
     Tape *tape = (Tape *)Py_NewRef((PyObject *)self->native); /* values of one moment are reduced together */
     int begun = tape_gather_begin(tape);
     Call *call = PyErr_Occurred() ? NULL : before(self, spec, flags, args, kwargs);
@@ -363,7 +379,7 @@ static PyObject *handle(OpWatch *self, PyObject *const *args, Py_ssize_t nargs) 
     return out;
 }
 
-/* ---- gradients ----------------------------------------------------------------------------------------------------------- */
+/* ---- gradients --------------------------------------------------------------------------------------------------- */
 
 /* Add gradients to a side of a backward call, which has some already where its node is passed twice. */
 static int join(OpWatch *self, OpHook *hook, PyObject **side, PyObject *gradients, const char *place) {
@@ -375,8 +391,10 @@ static int join(OpWatch *self, OpHook *hook, PyObject **side, PyObject *gradient
     for (Py_ssize_t i = 0; i < n && self->native; i++) {
         PyObject *at = NULL, *tree = NULL;
         if (hook->flags & SAVE)
-            at = PyUnicode_FromFormat("%U.%zd.%U.%s.%zd", hook->forward->name, hook->forward->call, t_backward, place, first + i);
-        if (at || !(hook->flags & SAVE)) tree = tape_tree(self->native, PyTuple_GetItem(gradients, i), hook->flags, at, 0);
+            at = PyUnicode_FromFormat("%U.%zd.%U.%s.%zd", hook->forward->name, hook->forward->call, t_backward, place,
+                                      first + i);
+        if (at || !(hook->flags & SAVE))
+            tree = tape_tree(self->native, PyTuple_GetItem(gradients, i), hook->flags, at, 0);
         int failed = !tree || PyList_Append(*side, tree);
         Py_XDECREF(at), Py_XDECREF(tree);
         if (failed) return -1;
@@ -387,7 +405,8 @@ static int join(OpWatch *self, OpHook *hook, PyObject **side, PyObject *gradient
 static int record(OpWatch *self, OpHook *hook, PyObject *sent, PyObject *received) {
     if (!hook->call) {
         Call *forward = hook->forward;
-        hook->call = call_new(t_op, forward->name, forward->call, t_backward, NULL, forward->micro, forward->parent, -1);
+        hook->call =
+            call_new(t_op, forward->name, forward->call, t_backward, NULL, forward->micro, forward->parent, -1);
         if (!hook->call || PyList_Append(self->calls, (PyObject *)hook->call)) return -1;
     }
     if (join(self, hook, &hook->call->args, received, "input")) return -1;
@@ -429,9 +448,10 @@ static void hook_free(OpHook *hook) {
 }
 
 static PyType_Slot hook_slots[] = {{Py_tp_dealloc, hook_free}, {Py_tp_call, hook_called}, {0, NULL}};
-static PyType_Spec hook_spec = {"trainprobe._native.OpHook", sizeof(OpHook), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, hook_slots};
+static PyType_Spec hook_spec = {"trainprobe._native.OpHook", sizeof(OpHook), 0,
+                                Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, hook_slots};
 
-/* ---- life ---------------------------------------------------------------------------------------------------------------- */
+/* ---- life -------------------------------------------------------------------------------------------------------- */
 
 static PyObject *watch_end(OpWatch *self, PyObject *unused) {
     (void)unused;
@@ -462,18 +482,19 @@ static PyObject *watch_begin(OpWatch *self, PyObject *args) {
 }
 
 static PyObject *watch_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"names", "learn", "fault", "repeats", "micro", "stacks", "inside", "stop",
-                            "generator", "memory", "forward", "backward", "inputs", "kwargs", "outputs", "recompute", NULL};
+    static char *names[] = {"names",  "learn",  "fault",     "repeats",   "micro",   "stacks",
+                            "inside", "stop",   "generator", "memory",    "forward", "backward",
+                            "inputs", "kwargs", "outputs",   "recompute", NULL};
     PyObject *o[9], *stop;
     OpWatch w;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OOOOOO!OOOpppppp", names, &PyDict_Type, &o[0], &o[1], &o[2], &o[3], &o[4], &o[5],
-                                     &PyList_Type, &o[6], &stop, &o[7], &o[8], &w.forward, &w.backward, &w.inputs, &w.kwargs, &w.outputs,
-                                     &w.recompute))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OOOOOO!OOOpppppp", names, &PyDict_Type, &o[0], &o[1], &o[2],
+                                     &o[3], &o[4], &o[5], &PyList_Type, &o[6], &stop, &o[7], &o[8], &w.forward,
+                                     &w.backward, &w.inputs, &w.kwargs, &w.outputs, &w.recompute))
         return NULL;
     OpWatch *self = (OpWatch *)PyType_GenericAlloc(type, 0);
     if (!self) return NULL;
-    PyObject **places[] = {&self->names, &self->learn, &self->fault, &self->repeats, &self->gate.function, &self->stacks, &self->inside,
-                           &self->generator, &self->memory};
+    PyObject **places[] = {&self->names,  &self->learn,  &self->fault,     &self->repeats, &self->gate.function,
+                           &self->stacks, &self->inside, &self->generator, &self->memory};
     for (int i = 0; i < 9; i++) *places[i] = Py_NewRef(o[i]);
     self->unwritten = PyObject_GetAttrString(self->memory, "taken");
     if (!self->unwritten) return Py_DECREF((PyObject *)self), NULL;
@@ -486,16 +507,19 @@ static PyObject *watch_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 
 static int watch_traverse(OpWatch *self, visitproc visit, void *arg) {
     Py_VISIT(Py_TYPE((PyObject *)self));
-    PyObject *held[] = {self->names, self->learn, self->fault, self->repeats, self->gate.function, self->inside,
-                        self->generator, self->memory, self->unwritten, self->parent, self->tape, (PyObject *)self->native, self->calls};
+    PyObject *held[] = {self->names,         self->learn,  self->fault,     self->repeats,
+                        self->gate.function, self->inside, self->generator, self->memory,
+                        self->unwritten,     self->parent, self->tape,      (PyObject *)self->native,
+                        self->calls};
     for (size_t i = 0; i < sizeof held / sizeof *held; i++) Py_VISIT(held[i]);
     return 0;
 }
 
 static int watch_clear(OpWatch *self) {
     Py_XDECREF(watch_end(self, NULL));
-    PyObject **held[] = {&self->names, &self->learn, &self->fault, &self->repeats, &self->gate.function, &self->stacks, &self->inside,
-                         &self->generator, &self->memory, &self->unwritten, &self->parent};
+    PyObject **held[] = {&self->names,         &self->learn,     &self->fault,  &self->repeats,
+                         &self->gate.function, &self->stacks,    &self->inside, &self->generator,
+                         &self->memory,        &self->unwritten, &self->parent};
     for (size_t i = 0; i < sizeof held / sizeof *held; i++) Py_CLEAR(*held[i]);
     return 0;
 }
@@ -508,29 +532,47 @@ static void watch_free(OpWatch *self) {
     Py_DECREF(type);
 }
 
-static PyMemberDef watch_members[] = {{"parent", T_OBJECT, offsetof(OpWatch, parent), 0, "where calls outside every module belong"},
-                                      {"depth", T_INT, offsetof(OpWatch, depth), READONLY, "how many calls are being handled"},
-                                      {"looks_after", T_INT, offsetof(OpWatch, looks_after), 0, "whether arguments are looked at again after a call"},
-                                      {NULL, 0, 0, 0, NULL}};
+static PyMemberDef watch_members[] = {
+    {"parent", T_OBJECT, offsetof(OpWatch, parent), 0, "where calls outside every module belong"},
+    {"depth", T_INT, offsetof(OpWatch, depth), READONLY, "how many calls are being handled"},
+    {"looks_after", T_INT, offsetof(OpWatch, looks_after), 0, "whether arguments are looked at again after a call"},
+    {NULL, 0, 0, 0, NULL}};
 
 static PyMethodDef watch_methods[] = {
-    {"handle", (PyCFunction)(void (*)(void))handle, METH_FASTCALL, "handle(mode, func, types, args, kwargs): what a mode's __torch_function__ does."},
+    {"handle", (PyCFunction)(void (*)(void))handle, METH_FASTCALL,
+     "handle(mode, func, types, args, kwargs): what a mode's __torch_function__ does."},
     {"begin", (PyCFunction)watch_begin, METH_VARARGS, "begin(tape, native, calls): record onto this tape."},
-    {"end", (PyCFunction)watch_end, METH_NOARGS, "end(): let go of the tape and of the hooks on autograd nodes; calls are passed on."},
+    {"end", (PyCFunction)watch_end, METH_NOARGS,
+     "end(): let go of the tape and of the hooks on autograd nodes; calls are passed on."},
     {NULL, NULL, 0, NULL}};
 
-static PyType_Slot watch_slots[] = {{Py_tp_new, watch_new},           {Py_tp_dealloc, watch_free}, {Py_tp_traverse, watch_traverse},
-                                    {Py_tp_clear, watch_clear},       {Py_tp_members, watch_members}, {Py_tp_methods, watch_methods},
-                                    {Py_tp_doc, "Records torch calls."}, {0, NULL}};
-static PyType_Spec watch_spec = {"trainprobe._native.OpWatch", sizeof(OpWatch), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, watch_slots};
+static PyType_Slot watch_slots[] = {{Py_tp_new, watch_new},
+                                    {Py_tp_dealloc, watch_free},
+                                    {Py_tp_traverse, watch_traverse},
+                                    {Py_tp_clear, watch_clear},
+                                    {Py_tp_members, watch_members},
+                                    {Py_tp_methods, watch_methods},
+                                    {Py_tp_doc, "Records torch calls."},
+                                    {0, NULL}};
+static PyType_Spec watch_spec = {"trainprobe._native.OpWatch", sizeof(OpWatch), 0,
+                                 Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, watch_slots};
 
 int ops_fill(PyObject *module) {
     struct {
         PyObject **at;
         const char *text;
-    } names[] = {{&t_op, "op"}, {&t_forward, "forward"}, {&t_recompute, "recompute"}, {&t_backward, "backward"}, {&t_micro, "micro"},
-                 {&t_register, "register_hook"}, {&t_written, "written"}, {&t_generator, "generator"},
-                 {&t_after, "after"}, {&t_given, "given"}, {&t_result, "result"}, {&t_out, "out"}};
+    } names[] = {{&t_op, "op"},
+                 {&t_forward, "forward"},
+                 {&t_recompute, "recompute"},
+                 {&t_backward, "backward"},
+                 {&t_micro, "micro"},
+                 {&t_register, "register_hook"},
+                 {&t_written, "written"},
+                 {&t_generator, "generator"},
+                 {&t_after, "after"},
+                 {&t_given, "given"},
+                 {&t_result, "result"},
+                 {&t_out, "out"}};
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         if (!(*names[i].at = PyUnicode_InternFromString(names[i].text))) return -1;
     watch_type = (PyTypeObject *)PyType_FromSpec(&watch_spec);

@@ -5,7 +5,10 @@
 #include "reduce.h"
 
 #if defined(_WIN32)
-int pool_run(const Job *job, int64_t blocks, Part *parts) { (void)job, (void)blocks, (void)parts; return 0; }
+int pool_run(const Job *job, int64_t blocks, Part *parts) {
+    (void)job, (void)blocks, (void)parts;
+    return 0;
+}
 void pool_threads(int n) { (void)n; }
 int pool_size(void) { return 1; }
 void pool_init(void) {}

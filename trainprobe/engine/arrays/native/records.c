@@ -1,5 +1,5 @@
-/* The records of a step: Value, Call and ModuleInfo, whose fields trainprobe/_native.pyi explains; and the bytes by which two steps of one
-   structure are recognised. */
+/* The records of a step: Value, Call and ModuleInfo, whose fields trainprobe/_native.pyi explains; and the bytes by
+   which two steps of one structure are recognised. */
 #include <string.h>
 
 #include "objects.h"
@@ -14,11 +14,13 @@ static PyObject *kept(PyObject *x) { /* None is held as NULL */
 }
 
 static PyObject *value_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"row", "dtype", "shape", "type", "device", "requires_grad", "note", "tensor", "extra", NULL};
+    static char *names[] = {"row",           "dtype", "shape",  "type",  "device",
+                            "requires_grad", "note",  "tensor", "extra", NULL};
     Py_ssize_t row;
-    PyObject *dtype, *shape, *kind = torch_tensor, *device = cpu, *grad = NULL, *note = NULL, *tensor = NULL, *extra = NULL;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "nOO|$OOOOOO", names, &row, &dtype, &shape, &kind, &device, &grad, &note, &tensor,
-                                     &extra))
+    PyObject *dtype, *shape, *kind = torch_tensor, *device = cpu, *grad = NULL, *note = NULL, *tensor = NULL,
+                             *extra = NULL;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "nOO|$OOOOOO", names, &row, &dtype, &shape, &kind, &device, &grad,
+                                     &note, &tensor, &extra))
         return NULL;
     Value *self = (Value *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
     if (!self) return NULL;
@@ -40,7 +42,8 @@ PyObject *value_with_note(Value *self, PyObject *note) {
     Value *twin = (Value *)PyType_GenericAlloc(value_type, 0);
     if (!twin) return NULL;
     twin->row = self->row;
-    twin->type = kept(self->type), twin->dtype = kept(self->dtype), twin->shape = kept(self->shape), twin->device = kept(self->device);
+    twin->type = kept(self->type), twin->dtype = kept(self->dtype), twin->shape = kept(self->shape),
+    twin->device = kept(self->device);
     twin->requires_grad = kept(self->requires_grad), twin->tensor = kept(self->tensor), twin->extra = kept(self->extra);
     twin->note = kept(note);
     return (PyObject *)twin;
@@ -67,13 +70,15 @@ static PyType_Slot value_slots[] = {
     {Py_tp_dealloc, value_free},
     {Py_tp_members, value_members},
     {Py_tp_methods, value_methods},
-    {Py_tp_doc, "A distinct tensor value that was looked at once; its numbers stand in row `row` of the reel's partials."},
+    {Py_tp_doc,
+     "A distinct tensor value that was looked at once; its numbers stand in row `row` of the reel's partials."},
     {0, NULL}};
 
-static PyType_Spec value_spec = {"trainprobe.engine.core.records.Value", sizeof(Value), 0, Py_TPFLAGS_DEFAULT, value_slots};
+static PyType_Spec value_spec = {"trainprobe.engine.core.records.Value", sizeof(Value), 0, Py_TPFLAGS_DEFAULT,
+                                 value_slots};
 
-Call *call_new(PyObject *kind, PyObject *name, Py_ssize_t number, PyObject *phase, PyObject *cls, PyObject *micro, PyObject *parent,
-               Py_ssize_t stack) {
+Call *call_new(PyObject *kind, PyObject *name, Py_ssize_t number, PyObject *phase, PyObject *cls, PyObject *micro,
+               PyObject *parent, Py_ssize_t stack) {
     Call *self = (Call *)PyType_GenericAlloc(call_type, 0);
     if (!self) return NULL;
     self->kind = kept(kind), self->name = kept(name), self->phase = kept(phase), self->cls = kept(cls ? cls : empty);
@@ -87,32 +92,30 @@ static PyObject *call_make(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     PyObject *kind, *name, *phase, *cls = empty, *micro = NULL, *parent = NULL;
     Py_ssize_t number, stack = -1;
     (void)type;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOnO|$OOOn", names, &kind, &name, &number, &phase, &cls, &micro, &parent, &stack))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOnO|$OOOn", names, &kind, &name, &number, &phase, &cls, &micro,
+                                     &parent, &stack))
         return NULL;
     return (PyObject *)call_new(kind, name, number, phase, cls, micro, parent, stack);
 }
 
 static void call_free(Call *self) {
     PyTypeObject *type = Py_TYPE((PyObject *)self);
-    Py_XDECREF(self->kind), Py_XDECREF(self->name), Py_XDECREF(self->phase), Py_XDECREF(self->cls), Py_XDECREF(self->micro);
-    Py_XDECREF(self->parent), Py_XDECREF(self->args), Py_XDECREF(self->kwargs), Py_XDECREF(self->out), Py_XDECREF(self->params);
+    Py_XDECREF(self->kind), Py_XDECREF(self->name), Py_XDECREF(self->phase), Py_XDECREF(self->cls),
+        Py_XDECREF(self->micro);
+    Py_XDECREF(self->parent), Py_XDECREF(self->args), Py_XDECREF(self->kwargs), Py_XDECREF(self->out),
+        Py_XDECREF(self->params);
     Py_XDECREF(self->node);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
     Py_DECREF(type);
 }
 
-static PyMemberDef call_members[] = {{"kind", T_OBJECT, offsetof(Call, kind), 0, NULL},
-                                     {"name", T_OBJECT, offsetof(Call, name), 0, NULL},
-                                     {"call", T_PYSSIZET, offsetof(Call, call), 0, NULL},
-                                     {"phase", T_OBJECT, offsetof(Call, phase), 0, NULL},
-                                     {"cls", T_OBJECT, offsetof(Call, cls), 0, NULL},
-                                     {"micro", T_OBJECT, offsetof(Call, micro), 0, NULL},
-                                     {"parent", T_OBJECT, offsetof(Call, parent), 0, NULL},
-                                     {"stack", T_PYSSIZET, offsetof(Call, stack), 0, NULL},
-                                     {"kwargs", T_OBJECT, offsetof(Call, kwargs), 0, NULL},
-                                     {"params", T_OBJECT, offsetof(Call, params), 0, NULL},
-                                     {"node", T_OBJECT, offsetof(Call, node), 0, NULL},
-                                     {NULL, 0, 0, 0, NULL}};
+static PyMemberDef call_members[] = {
+    {"kind", T_OBJECT, offsetof(Call, kind), 0, NULL},     {"name", T_OBJECT, offsetof(Call, name), 0, NULL},
+    {"call", T_PYSSIZET, offsetof(Call, call), 0, NULL},   {"phase", T_OBJECT, offsetof(Call, phase), 0, NULL},
+    {"cls", T_OBJECT, offsetof(Call, cls), 0, NULL},       {"micro", T_OBJECT, offsetof(Call, micro), 0, NULL},
+    {"parent", T_OBJECT, offsetof(Call, parent), 0, NULL}, {"stack", T_PYSSIZET, offsetof(Call, stack), 0, NULL},
+    {"kwargs", T_OBJECT, offsetof(Call, kwargs), 0, NULL}, {"params", T_OBJECT, offsetof(Call, params), 0, NULL},
+    {"node", T_OBJECT, offsetof(Call, node), 0, NULL},     {NULL, 0, 0, 0, NULL}};
 
 static PyObject **tree_at(Call *self, void *offset) { return (PyObject **)((char *)self + (size_t)offset); }
 
@@ -134,12 +137,13 @@ static PyGetSetDef call_trees[] = {
     {"out", (getter)call_tree, (setter)call_set_tree, NULL, (void *)offsetof(Call, out)},
     {NULL, NULL, NULL, NULL, NULL}};
 
-static PyType_Slot call_slots[] = {{Py_tp_new, call_make},
-                                   {Py_tp_getset, call_trees},
-                                   {Py_tp_dealloc, call_free},
-                                   {Py_tp_members, call_members},
-                                   {Py_tp_doc, "One forward or backward of a module or op, or one group of parameter values."},
-                                   {0, NULL}};
+static PyType_Slot call_slots[] = {
+    {Py_tp_new, call_make},
+    {Py_tp_getset, call_trees},
+    {Py_tp_dealloc, call_free},
+    {Py_tp_members, call_members},
+    {Py_tp_doc, "One forward or backward of a module or op, or one group of parameter values."},
+    {0, NULL}};
 
 static PyType_Spec call_spec = {"trainprobe.engine.core.records.Call", sizeof(Call), 0, Py_TPFLAGS_DEFAULT, call_slots};
 
@@ -154,7 +158,9 @@ static PyObject *info_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
     PyObject *name, *cls, *parameters;
     long flags;
     int selected;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "UUO!lp", names, &name, &cls, &PyTuple_Type, &parameters, &flags, &selected)) return NULL;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "UUO!lp", names, &name, &cls, &PyTuple_Type, &parameters, &flags,
+                                     &selected))
+        return NULL;
     ModuleInfo *self = (ModuleInfo *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
     if (!self) return NULL;
     self->name = Py_NewRef(name), self->cls = Py_NewRef(cls), self->parameters = Py_NewRef(parameters);
@@ -182,12 +188,14 @@ static PyType_Slot info_slots[] = {{Py_tp_new, info_new},
                                    {Py_tp_doc, "A module of the model as it is recorded."},
                                    {0, NULL}};
 
-static PyType_Spec info_spec = {"trainprobe.engine.capture.torch_modules.ModuleInfo", sizeof(ModuleInfo), 0, Py_TPFLAGS_DEFAULT, info_slots};
+static PyType_Spec info_spec = {"trainprobe.engine.capture.torch_modules.ModuleInfo", sizeof(ModuleInfo), 0,
+                                Py_TPFLAGS_DEFAULT, info_slots};
 
-/* ---- the structure of a step ---------------------------------------------------------------------------------------------- */
+/* ---- the structure of a step ------------------------------------------------------------------------------------- */
 
-/* All that the calls of a step say apart from the numbers in rows, as bytes (see engine/core/step_layout.py). Equal calls give equal bytes,
-   whichever objects they consist of; each part begins with a letter and, where its length varies, that length. */
+/* All that the calls of a step say apart from the numbers in rows, as bytes (see engine/core/step_layout.py). Equal
+   calls give equal bytes, whichever objects they consist of; each part begins with a letter and, where its length
+   varies, that length. */
 
 typedef struct {
     const void *key;
@@ -263,7 +271,8 @@ static int put_any(Text *self, PyObject *x);
 
 /* What is none of the kinds that are known: its class and what it says of itself. */
 static int put_other(Text *self, PyObject *x) {
-    PyObject *kind = PyObject_GetAttrString((PyObject *)Py_TYPE(x), "__qualname__"), *text = kind ? PyObject_Repr(x) : NULL;
+    PyObject *kind = PyObject_GetAttrString((PyObject *)Py_TYPE(x), "__qualname__"),
+             *text = kind ? PyObject_Repr(x) : NULL;
     int failed = !text || put_text(self, 'o', kind) || put_text(self, 'r', text);
     Py_XDECREF(kind), Py_XDECREF(text);
     return failed;
@@ -336,8 +345,8 @@ static int put_any(Text *self, PyObject *x) {
 }
 
 static int put_about(Text *self, Call *c) {
-    return put_any(self, c->kind) || put_any(self, c->name) || put_number(self, '#', c->call) || put_any(self, c->phase) ||
-           put_any(self, c->cls);
+    return put_any(self, c->kind) || put_any(self, c->name) || put_number(self, '#', c->call) ||
+           put_any(self, c->phase) || put_any(self, c->cls);
 }
 
 static int put_parent(Text *self, PyObject *parent) {
@@ -348,8 +357,8 @@ static int put_parent(Text *self, PyObject *parent) {
 
 static int put_call(Text *self, Call *c) {
     return put(self, 'c', "", 0) || put_about(self, c) || put_any(self, c->micro) || put_number(self, '|', c->stack) ||
-           put_any(self, c->node) || put_parent(self, c->parent) || put_any(self, c->args) || put_any(self, c->kwargs) ||
-           put_any(self, c->out) || put_any(self, c->params);
+           put_any(self, c->node) || put_parent(self, c->parent) || put_any(self, c->args) ||
+           put_any(self, c->kwargs) || put_any(self, c->out) || put_any(self, c->params);
 }
 
 static int put_calls(Text *self, PyObject *calls) {
@@ -379,7 +388,8 @@ static PyObject *structure(PyObject *module, PyObject *given) {
 }
 
 static PyMethodDef functions[] = {
-    {"structure", structure, METH_O, "structure(calls) -> bytes, which tell apart all that the calls say but for numbers in rows."},
+    {"structure", structure, METH_O,
+     "structure(calls) -> bytes, which tell apart all that the calls say but for numbers in rows."},
     {NULL, NULL, 0, NULL}};
 
 int records_fill(PyObject *module) {
@@ -390,6 +400,8 @@ int records_fill(PyObject *module) {
     call_type = (PyTypeObject *)PyType_FromSpec(&call_spec);
     info_type = (PyTypeObject *)PyType_FromSpec(&info_spec);
     if (!torch_tensor || !cpu || !empty || !value_type || !call_type || !info_type) return -1;
-    return PyModule_AddFunctions(module, functions) || PyModule_AddObjectRef(module, "ModuleInfo", (PyObject *)info_type) ||
-           PyModule_AddObjectRef(module, "Value", (PyObject *)value_type) || PyModule_AddObjectRef(module, "Call", (PyObject *)call_type);
+    return PyModule_AddFunctions(module, functions) ||
+           PyModule_AddObjectRef(module, "ModuleInfo", (PyObject *)info_type) ||
+           PyModule_AddObjectRef(module, "Value", (PyObject *)value_type) ||
+           PyModule_AddObjectRef(module, "Call", (PyObject *)call_type);
 }

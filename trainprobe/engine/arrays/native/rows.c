@@ -1,4 +1,5 @@
-/* One tensor to one row: the order of enumeration, the chunks, the merging of their partials, and the table of rows, which grows. */
+/* One tensor to one row: the order of enumeration, the chunks, the merging of their partials, and the table of rows,
+ * which grows. */
 #include <float.h>
 #include <math.h>
 #include <string.h>
@@ -10,8 +11,8 @@
 #include <xmmintrin.h>
 #endif
 
-#define LINE 64    /* bytes of the cache */
-#define SLICE 1024 /* bytes that are widened at a time */
+#define LINE 64                /* bytes of the cache */
+#define SLICE 1024             /* bytes that are widened at a time */
 #define TOGETHER (1024 * 1024) /* bytes from which the pool helps */
 #define LEAST_ROWS 256
 
@@ -40,10 +41,11 @@ static void collapse(Dims *dims) {
     if (dims->nd == 0) dims->nd = 1, dims->size[0] = 1, dims->stride[0] = 0;
 }
 
-/* Elements are enumerated in the order of memory, because no partial but the CRC depends on the order of elements and the
-   fingerprint knows the place of each. A dimension of stride 0 repeats the same elements: it is counted, not walked,
-   unless places matter. Strides are in elements. */
-void layout_within(Job *job, int nd, const int64_t *shape, const int64_t *strides, const int64_t *whole, const int64_t *offset) {
+/* Elements are enumerated in the order of memory, because no partial but the CRC depends on the order of elements and
+   the fingerprint knows the place of each. A dimension of stride 0 repeats the same elements: it is counted, not
+   walked, unless places matter. Strides are in elements. */
+void layout_within(Job *job, int nd, const int64_t *shape, const int64_t *strides, const int64_t *whole,
+                   const int64_t *offset) {
     Axis axes[MAX_DIMS];
     int kept = 0, item = item_size[job->dtype];
     int64_t place = 1, repeats = 1, n = 1, first = 0;
@@ -63,7 +65,8 @@ void layout_within(Job *job, int nd, const int64_t *shape, const int64_t *stride
         for (int i = 1; i < kept; i++) {
             Axis a = axes[i];
             int j = i;
-            for (; j > 0 && a.memory && (a.memory < axes[j - 1].memory || !axes[j - 1].memory); j--) axes[j] = axes[j - 1];
+            for (; j > 0 && a.memory && (a.memory < axes[j - 1].memory || !axes[j - 1].memory); j--)
+                axes[j] = axes[j - 1];
             axes[j] = a;
         }
     }
@@ -82,7 +85,9 @@ void layout_within(Job *job, int nd, const int64_t *shape, const int64_t *stride
     job->repeat = (double)repeats;
 }
 
-void layout(Job *job, int nd, const int64_t *shape, const int64_t *strides) { layout_within(job, nd, shape, strides, NULL, NULL); }
+void layout(Job *job, int nd, const int64_t *shape, const int64_t *strides) {
+    layout_within(job, nd, shape, strides, NULL, NULL);
+}
 
 double finite_count(const Part *p) { return p->count - p->nan - p->posinf - p->neginf; }
 
@@ -104,7 +109,8 @@ static void merge_squares(Part *a, const Part *b) {
     if (a->q == 0) {
         a->exponent = b->exponent;
     } else if (a->exponent < b->exponent) {
-        double down = ldexp(1.0, a->exponent - b->exponent); /* applied twice: its square may be too small for a double */
+        double down =
+            ldexp(1.0, a->exponent - b->exponent); /* applied twice: its square may be too small for a double */
         a->q = a->q * down * down, a->qc = a->qc * down * down, a->exponent = b->exponent;
     } else if (b->exponent < a->exponent) {
         scale = ldexp(1.0, b->exponent - a->exponent);
@@ -165,13 +171,17 @@ static void widen(int dtype, const char *x, float *out, int64_t n, int64_t left)
     int64_t item = item_size[dtype], slice = SLICE / item;
     for (int64_t at = 0; at < n; at += slice) {
         int64_t run = n - at < slice ? n - at : slice;
-        for (int64_t byte = 0; left >= FAR && byte < run * item; byte += LINE) __builtin_prefetch(x + at * item + FAR + byte, 0, 2);
+        for (int64_t byte = 0; left >= FAR && byte < run * item; byte += LINE)
+            __builtin_prefetch(x + at * item + FAR + byte, 0, 2);
         kernels.to_f32[dtype](x + at * item, out + at, run);
     }
 }
 
 static void stats_chunk(const Job *job, const char *x, int64_t n, int64_t left, Part *p) {
-    union { float single[CHUNK]; double wide[CHUNK]; } scratch;
+    union {
+        float single[CHUNK];
+        double wide[CHUNK];
+    } scratch;
     p->count = (double)n;
     if (job->dtype == D_F32) {
         stats_single((const float *)(const void *)x, n, left, job->dtype, job->flags, p);
@@ -233,10 +243,12 @@ static uint64_t checksum_chunk(const Job *job, const char *x, int64_t start, int
     return total;
 }
 
-#define COPY(TYPE)                                                                   \
+#define COPY(TYPE) \
     for (int64_t i = 0; i < n; i++) ((TYPE *)to)[i] = *(const TYPE *)(from + i * stride)
 
-typedef struct { uint64_t a, b; } Pair;
+typedef struct {
+    uint64_t a, b;
+} Pair;
 
 static void copy_run(char *to, const char *from, int64_t n, int64_t stride, int item) {
     if (stride == item) {
@@ -298,15 +310,17 @@ static void part_finish(const Part *p, const Job *job, double *row) {
     else sum *= k;
     for (int i = 0; i < COLUMNS; i++) row[i] = p->asked[i] * k;
     row[AT_count] = (double)job->n * k;
-    row[AT_nan] = p->nan * k, row[AT_posinf] = p->posinf * k, row[AT_neginf] = p->neginf * k, row[AT_zero] = p->zero * k;
-    /* + 0.0: a minimum or maximum of zero has no sign, because which of the two zeros came first is no property of a set */
+    row[AT_nan] = p->nan * k, row[AT_posinf] = p->posinf * k, row[AT_neginf] = p->neginf * k,
+    row[AT_zero] = p->zero * k;
+    /* + 0.0: a minimum or maximum of zero has no sign, because which of the two zeros came first is no property of a
+     * set */
     row[AT_min] = p->min + 0.0, row[AT_max] = p->max + 0.0;
     row[AT_sum] = sum, row[AT_sumsq] = (p->q + p->qc) * k, row[AT_exponent] = p->exponent;
     for (int i = 0; i < COLUMNS; i++)
         if (computed_with[i] & ~job->flags) row[i] = NAN; /* nobody asked for it: unknown */
 }
 
-/* ---- a whole tensor, by one thread or several ----------------------------------------------------------------------------- */
+/* ---- a whole tensor, by one thread or several -------------------------------------------------------------------- */
 
 static void reduce_alone(const Job *job, Part *out) {
     int64_t blocks = (job->n + BLOCK * CHUNK - 1) / (BLOCK * CHUNK);
@@ -341,16 +355,18 @@ static void reduce(const Job *job, Part *out) {
         return;
     }
 #if defined(__SSE__)
-    unsigned int control = _mm_getcsr(); /* flushing of subnormals, which torch can switch on, would change the numbers */
+    unsigned int control =
+        _mm_getcsr(); /* flushing of subnormals, which torch can switch on, would change the numbers */
     if (control & 0x8040) _mm_setcsr(control & ~0x8040u);
 #endif
-    if (job->n * item_size[job->dtype] < TOGETHER || pool_size() < 2 || !reduce_together(job, out)) reduce_alone(job, out);
+    if (job->n * item_size[job->dtype] < TOGETHER || pool_size() < 2 || !reduce_together(job, out))
+        reduce_alone(job, out);
 #if defined(__SSE__)
     if (control & 0x8040) _mm_setcsr(control);
 #endif
 }
 
-/* ---- the rows of a step ----------------------------------------------------------------------------------------------------- */
+/* ---- the rows of a step ------------------------------------------------------------------------------------------ */
 
 static Py_ssize_t expected = LEAST_ROWS; /* as many rows as the latest buffer had, so that the next one need not grow */
 
@@ -361,7 +377,8 @@ static int grow(StatsRows *self) {
     if (!crcs) return PyErr_NoMemory(), -1;
     self->crcs = crcs;
     for (int i = 0; i < 2; i++) {
-        if (self->tables[i] ? PyByteArray_Resize(self->tables[i], sizes[i]) : !(self->tables[i] = PyByteArray_FromStringAndSize(NULL, sizes[i])))
+        if (self->tables[i] ? PyByteArray_Resize(self->tables[i], sizes[i])
+                            : !(self->tables[i] = PyByteArray_FromStringAndSize(NULL, sizes[i])))
             return -1;
     }
     self->partials = (double *)(void *)PyByteArray_AsString(self->tables[0]);
@@ -372,7 +389,8 @@ static int grow(StatsRows *self) {
 
 static int read_sizes(PyObject *from, Py_ssize_t nd, int64_t *sizes) {
     if (!PyTuple_Check(from) || PyTuple_Size(from) != nd) {
-        PyErr_SetString(PyExc_TypeError, "shape must be an int (contiguous) or a tuple, with tuples of as many strides, sizes of the whole and offsets");
+        PyErr_SetString(PyExc_TypeError, "shape must be an int (contiguous) or a tuple, with tuples of as many "
+                                         "strides, sizes of the whole and offsets");
         return -1;
     }
     for (Py_ssize_t i = 0; i < nd; i++) {
@@ -412,10 +430,8 @@ Py_ssize_t stats_rows_reduce(StatsRows *self, const Job *job) {
     Py_ssize_t row = self->rows++;
     if (job->n * item_size[job->dtype] > ALONE) {
         uint64_t taken = self->taken;
-        Py_BEGIN_ALLOW_THREADS
-        reduce(job, &part);
-        Py_END_ALLOW_THREADS
-        if (taken != self->taken) return -1;
+        Py_BEGIN_ALLOW_THREADS reduce(job, &part);
+        Py_END_ALLOW_THREADS if (taken != self->taken) return -1;
     } else {
         reduce(job, &part);
     }
@@ -429,8 +445,7 @@ Py_ssize_t stats_rows_reduce(StatsRows *self, const Job *job) {
 uint64_t fingerprint_of(const Job *job) {
     Part part;
     if (job->n * item_size[job->dtype] > ALONE) {
-        Py_BEGIN_ALLOW_THREADS
-        reduce(job, &part);
+        Py_BEGIN_ALLOW_THREADS reduce(job, &part);
         Py_END_ALLOW_THREADS
     } else {
         reduce(job, &part);
@@ -460,7 +475,9 @@ static PyObject *stats_rows_blank(StatsRows *self, PyObject *unused) {
 
 static PyObject *stats_rows_add(StatsRows *self, PyObject *const *args, Py_ssize_t nargs) {
     if (nargs != 5 && nargs != 7)
-        return PyErr_Format(PyExc_TypeError, "add takes data_ptr, dtype, shape, strides, flags and perhaps whole and offset; got %zd", nargs);
+        return PyErr_Format(PyExc_TypeError,
+                            "add takes data_ptr, dtype, shape, strides, flags and perhaps whole and offset; got %zd",
+                            nargs);
     Job job;
     job.data = PyLong_AsVoidPtr(args[0]);
     job.dtype = (int)PyLong_AsLong(args[1]);
@@ -480,7 +497,8 @@ static PyObject *stats_rows_take(StatsRows *self, PyObject *unused) {
         PyObject *crc = PyLong_FromUnsignedLong(self->crcs[i]);
         if (!crc || PyList_SetItem(crcs, i, crc)) Py_CLEAR(crcs);
     }
-    int failed = !crcs || (!self->room && grow(self)) || PyByteArray_Resize(self->tables[0], self->rows * COLUMNS * (Py_ssize_t)sizeof(double)) ||
+    int failed = !crcs || (!self->room && grow(self)) ||
+                 PyByteArray_Resize(self->tables[0], self->rows * COLUMNS * (Py_ssize_t)sizeof(double)) ||
                  PyByteArray_Resize(self->tables[1], self->rows * (Py_ssize_t)sizeof(uint64_t));
     if (crcs && self->room) self->room = self->rows;
     if (!failed) answer = PyTuple_Pack(3, self->tables[0], self->tables[1], crcs);
@@ -506,24 +524,29 @@ static void stats_rows_free(StatsRows *self) {
     Py_DECREF(type);
 }
 
-static PyMethodDef stats_rows_methods[] = {
-    {"add", (PyCFunction)(void (*)(void))stats_rows_add, METH_FASTCALL,
-     "add(data_ptr, dtype, shape, strides, flags[, whole, offset]) -> row\n\nReduce one tensor. shape and strides (in elements) are tuples, or "
-     "shape is the number of contiguous elements and strides None. whole, offset: of a tensor that this is a rectangle of, tuples too; the "
-     "checksum is then its share in that of the whole."},
-    {"blank", (PyCFunction)stats_rows_blank, METH_NOARGS, "blank() -> row\n\nLeave a row of zeros for what is reduced elsewhere."},
-    {"take", (PyCFunction)stats_rows_take, METH_NOARGS,
-     "take() -> (partials, checksums, crcs)\n\nHand over the rows and start anew: bytearrays of float64 [rows, 12] and uint64 [rows], and "
-     "a list of ints, empty when no CRC was asked for."},
-    {NULL, NULL, 0, NULL}};
+static PyMethodDef stats_rows_methods[] = {{"add", (PyCFunction)(void (*)(void))stats_rows_add, METH_FASTCALL,
+                                            "add(data_ptr, dtype, shape, strides, flags[, whole, offset]) -> "
+                                            "row\n\nReduce one tensor. shape and strides (in elements) are tuples, or "
+                                            "shape is the number of contiguous elements and strides None. whole, "
+                                            "offset: of a tensor that this is a rectangle of, tuples too; the "
+                                            "checksum is then its share in that of the whole."},
+                                           {"blank", (PyCFunction)stats_rows_blank, METH_NOARGS,
+                                            "blank() -> row\n\nLeave a row of zeros for what is reduced elsewhere."},
+                                           {"take", (PyCFunction)stats_rows_take, METH_NOARGS,
+                                            "take() -> (partials, checksums, crcs)\n\nHand over the rows and start "
+                                            "anew: bytearrays of float64 [rows, 12] and uint64 [rows], and "
+                                            "a list of ints, empty when no CRC was asked for."},
+                                           {NULL, NULL, 0, NULL}};
 
-static PyType_Slot stats_rows_slots[] = {{Py_tp_methods, stats_rows_methods},
-                                    {Py_tp_dealloc, stats_rows_free},
-                                    {Py_sq_length, stats_rows_length},
-                                    {Py_tp_doc, "Rows of partials of tensors, in the order in which they were added."},
-                                    {0, NULL}};
+static PyType_Slot stats_rows_slots[] = {
+    {Py_tp_methods, stats_rows_methods},
+    {Py_tp_dealloc, stats_rows_free},
+    {Py_sq_length, stats_rows_length},
+    {Py_tp_doc, "Rows of partials of tensors, in the order in which they were added."},
+    {0, NULL}};
 
-static PyType_Spec stats_rows_spec = {"trainprobe._native.StatsRows", sizeof(StatsRows), 0, Py_TPFLAGS_DEFAULT, stats_rows_slots};
+static PyType_Spec stats_rows_spec = {"trainprobe._native.StatsRows", sizeof(StatsRows), 0, Py_TPFLAGS_DEFAULT,
+                                      stats_rows_slots};
 
 int rows_fill(PyObject *module) {
     stats_rows_type = (PyTypeObject *)PyType_FromSpec(&stats_rows_spec);

@@ -49,7 +49,8 @@ static PyObject *stack_of(PyObject *frame, Py_ssize_t skip, const Frame *frames,
     for (Py_ssize_t i = 0; own && i < length + skip; i++) {
         if (i >= skip) {
             PyObject *code = (PyObject *)PyFrame_GetCode((PyFrameObject *)frame);
-            PyObject *pair = Py_BuildValue("(Nn)", code, frames[i - skip].instruction); /* holds the code: its address is not reused */
+            PyObject *pair = Py_BuildValue(
+                "(Nn)", code, frames[i - skip].instruction); /* holds the code: its address is not reused */
             if (!pair) Py_CLEAR(own);
             else PyTuple_SetItem(own, i - skip, pair);
         }
@@ -63,7 +64,8 @@ static PyObject *stack_of(PyObject *frame, Py_ssize_t skip, const Frame *frames,
     return own ? Py_BuildValue("(nN)", base, own) : NULL;
 }
 
-static Py_ssize_t stacks_number(Stacks *self, PyObject *first, int skip, const Frame *frames, Py_ssize_t length, Py_ssize_t base) {
+static Py_ssize_t stacks_number(Stacks *self, PyObject *first, int skip, const Frame *frames, Py_ssize_t length,
+                                Py_ssize_t base) {
     uint64_t hash = (uint64_t)base * 0x9E3779B97F4A7C15u;
     for (Py_ssize_t i = 0; i < length; i++) {
         hash = (hash ^ (uint64_t)(uintptr_t)frames[i].code) * 0xD6E8FEB86659FD93u;
@@ -94,7 +96,8 @@ static Py_ssize_t stacks_number(Stacks *self, PyObject *first, int skip, const F
     return number;
 }
 
-/* The walk ends at the code object or the frame `stop`, which is not part of the stack; where it is never met `base` is not used. */
+/* The walk ends at the code object or the frame `stop`, which is not part of the stack; where it is never met `base` is
+ * not used. */
 Py_ssize_t stacks_capture(PyObject *stacks, Py_ssize_t base, const void *stop, int skip) {
     Frame frames[DEEPEST];
     Py_ssize_t length = 0, number = -2;
@@ -121,7 +124,8 @@ Py_ssize_t stacks_capture(PyObject *stacks, Py_ssize_t base, const void *stop, i
         Py_DECREF(frame);
         frame = below;
     }
-    number = stacks_number((Stacks *)stacks, first, skip, frames, length, frame == Py_None || length == DEEPEST ? -1 : base);
+    number =
+        stacks_number((Stacks *)stacks, first, skip, frames, length, frame == Py_None || length == DEEPEST ? -1 : base);
 done:
     Py_DECREF(frame);
     Py_DECREF(first);
@@ -159,14 +163,16 @@ static void stacks_free(Stacks *self) {
 
 static PyMethodDef stacks_methods[] = {
     {"capture", (PyCFunction)(void (*)(void))capture, METH_FASTCALL,
-     "capture(base, stop, depth) -> number\n\nSee engine.stacks.Stacks.capture; depth counts as if this were a Python function."},
+     "capture(base, stop, depth) -> number\n\nSee engine.core.stacks.Stacks.capture; "
+     "depth counts as if this were a Python function."},
     {NULL, NULL, 0, NULL}};
 
-static PyType_Slot stacks_slots[] = {{Py_tp_new, stacks_new},
-                                     {Py_tp_dealloc, stacks_free},
-                                     {Py_tp_methods, stacks_methods},
-                                     {Py_tp_doc, "Numbers call stacks; new ones are appended to the list it was made with."},
-                                     {0, NULL}};
+static PyType_Slot stacks_slots[] = {
+    {Py_tp_new, stacks_new},
+    {Py_tp_dealloc, stacks_free},
+    {Py_tp_methods, stacks_methods},
+    {Py_tp_doc, "Numbers call stacks; new ones are appended to the list it was made with."},
+    {0, NULL}};
 
 static PyType_Spec stacks_spec = {"trainprobe._native.StackTable", sizeof(Stacks), 0, Py_TPFLAGS_DEFAULT, stacks_slots};
 

@@ -1,5 +1,5 @@
-/* The journal of a step: what it has brought so far, written as it comes into memory that outlives the process (see engine/storage/step_journal.py,
-   which reads it and says what the records mean). */
+/* The journal of a step: what it has brought so far, written as it comes into memory that outlives the process (see
+   engine/storage/step_journal.py, which reads it and says what the records mean). */
 #include <string.h>
 
 #include "objects.h"
@@ -12,15 +12,15 @@ typedef struct {
     PyObject_HEAD
     char *base; /* NULL: nothing is written */
     uint64_t room, used, left_out;
-    uint64_t epoch; /* of the step: what carries it was written; 0 between two steps */
-    int full;       /* what does not fit is left out from there on */
+    uint64_t epoch;  /* of the step: what carries it was written; 0 between two steps */
+    int full;        /* what does not fit is left out from there on */
     PyObject *owner; /* of the memory */
 } StepJournal;
 
 static PyTypeObject *journal_type;
 static PyObject *n_type;
 
-/* ---- one record ----------------------------------------------------------------------------------------------------------- */
+/* ---- one record -------------------------------------------------------------------------------------------------- */
 
 typedef struct {
     StepJournal *journal;
@@ -83,7 +83,7 @@ static void finish(Pen *p) {
     __atomic_store_n((uint64_t *)self->base, self->used, __ATOMIC_RELEASE);
 }
 
-/* ---- values and trees ------------------------------------------------------------------------------------------------------ */
+/* ---- values and trees -------------------------------------------------------------------------------------------- */
 
 static void describe(Pen *p, const Value *v, const double *row, uint64_t checksum) {
     Py_ssize_t nd = v->shape && PyTuple_Check(v->shape) ? PyTuple_Size(v->shape) : 0;
@@ -145,7 +145,7 @@ static void write_tree(Pen *p, PyObject *x, int depth) {
     }
 }
 
-/* ---- what the other parts tell --------------------------------------------------------------------------------------------- */
+/* ---- what the other parts tell ----------------------------------------------------------------------------------- */
 
 int journal_check(PyObject *x) { return Py_TYPE(x) == journal_type; }
 
@@ -193,7 +193,7 @@ void journal_call(PyObject *journal, Call *c, int fields) {
     }
 }
 
-/* ---- the type -------------------------------------------------------------------------------------------------------------- */
+/* ---- the type ---------------------------------------------------------------------------------------------------- */
 
 static PyObject *begin(StepJournal *self, PyObject *args) {
     static uint64_t steps; /* the upper bit keeps apart from the numbers of logs (text.c) */
@@ -235,7 +235,8 @@ static PyObject *value(StepJournal *self, PyObject *args) {
     unsigned long long checksum = 0;
     double numbers[COLUMNS];
     if (!PyArg_ParseTuple(args, "O!z#K", value_type, &v, &row, &size, &checksum)) return NULL;
-    if (row && size != sizeof numbers) return PyErr_Format(PyExc_ValueError, "a row of partials has %zd bytes, not %zd", sizeof numbers, size);
+    if (row && size != sizeof numbers)
+        return PyErr_Format(PyExc_ValueError, "a row of partials has %zd bytes, not %zd", sizeof numbers, size);
     if (row) memcpy(numbers, row, sizeof numbers);
     journal_value((PyObject *)self, (Value *)v, row ? numbers : NULL, checksum);
     return Py_NewRef(Py_None);
@@ -292,7 +293,8 @@ static PyObject *journal_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     if (kwargs || !PyArg_ParseTuple(args, "OnO", &address, &room, &owner)) return NULL;
     char *base = PyLong_AsVoidPtr(address);
     if (PyErr_Occurred()) return NULL;
-    if (!base || (uintptr_t)base % 8 || room < HEAD) return PyErr_Format(PyExc_ValueError, "a journal needs aligned memory of at least %d bytes", HEAD);
+    if (!base || (uintptr_t)base % 8 || room < HEAD)
+        return PyErr_Format(PyExc_ValueError, "a journal needs aligned memory of at least %d bytes", HEAD);
     StepJournal *self = (StepJournal *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
     if (!self) return NULL;
     self->base = base, self->room = (uint64_t)room, self->owner = Py_NewRef(owner);
@@ -311,23 +313,25 @@ static PyMethodDef journal_methods[] = {
     {"begin", (PyCFunction)begin, METH_VARARGS, "begin(step, about): a step begins."},
     {"end", (PyCFunction)end, METH_NOARGS, "end(): the step is kept elsewhere."},
     {"close", (PyCFunction)let_go, METH_NOARGS, "close(): let go of the memory; what comes afterwards is dropped."},
-    {"value", (PyCFunction)value, METH_VARARGS, "value(value, row, checksum): a value was looked at; row: bytes, None while it is on a device."},
+    {"value", (PyCFunction)value, METH_VARARGS,
+     "value(value, row, checksum): a value was looked at; row: bytes, None while it is on a device."},
     {"twin", (PyCFunction)twin, METH_VARARGS, "twin(twin, value): the same value with a note of its own."},
     {"call", (PyCFunction)call, METH_O, "call(call): a call as it is now."},
     {"scalar", (PyCFunction)scalar, METH_VARARGS, "scalar(name, x): a scalar of the step."},
     {"batch", (PyCFunction)batch, METH_O, "batch(fingerprint): what the model was called with."},
     {NULL, NULL, 0, NULL}};
 
-static PyType_Slot journal_slots[] = {{Py_tp_new, journal_new},
-                                    {Py_tp_dealloc, journal_free},
-                                    {Py_tp_methods, journal_methods},
-                                    {Py_tp_doc, "StepJournal(address, size, owner): see engine.storage.step_journal.StepJournal."},
-                                    {0, NULL}};
-static PyType_Spec journal_spec = {"trainprobe._native.StepJournal", sizeof(StepJournal), 0, Py_TPFLAGS_DEFAULT, journal_slots};
+static PyType_Slot journal_slots[] = {
+    {Py_tp_new, journal_new},
+    {Py_tp_dealloc, journal_free},
+    {Py_tp_methods, journal_methods},
+    {Py_tp_doc, "StepJournal(address, size, owner): see engine.storage.step_journal.StepJournal."},
+    {0, NULL}};
+static PyType_Spec journal_spec = {"trainprobe._native.StepJournal", sizeof(StepJournal), 0, Py_TPFLAGS_DEFAULT,
+                                   journal_slots};
 
 static PyMethodDef functions[] = {
-    {"row_of", row_of, METH_VARARGS, "row_of(rows, row) -> (partials as bytes, checksum)"},
-    {NULL, NULL, 0, NULL}};
+    {"row_of", row_of, METH_VARARGS, "row_of(rows, row) -> (partials as bytes, checksum)"}, {NULL, NULL, 0, NULL}};
 
 int journal_fill(PyObject *module) {
     n_type = PyUnicode_InternFromString("type");

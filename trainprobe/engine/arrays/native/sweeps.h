@@ -1,9 +1,10 @@
 /* The sweeps over one chunk, written once and compiled for each instruction set (see kernels.c, which includes this
-   file with SUFFIX, WIDTH and the vector minimum, maximum and widening defined). Sixteen lanes everywhere, so that each instruction set adds in the same order.
-   The square of a float is exact in a double, so ADD_SQUARE rounds once whether its multiplication and addition are one instruction or two.
+   file with SUFFIX, WIDTH and the vector minimum, maximum and widening defined). Sixteen lanes everywhere, so that each
+   instruction set adds in the same order. The square of a float is exact in a double, so ADD_SQUARE rounds once whether
+   its multiplication and addition are one instruction or two.
 
-   Included without SUFFIX, by rows.c, it is how two parts of a tensor are merged: a new sum over values is written in this file and nowhere else
-   in C. */
+   Included without SUFFIX, by rows.c, it is how two parts of a tensor are merged: a new sum over values is written in
+   this file and nowhere else in C. */
 #ifdef SUFFIX
 
 #define JOIN2(a, b) a##_##b
@@ -50,8 +51,7 @@ static int64_t F(zeros_f32)(const float *restrict x, int64_t n) {
     int32_t zeros[L];
     int64_t found = 0;
     EACH(NF) z[l] = (F(vi)){0};
-    for (int64_t i = 0; i < n; i += L)
-        EACH(NF) {
+    for (int64_t i = 0; i < n; i += L) EACH(NF) {
             F(vf) v;
             memcpy(&v, x + i + l * (WIDTH / 4), WIDTH);
             z[l] -= (F(vi))(v == 0);
@@ -62,7 +62,8 @@ static int64_t F(zeros_f32)(const float *restrict x, int64_t n) {
 }
 #endif
 
-/* With STILL_NONZERO this sweep learns only whether there are zeros at all, which costs half as much; if so they are counted after it. */
+/* With STILL_NONZERO this sweep learns only whether there are zeros at all, which costs half as much; if so they are
+ * counted after it. */
 static void F(stats_f32)(const float *restrict x, int64_t n, int64_t left, Part *p) {
     AHEAD;
     F(vf) mn[NF], mx[NF];
@@ -139,8 +140,7 @@ static void F(stats_f64)(const double *restrict x, int64_t n, double scale, int6
     EACH(ND) mn[l] = (F(vd)){0} + INFINITY, mx[l] = (F(vd)){0} - INFINITY, z[l] = b[l] = (F(vl)){0};
     EACH(ND) s[l] = c[l] = q[l] = k[l] = (F(vd)){0};
     int64_t whole = n / L * L, rest = n - whole;
-    for (int64_t i = 0; i < whole; i += L)
-        EACH(ND) {
+    for (int64_t i = 0; i < whole; i += L) EACH(ND) {
             F(vd) v;
             memcpy(&v, x + i + l * (WIDTH / 8), WIDTH);
             F(vd) w = v * scale, r = w * w, off = v - v;
@@ -154,7 +154,8 @@ static void F(stats_f64)(const double *restrict x, int64_t n, double scale, int6
     double lows[L], highs[L], sums[L], lost[L], squares[L], squares_lost[L];
     double low = INFINITY, high = -INFINITY, S = 0, C = 0, Q = 0, K = 0;
     int64_t zeros[L], wrongs[L], found = 0, wrong = 0;
-    memcpy(lows, mn, sizeof lows), memcpy(highs, mx, sizeof highs), memcpy(zeros, z, sizeof zeros), memcpy(wrongs, b, sizeof wrongs);
+    memcpy(lows, mn, sizeof lows), memcpy(highs, mx, sizeof highs), memcpy(zeros, z, sizeof zeros),
+        memcpy(wrongs, b, sizeof wrongs);
     memcpy(sums, s, sizeof sums), memcpy(lost, c, sizeof lost);
     memcpy(squares, q, sizeof squares), memcpy(squares_lost, k, sizeof squares_lost);
     for (int64_t l = 0; l < rest; l++) {
@@ -206,28 +207,27 @@ static void F(clean_f64)(const double *restrict x, double *restrict out, int64_t
 /* ---- the sums that only a flag asks for */
 
 /* Squared deviations from the mean; the last term takes back what the rounding of the mean put in. */
-#define M2(NAME, TYPE, VECTOR, WIDENED)                                            \
-    static double F(NAME)(const TYPE *restrict x, int64_t n, double mean) {        \
-        F(vd) a[ND], b[ND];                                                        \
-        double d1[L], d2[L];                                                       \
-        int64_t whole = n / L * L;                                                 \
-        EACH(ND) a[l] = b[l] = (F(vd)){0};                                         \
-        for (int64_t i = 0; i < whole; i += L)                                     \
-            EACH(ND) {                                                             \
-                VECTOR v;                                                          \
-                memcpy(&v, x + i + l * (WIDTH / 8), sizeof v);                     \
-                F(vd) d = WIDENED - mean;                                          \
-                a[l] += d;                                                         \
-                b[l] += d * d;                                                     \
-            }                                                                      \
-        memcpy(d1, a, sizeof d1), memcpy(d2, b, sizeof d2);                        \
-        for (int64_t l = 0; l < n - whole; l++) {                                  \
-            double d = (double)x[whole + l] - mean;                                \
-            d1[l] += d;                                                            \
-            d2[l] += d * d;                                                        \
-        }                                                                          \
-        double sum = F(fold)(d1), m2 = F(fold)(d2) - sum * sum / (double)n;        \
-        return m2 > 0 || m2 != m2 ? m2 : 0;                                         \
+#define M2(NAME, TYPE, VECTOR, WIDENED)                                     \
+    static double F(NAME)(const TYPE *restrict x, int64_t n, double mean) { \
+        F(vd) a[ND], b[ND];                                                 \
+        double d1[L], d2[L];                                                \
+        int64_t whole = n / L * L;                                          \
+        EACH(ND) a[l] = b[l] = (F(vd)){0};                                  \
+        for (int64_t i = 0; i < whole; i += L) EACH(ND) {                   \
+                VECTOR v;                                                   \
+                memcpy(&v, x + i + l * (WIDTH / 8), sizeof v);              \
+                F(vd) d = WIDENED - mean;                                   \
+                a[l] += d;                                                  \
+                b[l] += d * d;                                              \
+            }                                                               \
+        memcpy(d1, a, sizeof d1), memcpy(d2, b, sizeof d2);                 \
+        for (int64_t l = 0; l < n - whole; l++) {                           \
+            double d = (double)x[whole + l] - mean;                         \
+            d1[l] += d;                                                     \
+            d2[l] += d * d;                                                 \
+        }                                                                   \
+        double sum = F(fold)(d1), m2 = F(fold)(d2) - sum * sum / (double)n; \
+        return m2 > 0 || m2 != m2 ? m2 : 0;                                 \
     }
 M2(m2_f32, float, F(half_vf), WIDEN_F(v))
 M2(m2_f64, double, F(vd), v)
@@ -245,22 +245,24 @@ static double F(subnormal_f64)(const double *restrict x, int64_t n, double tiny)
     return (double)found;
 }
 
-#define ASKED(NAME, TYPE, M2, SUBNORMALS)                                                                        \
-    static void F(NAME)(const TYPE *x, int64_t n, double mean, double tiny, int flags, Part *p) {                \
-        double good = finite_count(p);                                                                           \
-        if (flags & SUBNORMAL) p->asked[AT_subnormal] = SUBNORMALS(x, n, (TYPE)tiny);                            \
-        if (flags & STD && good > 0) {                                                                           \
-            p->asked[AT_m2] = M2(x, n, mean);                                                                    \
+#define ASKED(NAME, TYPE, M2, SUBNORMALS)                                                                            \
+    static void F(NAME)(const TYPE *x, int64_t n, double mean, double tiny, int flags, Part *p) {                    \
+        double good = finite_count(p);                                                                               \
+        if (flags & SUBNORMAL) p->asked[AT_subnormal] = SUBNORMALS(x, n, (TYPE)tiny);                                \
+        if (flags & STD && good > 0) {                                                                               \
+            p->asked[AT_m2] = M2(x, n, mean);                                                                        \
             if (good < (double)n) p->asked[AT_m2] -= mean * mean * ((double)n - good); /* no std is defined there */ \
-        }                                                                                                        \
+        }                                                                                                            \
     }
 ASKED(asked_f32, float, F(m2_f32), F(subnormal_f32))
 ASKED(asked_f64, double, F(m2_f64), F(subnormal_f64))
 #undef ASKED
 
-/* For fingerprint.c: the sums of the products of words with the halves of their keys, at low and high, each with those of a key on top. */
-static inline __attribute__((always_inline)) void F(multiply)(F(vul) *even, F(vul) *odd, const uint32_t *x, const uint32_t *low,
-                                                              const uint32_t *high, F(vu) low_keys, F(vu) high_keys) {
+/* For fingerprint.c: the sums of the products of words with the halves of their keys, at low and high, each with those
+ * of a key on top. */
+static inline __attribute__((always_inline)) void F(multiply)(F(vul) * even, F(vul) * odd, const uint32_t *x,
+                                                              const uint32_t *low, const uint32_t *high, F(vu) low_keys,
+                                                              F(vu) high_keys) {
     F(vu) w, a, b;
     memcpy(&w, x, WIDTH), memcpy(&a, low, WIDTH), memcpy(&b, high, WIDTH);
     a ^= w ^ low_keys;
@@ -277,8 +279,8 @@ static inline __attribute__((always_inline)) uint64_t F(total)(F(vul) even, F(vu
     return total;
 }
 
-static uint64_t F(products)(const uint32_t *restrict x, int64_t n, const uint32_t *restrict low, const uint32_t *restrict high,
-                            uint64_t key) {
+static uint64_t F(products)(const uint32_t *restrict x, int64_t n, const uint32_t *restrict low,
+                            const uint32_t *restrict high, uint64_t key) {
     const uint32_t low_key = (uint32_t)key, high_key = (uint32_t)(key >> 32);
     F(vu) low_keys = (F(vu)){0} + low_key, high_keys = (F(vu)){0} + high_key;
     F(vul) even = {0}, odd = {0};
@@ -317,10 +319,10 @@ static void F(keys)(uint64_t place, uint64_t step, int64_t n, uint32_t *restrict
     }
 }
 
-#define WIDEN(NAME, FROM, TO, VALUE)                                                    \
-    static void F(NAME)(const void *data, TO *restrict out, int64_t n) {                \
-        const FROM *restrict x = data;                                                  \
-        for (int64_t i = 0; i < n; i++) out[i] = (TO)(VALUE);                           \
+#define WIDEN(NAME, FROM, TO, VALUE)                                     \
+    static void F(NAME)(const void *data, TO *restrict out, int64_t n) { \
+        const FROM *restrict x = data;                                   \
+        for (int64_t i = 0; i < n; i++) out[i] = (TO)(VALUE);            \
     }
 WIDEN(words_1, uint8_t, uint32_t, x[i])
 WIDEN(words_2, uint16_t, uint32_t, x[i])
@@ -347,7 +349,10 @@ static void F(from_bf16)(const void *data, float *restrict out, int64_t n) {
 
 /* Half to single: shift the fields into place, let one multiplication by 2^112 rebias the exponent and normalise. */
 static inline __attribute__((always_inline)) float F(half)(uint16_t h) {
-    union { uint32_t u; float f; } o = {.u = (uint32_t)(h & 0x7fff) << 13}, scale = {.u = 0x77800000};
+    union {
+        uint32_t u;
+        float f;
+    } o = {.u = (uint32_t)(h & 0x7fff) << 13}, scale = {.u = 0x77800000};
     o.f *= scale.f;
     o.u |= o.f >= 65536.0f ? 0x7f800000u : 0u;
     o.u |= (uint32_t)(h & 0x8000) << 16;
@@ -382,19 +387,43 @@ EXACT_SUM(sum_i64, int64_t)
 EXACT_SUM(sum_u64, uint64_t)
 
 static const Kernels F(table) = {
-    .stats_f32 = F(stats_f32), .stats_f64 = F(stats_f64), .clean_f32 = F(clean_f32), .clean_f64 = F(clean_f64),
-    .asked_f32 = F(asked_f32), .asked_f64 = F(asked_f64),
-    .products = F(products), .row_products = F(row_products), .keys = F(keys), .to_words = {[1] = F(words_1), [2] = F(words_2)},
-    .to_f32 = {
-        [D_BOOL] = F(from_bool), [D_U8] = F(from_u8), [D_I8] = F(from_i8), [D_U16] = F(from_u16), [D_I16] = F(from_i16),
-        [D_F16] = F(from_f16), [D_BF16] = F(from_bf16), [D_E4M3FN] = F(from_e4m3fn), [D_E5M2] = F(from_e5m2),
-        [D_E4M3FNUZ] = F(from_e4m3fnuz), [D_E5M2FNUZ] = F(from_e5m2fnuz), [D_E8M0FNU] = F(from_e8m0fnu),
-    },
-    .to_f64 = {
-        [D_U32] = F(from_u32), [D_I32] = F(from_i32), [D_U64] = F(from_u64), [D_I64] = F(from_i64),
-        [D_C32] = F(from_c32), [D_C64] = F(from_c64), [D_C128] = F(from_c128),
-    },
-    .sum_i64 = F(sum_i64), .sum_u64 = F(sum_u64),
+    .stats_f32 = F(stats_f32),
+    .stats_f64 = F(stats_f64),
+    .clean_f32 = F(clean_f32),
+    .clean_f64 = F(clean_f64),
+    .asked_f32 = F(asked_f32),
+    .asked_f64 = F(asked_f64),
+    .products = F(products),
+    .row_products = F(row_products),
+    .keys = F(keys),
+    .to_words = {[1] = F(words_1), [2] = F(words_2)},
+    .to_f32 =
+        {
+            [D_BOOL] = F(from_bool),
+            [D_U8] = F(from_u8),
+            [D_I8] = F(from_i8),
+            [D_U16] = F(from_u16),
+            [D_I16] = F(from_i16),
+            [D_F16] = F(from_f16),
+            [D_BF16] = F(from_bf16),
+            [D_E4M3FN] = F(from_e4m3fn),
+            [D_E5M2] = F(from_e5m2),
+            [D_E4M3FNUZ] = F(from_e4m3fnuz),
+            [D_E5M2FNUZ] = F(from_e5m2fnuz),
+            [D_E8M0FNU] = F(from_e8m0fnu),
+        },
+    .to_f64 =
+        {
+            [D_U32] = F(from_u32),
+            [D_I32] = F(from_i32),
+            [D_U64] = F(from_u64),
+            [D_I64] = F(from_i64),
+            [D_C32] = F(from_c32),
+            [D_C64] = F(from_c64),
+            [D_C128] = F(from_c128),
+        },
+    .sum_i64 = F(sum_i64),
+    .sum_u64 = F(sum_u64),
 };
 
 #undef JOIN2

@@ -1,5 +1,5 @@
-/* The tape: looks at each distinct tensor value once and turns trees of arguments into trees of Values. engine/tape.py has it and takes over
-   wherever something is rare. */
+/* The tape: looks at each distinct tensor value once and turns trees of arguments into trees of Values. engine/tape.py
+   has it and takes over wherever something is rare. */
 #include <string.h>
 
 #include "objects.h"
@@ -20,13 +20,15 @@ typedef struct {
 typedef struct {
     long kinds;
     PyObject *stats_rows; /* the Python row buffer, NULL where the slot is free */
-    StatsRows *rows;     /* its native rows, NULL where it has none */
-    PyObject *owned; /* list of Values */
-    PyObject *tensors, *values; /* lists: tensors on devices that are not reduced yet, and their Values; NULL where there are none */
+    StatsRows *rows;      /* its native rows, NULL where it has none */
+    PyObject *owned;      /* list of Values */
+    PyObject *tensors,
+        *values; /* lists: tensors on devices that are not reduced yet, and their Values; NULL where there are none */
 } Slot;
 
 typedef struct {
-    PyObject *id, *known, *shape; /* id: address of the tensor. known: a weak reference to it, or itself where held; NULL: forgotten */
+    PyObject *id, *known,
+        *shape; /* id: address of the tensor. known: a weak reference to it, or itself where held; NULL: forgotten */
     Value *value;
     const void *data;
     long long version;
@@ -50,8 +52,8 @@ typedef struct {
 } Axes;
 
 typedef struct {
-    PyObject *root; /* a weak reference to the tensor whose memory it is; NULL: none */
-    StatsRows *rows;    /* where its numbers are: in this row while the rows were taken so often */
+    PyObject *root;  /* a weak reference to the tensor whose memory it is; NULL: none */
+    StatsRows *rows; /* where its numbers are: in this row while the rows were taken so often */
     Py_ssize_t row;
     uint64_t taken, sample;
     const char *data;
@@ -70,13 +72,13 @@ struct Tape {
     PyObject_HEAD
     PyTypeObject *plain[2]; /* NULL where every tensor is left to Python */
     PyObject *open_rows, *slow, *special, *rare, *keep, *describe, *one_by_one;
-    PyObject *arena; /* NULL: each value passes through `keep` */
+    PyObject *arena;   /* NULL: each value passes through `keep` */
     PyObject *journal; /* records what is looked at, or NULL */
-    PyObject *noted; /* list of (twin with a note of its own, value), or NULL */
+    PyObject *noted;   /* list of (twin with a note of its own, value), or NULL */
     int reuse, dtypes_known;
-    int gathering; /* how deep */
+    int gathering;          /* how deep */
     unsigned long gatherer; /* the thread that does */
-    int waiting;      /* tensors, of so many bytes */
+    int waiting;            /* tensors, of so many bytes */
     int64_t gathered;
     int entered; /* containers of the tree that is looked at */
     Dtype dtypes[DTYPES_KNOWN];
@@ -90,7 +92,7 @@ struct Tape {
 PyTypeObject *tape_type;
 static PyObject *n_dtype, *n_with_note, *n_add_all;
 
-/* ---- what was looked at: recognised by the tensor's identity, held weakly, so that nothing is kept alive ------------------ */
+/* ---- what was looked at: recognised by the tensor's identity, held weakly, so that nothing is kept alive --------- */
 
 static void seen_forget(Seen *seen) {
     Py_CLEAR(seen->known);
@@ -102,7 +104,8 @@ static void seen_forget(Seen *seen) {
 
 static uint32_t *seen_at(const SeenTable *table, PyObject *t) { /* its place, or the one where it would stand */
     size_t at = mixed(t) & (size_t)(table->places_n - 1);
-    while (table->places[at] && table->items[table->places[at] - 1].id != t) at = (at + 1) & (size_t)(table->places_n - 1);
+    while (table->places[at] && table->items[table->places[at] - 1].id != t)
+        at = (at + 1) & (size_t)(table->places_n - 1);
     return &table->places[at];
 }
 
@@ -151,7 +154,9 @@ static void seen_clear(SeenTable *table) {
     PyMem_Free(seen);
 }
 
-static int seen_is(const Seen *seen, PyObject *t) { return (seen->held ? seen->known : PyWeakref_GetObject(seen->known)) == t; }
+static int seen_is(const Seen *seen, PyObject *t) {
+    return (seen->held ? seen->known : PyWeakref_GetObject(seen->known)) == t;
+}
 
 static int seen_note(SeenTable *table, Seen now) {
     now.known = now.held ? Py_NewRef(now.id) : PyWeakref_NewRef(now.id, NULL);
@@ -165,11 +170,11 @@ static int seen_note(SeenTable *table, Seen now) {
     return 0;
 }
 
-/* ---- memory that was read a moment ago ------------------------------------------------------------------------------------ */
+/* ---- memory that was read a moment ago --------------------------------------------------------------------------- */
 
-/* Another view of the same memory has the same numbers, which are copied and not worked out again. Views of one base share its version counter,
-   which says that nothing was written in between. What writes past it (a kernel that takes an address) is met by a sample of the elements;
-   `touched` and `forget_all` hold here too. */
+/* Another view of the same memory has the same numbers, which are copied and not worked out again. Views of one base
+   share its version counter, which says that nothing was written in between. What writes past it (a kernel that takes
+   an address) is met by a sample of the elements; `touched` and `forget_all` hold here too. */
 
 #define LARGE (256 * 1024) /* bytes: less is read nearly as fast as it is recognised */
 #define SAMPLES 64
@@ -201,7 +206,8 @@ static int same_axes(const Axes *a, const Dims *b) {
 /* The fingerprint and the CRC depend on the places of the elements too. */
 static int same_elements(const View *view, const Job *job) {
     return view->data == job->data && view->dtype == job->dtype && view->repeats == job->repeats &&
-           same_axes(&view->memory, &job->memory) && (!(job->flags & (CHECKSUM | CRC32)) || same_axes(&view->place, &job->place));
+           same_axes(&view->memory, &job->memory) &&
+           (!(job->flags & (CHECKSUM | CRC32)) || same_axes(&view->place, &job->place));
 }
 
 static void view_drop(View *view) {
@@ -227,10 +233,13 @@ static PyObject *views_root(PyObject *t, const Job *job) {
     return Py_NewRef(t);
 }
 
-static Py_ssize_t views_find(const Views *self, PyObject *root, long long version, const Job *job, const StatsRows *rows) {
+static Py_ssize_t views_find(const Views *self, PyObject *root, long long version, const Job *job,
+                             const StatsRows *rows) {
     for (int i = 0; self->items && i < VIEWS; i++) { /* the latest first */
         const View *view = &self->items[(self->next + VIEWS - 1 - i) % VIEWS];
-        if (!view->root || view->rows != rows || view->taken != rows->taken || view->version != version || !same_elements(view, job)) continue;
+        if (!view->root || view->rows != rows || view->taken != rows->taken || view->version != version ||
+            !same_elements(view, job))
+            continue;
         if (PyWeakref_GetObject(view->root) == root && view->sample == sample_of(job)) return view->row;
     }
     return -1;
@@ -243,14 +252,15 @@ static int views_note(Views *self, PyObject *root, long long version, const Job 
     View *view = &self->items[self->next];
     view_drop(view);
     self->next = (self->next + 1) % VIEWS;
-    view->root = known, view->rows = (StatsRows *)Py_NewRef((PyObject *)rows), view->row = row, view->taken = rows->taken;
+    view->root = known, view->rows = (StatsRows *)Py_NewRef((PyObject *)rows), view->row = row,
+    view->taken = rows->taken;
     view->version = version, view->data = job->data, view->dtype = job->dtype, view->repeats = job->repeats;
     view->memory = axes_of(&job->memory), view->place = axes_of(&job->place);
     view->sample = sample_of(job);
     return 0;
 }
 
-/* ---- what is known of dtypes and shapes, kept from tape to tape ----------------------------------------------------------- */
+/* ---- what is known of dtypes and shapes, kept from tape to tape -------------------------------------------------- */
 
 static struct {
     PyTypeObject *tensor; /* the class whose dtypes they are, NULL where nothing is kept */
@@ -269,7 +279,8 @@ static void tape_know(Tape *self) {
 
 static void tape_leave_known(Tape *self) {
     if (shelf.tensor || !self->plain[0] || self->shapes.used > SHAPES_KEPT) {
-        for (int i = 0; i < self->dtypes_known; i++) Py_XDECREF(self->dtypes[i].dtype), Py_XDECREF(self->dtypes[i].text);
+        for (int i = 0; i < self->dtypes_known; i++)
+            Py_XDECREF(self->dtypes[i].dtype), Py_XDECREF(self->dtypes[i].text);
         shapes_clear(&self->shapes);
         return;
     }
@@ -278,9 +289,11 @@ static void tape_leave_known(Tape *self) {
     shelf.tensor = (PyTypeObject *)Py_NewRef((PyObject *)self->plain[0]);
 }
 
-/* ---- one tensor ----------------------------------------------------------------------------------------------------------- */
+/* ---- one tensor -------------------------------------------------------------------------------------------------- */
 
-int tape_is_plain(const Tape *self, PyObject *x) { return Py_TYPE(x) == self->plain[0] || Py_TYPE(x) == self->plain[1]; }
+int tape_is_plain(const Tape *self, PyObject *x) {
+    return Py_TYPE(x) == self->plain[0] || Py_TYPE(x) == self->plain[1];
+}
 
 static const Dtype *dtype_of(Tape *self, PyObject *t, uint32_t kind) {
     for (int i = 0; kind && i < self->dtypes_known; i++)
@@ -307,16 +320,18 @@ static const Dtype *dtype_of(Tape *self, PyObject *t, uint32_t kind) {
     return known;
 }
 
-/* ---- tensors on devices, reduced many at once ----------------------------------------------------------------------------- */
+/* ---- tensors on devices, reduced many at once -------------------------------------------------------------------- */
 
-/* Looking at a tensor on a device takes a call into Python and a launch, which many tensors share. Those that one hook shows are gathered and
-   reduced as it ends, before anything can write to them; those of which Python says that they stay as they are, when that ends. */
+/* Looking at a tensor on a device takes a call into Python and a launch, which many tensors share. Those that one hook
+   shows are gathered and reduced as it ends, before anything can write to them; those of which Python says that they
+   stay as they are, when that ends. */
 
 #define GATHERED ((int64_t)128 << 20) /* bytes that may wait, some of which nobody else holds */
 #define MOST_GATHERED 512
 
 static int reduce_gathered(Tape *self, Slot *slot) {
-    PyObject *tensors = slot->tensors, *values = slot->values, *rows = tensors ? PyList_New(PyList_Size(tensors)) : NULL, *done = NULL;
+    PyObject *tensors = slot->tensors, *values = slot->values,
+             *rows = tensors ? PyList_New(PyList_Size(tensors)) : NULL, *done = NULL;
     if (!tensors) return 0;
     slot->tensors = slot->values = NULL; /* what follows may run other threads */
     for (Py_ssize_t i = 0; rows && i < PyList_Size(rows); i++) {
@@ -364,7 +379,8 @@ static Slot *slot_of(Tape *self, long kinds) {
     for (int i = 0; i < ROW_SLOTS && self->slots[i].stats_rows; i++)
         if (self->slots[i].kinds == kinds) return &self->slots[i];
     PyObject *number = PyLong_FromLong(kinds);
-    PyObject *opened = number ? call_one(self->open_rows, number) : NULL; /* (row buffer, its native part or None, list) */
+    PyObject *opened =
+        number ? call_one(self->open_rows, number) : NULL; /* (row buffer, its native part or None, list) */
     Py_XDECREF(number);
     if (!opened) return NULL;
     int at = 0;
@@ -421,13 +437,15 @@ static PyObject *by_python(PyObject *function, PyObject *t, long flags) {
     return value;
 }
 
-/* The row of its numbers, read or known from another view of the same memory; -1 when it was dropped, -2 with an exception set. */
+/* The row of its numbers, read or known from another view of the same memory; -1 when it was dropped, -2 with an
+ * exception set. */
 static Py_ssize_t row_of(Tape *self, PyObject *t, long long version, const Job *job, StatsRows *rows) {
     PyObject *root = self->reuse && version >= 0 ? views_root(t, job) : NULL;
     if (!root) return stats_rows_reduce(rows, job);
     Py_ssize_t row = views_find(&self->views, root, version, job, rows);
     if (row >= 0) self->reused++, row = stats_rows_repeat(rows, row);
-    else if ((row = stats_rows_reduce(rows, job)) >= 0 && views_note(&self->views, root, version, job, rows, row)) row = -2;
+    else if ((row = stats_rows_reduce(rows, job)) >= 0 && views_note(&self->views, root, version, job, rows, row))
+        row = -2;
     Py_DECREF(root);
     return row;
 }
@@ -462,7 +480,8 @@ static Value *value_of(PyObject *t, PyObject *dtype, PyObject *shape) {
 /* A Value of a tensor on a device, which is gathered. NULL without an exception: to be looked at by itself. */
 static Value *gathered(Tape *self, PyObject *t, PyObject *shape, Geometry *at, const Dtype *dtype, Slot *slot) {
     int64_t n = 1;
-    for (int i = 0; i < at->nd; i++) n = at->sizes[i] && n > INT64_MAX / 16 / at->sizes[i] ? INT64_MAX / 16 : n * at->sizes[i];
+    for (int i = 0; i < at->nd; i++)
+        n = at->sizes[i] && n > INT64_MAX / 16 / at->sizes[i] ? INT64_MAX / 16 : n * at->sizes[i];
     /* data below SUSPECT: none, or freed. Sizes beyond: an expanded tensor, perhaps without end. */
     if (at->cpu || dtype->code < 0 || (uintptr_t)at->data <= SUSPECT || n > (int64_t)1 << 31) return NULL;
     if (!self->gathering || self->gatherer != PyThread_get_thread_ident()) return NULL;
@@ -470,8 +489,8 @@ static Value *gathered(Tape *self, PyObject *t, PyObject *shape, Geometry *at, c
     Value *value = slot->tensors && slot->values ? value_of(t, dtype->text, shape) : NULL;
     if (!value) return NULL;
     value->row = stats_rows_new(slot->rows);
-    if (value->row < 0 || note_layout(t, at, value) || PyList_Append(slot->owned, (PyObject *)value) || PyList_Append(slot->values, (PyObject *)value) ||
-        PyList_Append(slot->tensors, t)) {
+    if (value->row < 0 || note_layout(t, at, value) || PyList_Append(slot->owned, (PyObject *)value) ||
+        PyList_Append(slot->values, (PyObject *)value) || PyList_Append(slot->tensors, t)) {
         Py_DECREF(value);
         return NULL;
     }
@@ -492,7 +511,8 @@ static Value *reduced(Tape *self, PyObject *t, PyObject *shape, Geometry *at, lo
     if (!slot || !slot->rows) return NULL;
     int host = job_of(t, at, dtype->code, flags & 255, &job);
     if (host != 1) return host < 0 ? NULL : gathered(self, t, shape, at, dtype, slot);
-    StatsRows *rows = (StatsRows *)Py_NewRef((PyObject *)slot->rows); /* held: a large tensor is reduced while other threads run */
+    StatsRows *rows =
+        (StatsRows *)Py_NewRef((PyObject *)slot->rows); /* held: a large tensor is reduced while other threads run */
     PyObject *owned = Py_NewRef(slot->owned);
     Value *value = value_of(t, dtype->text, shape);
     if (value) {
@@ -509,7 +529,8 @@ static Value *reduced(Tape *self, PyObject *t, PyObject *shape, Geometry *at, lo
     return value;
 }
 
-/* Its version counter, or -1 for an inference tensor, which has none and is looked at each time; -2 with an exception set. */
+/* Its version counter, or -1 for an inference tensor, which has none and is looked at each time; -2 with an exception
+ * set. */
 static long long version_of(PyObject *t) {
     PyObject *number = tensor_attribute(t, VERSION);
     if (!number) {
@@ -526,7 +547,8 @@ static long long version_of(PyObject *t) {
 static PyObject *as_used(Tape *self, PyObject *t, Value *value) {
     PyObject *grad = tensor_attribute(t, REQUIRES_GRAD), *note = value->note ? value->note : Py_None;
     if (!grad) return NULL;
-    Value *now = grad == value->requires_grad ? (Value *)Py_NewRef((PyObject *)value) : (Value *)tape_noted(self, (PyObject *)value, note);
+    Value *now = grad == value->requires_grad ? (Value *)Py_NewRef((PyObject *)value)
+                                              : (Value *)tape_noted(self, (PyObject *)value, note);
     if (now && now != value) {
         Py_XDECREF(now->requires_grad);
         now->requires_grad = Py_NewRef(grad);
@@ -544,11 +566,14 @@ static PyObject *tape_look(Tape *self, PyObject *t, long flags, int held) {
     PyObject *shape = geometry_read(t, &at) ? NULL : shapes_find(&self->shapes, &at), *answer = NULL;
     if (shape) {
         const Seen *seen = reuse ? seen_find(&self->seen, t) : NULL;
-        if (seen && seen->known && seen_is(seen, t) && seen->version == version && seen->data == at.data && seen->shape == shape) {
+        if (seen && seen->known && seen_is(seen, t) && seen->version == version && seen->data == at.data &&
+            seen->shape == shape) {
             if ((seen->flags & flags) == flags) {
                 PyObject *now = as_used(self, t, seen->value);
                 self->reused++;
-                if (now && now != (PyObject *)seen->value && seen_note(&self->seen, (Seen){t, NULL, shape, (Value *)now, at.data, version, seen->flags, seen->held}))
+                if (now && now != (PyObject *)seen->value &&
+                    seen_note(&self->seen,
+                              (Seen){t, NULL, shape, (Value *)now, at.data, version, seen->flags, seen->held}))
                     Py_CLEAR(now);
                 Py_DECREF(shape);
                 return now;
@@ -562,9 +587,12 @@ static PyObject *tape_look(Tape *self, PyObject *t, long flags, int held) {
         PyErr_Clear(); /* on another device, or without data of its own (torch.func), or nested */
         answer = by_python(self->slow, t, flags);
         reuse = reuse && answer && Py_TYPE(answer) == value_type;
-        if (shape && answer && Py_TYPE(answer) == value_type && note_layout(t, &at, (Value *)answer)) PyErr_Clear(); /* it cannot say */
+        if (shape && answer && Py_TYPE(answer) == value_type && note_layout(t, &at, (Value *)answer))
+            PyErr_Clear(); /* it cannot say */
     }
-    if (answer && reuse && shape && seen_note(&self->seen, (Seen){t, NULL, shape, (Value *)answer, at.data, version, flags, held})) Py_CLEAR(answer);
+    if (answer && reuse && shape &&
+        seen_note(&self->seen, (Seen){t, NULL, shape, (Value *)answer, at.data, version, flags, held}))
+        Py_CLEAR(answer);
     Py_XDECREF(shape);
     return answer;
 }
@@ -581,11 +609,11 @@ static int tape_gather(Tape *self, PyObject *t, Value *value, PyObject *path) {
     return fits == 1 ? arena_keep((Arena *)self->arena, path, value->dtype, value->shape, &job) : fits;
 }
 
-/* ---- trees of arguments and results --------------------------------------------------------------------------------------- */
+/* ---- trees of arguments and results ------------------------------------------------------------------------------ */
 
 #define DEEPEST 400
 #define TEXT 512
-#define UNWATCHED 4    /* levels in which nobody asks whether a container holds itself */
+#define UNWATCHED 4 /* levels in which nobody asks whether a container holds itself */
 
 #define MOST 100000 /* containers in a tree: one that holds itself would never end */
 
@@ -667,9 +695,11 @@ static PyObject *listed(Tape *self, PyObject *x, long flags, PyObject *path, int
 }
 
 static PyObject *named(Tape *self, PyObject *x, long flags, PyObject *path, int depth) {
-    PyObject *items = PyDict_Items(x), *dict = items ? PyDict_New() : NULL; /* a copy: looking may run code that changes x */
+    PyObject *items = PyDict_Items(x),
+             *dict = items ? PyDict_New() : NULL; /* a copy: looking may run code that changes x */
     for (Py_ssize_t i = 0; dict && i < PyList_Size(items); i++) {
-        PyObject *pair = PyList_GetItem(items, i), *key = key_text(PyTuple_GetItem(pair, 0)), *below = NULL, *leaf = NULL;
+        PyObject *pair = PyList_GetItem(items, i), *key = key_text(PyTuple_GetItem(pair, 0)), *below = NULL,
+                 *leaf = NULL;
         if (key && path) below = PyUnicode_FromFormat("%U.%U", path, key);
         if (key && (below || !path)) leaf = tree_of(self, PyTuple_GetItem(pair, 1), flags, below, depth + 1);
         if (!leaf || PyDict_SetItem(dict, key, leaf)) Py_CLEAR(dict);
@@ -707,7 +737,8 @@ static PyObject *tree_of(Tape *self, PyObject *x, long flags, PyObject *path, in
         if (!tape_enter(self)) return rare(self, x, flags, path, DEEPEST + 1);
         int watched = depth >= UNWATCHED, within = watched ? Py_ReprEnter(x) : 0;
         if (within) return within > 0 ? rare(self, x, flags, path, DEEPEST + 1) : NULL;
-        PyObject *tree = kind == &PyDict_Type ? named(self, x, flags, path, depth) : listed(self, x, flags, path, depth);
+        PyObject *tree =
+            kind == &PyDict_Type ? named(self, x, flags, path, depth) : listed(self, x, flags, path, depth);
         if (watched) leave(x);
         return tree;
     }
@@ -729,10 +760,11 @@ PyObject *tape_tree(Tape *self, PyObject *x, long flags, PyObject *path, int dep
 PyObject *tape_held(Tape *self, PyObject *t, long flags, PyObject *path) {
     if (!tape_is_plain(self, t)) return tape_tree(self, t, flags, path, 0);
     int begun = tape_gather_begin(self);
-    return once_reduced(self, begun, path && flags & SAVE ? kept_tensor(self, t, flags, path, 1) : tape_look(self, t, flags, 1));
+    return once_reduced(self, begun,
+                        path && flags & SAVE ? kept_tensor(self, t, flags, path, 1) : tape_look(self, t, flags, 1));
 }
 
-/* ---- what the parts that record calls ask besides ------------------------------------------------------------------------- */
+/* ---- what the parts that record calls ask besides ---------------------------------------------------------------- */
 
 void tape_touched(Tape *self, PyObject *t) {
     Seen *seen = seen_find(&self->seen, t);
@@ -740,7 +772,8 @@ void tape_touched(Tape *self, PyObject *t) {
     views_clear(&self->views); /* which share memory with it, perhaps */
 }
 
-/* Whether a tensor that was looked at has other bits now, 0 or 1; -1 where that cannot be told from here: it is on a device, or has no fingerprint. */
+/* Whether a tensor that was looked at has other bits now, 0 or 1; -1 where that cannot be told from here: it is on a
+ * device, or has no fingerprint. */
 static int seen_differs(Tape *self, const Seen *seen, PyObject *t) {
     Geometry at;
     Job job;
@@ -756,9 +789,9 @@ static int seen_differs(Tape *self, const Seen *seen, PyObject *t) {
     return fingerprint_of(&job) != then;
 }
 
-/* What a tensor was when it was looked at, unless it is known to have the same bits still: a new reference, or NULL. Where its version counter moved,
-   NULL too: somebody says that he wrote there. What is returned is forgotten here, and all else with it where the tensor is known to have changed:
-   others may lie in the same memory. */
+/* What a tensor was when it was looked at, unless it is known to have the same bits still: a new reference, or NULL.
+   Where its version counter moved, NULL too: somebody says that he wrote there. What is returned is forgotten here, and
+   all else with it where the tensor is known to have changed: others may lie in the same memory. */
 Value *tape_overwritten(Tape *self, PyObject *t) {
     const Seen *seen = seen_find(&self->seen, t);
     long long version = seen && seen->known && seen_is(seen, t) ? version_of(t) : -1;
@@ -779,7 +812,8 @@ PyObject *tape_noted(Tape *self, PyObject *value, PyObject *note) {
     if (pair && !self->noted) self->noted = PyList_New(0);
     if (!pair || !self->noted || PyList_Append(self->noted, pair)) Py_CLEAR(twin);
     Py_XDECREF(pair);
-    if (twin && self->journal && Py_TYPE(value) == value_type) journal_twin(self->journal, (Value *)twin, (Value *)value);
+    if (twin && self->journal && Py_TYPE(value) == value_type)
+        journal_twin(self->journal, (Value *)twin, (Value *)value);
     return twin;
 }
 
@@ -787,7 +821,7 @@ void tape_report(Tape *self, Call *c, int fields) {
     if (self->journal) journal_call(self->journal, c, fields);
 }
 
-/* ---- the type that engine/tape.py makes ----------------------------------------------------------------------------------- */
+/* ---- the type that engine/tape.py makes -------------------------------------------------------------------------- */
 
 static PyObject *tree(Tape *self, PyObject *const *args, Py_ssize_t nargs) {
     if (nargs < 2 || nargs > 4) return PyErr_Format(PyExc_TypeError, "tree takes x, flags, path, depth");
@@ -804,7 +838,8 @@ static PyObject *value(Tape *self, PyObject *const *args, Py_ssize_t nargs) {
     return once_reduced(self, begun, tape_look(self, args[0], flags, 0));
 }
 
-/* What `value` gives of a plain tensor that nobody else hands over, such as the shard in a DTensor; None where that is not on a device. */
+/* What `value` gives of a plain tensor that nobody else hands over, such as the shard in a DTensor; None where that is
+ * not on a device. */
 static PyObject *shard(Tape *self, PyObject *const *args, Py_ssize_t nargs) {
     if (nargs != 2) return PyErr_Format(PyExc_TypeError, "shard takes a tensor and flags");
     long flags = PyLong_AsLong(args[1]);
@@ -882,10 +917,11 @@ static PyObject *record_into(Tape *self, PyObject *journal) {
 static PyObject *tape_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     PyObject *plain, *functions[7];
     int reuse;
-    if (kwargs || !PyArg_ParseTuple(args, "O!iOOOOOOO", &PyTuple_Type, &plain, &reuse, &functions[0], &functions[1], &functions[2],
-                                    &functions[3], &functions[4], &functions[5], &functions[6]))
+    if (kwargs || !PyArg_ParseTuple(args, "O!iOOOOOOO", &PyTuple_Type, &plain, &reuse, &functions[0], &functions[1],
+                                    &functions[2], &functions[3], &functions[4], &functions[5], &functions[6]))
         return NULL;
-    if (PyTuple_Size(plain) != 0 && PyTuple_Size(plain) != 2) return PyErr_Format(PyExc_TypeError, "plain is two classes, or none");
+    if (PyTuple_Size(plain) != 0 && PyTuple_Size(plain) != 2)
+        return PyErr_Format(PyExc_TypeError, "plain is two classes, or none");
     Tape *self = (Tape *)PyType_GenericAlloc(type, 0);
     if (!self) return NULL;
     self->reuse = reuse;
@@ -894,8 +930,10 @@ static PyObject *tape_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
         attributes_learn(self->plain);
         tape_know(self);
     }
-    self->open_rows = Py_NewRef(functions[0]), self->slow = Py_NewRef(functions[1]), self->special = Py_NewRef(functions[2]);
-    self->rare = Py_NewRef(functions[3]), self->keep = Py_NewRef(functions[4]), self->describe = Py_NewRef(functions[5]);
+    self->open_rows = Py_NewRef(functions[0]), self->slow = Py_NewRef(functions[1]),
+    self->special = Py_NewRef(functions[2]);
+    self->rare = Py_NewRef(functions[3]), self->keep = Py_NewRef(functions[4]),
+    self->describe = Py_NewRef(functions[5]);
     self->one_by_one = Py_NewRef(functions[6]);
     return (PyObject *)self;
 }
@@ -954,21 +992,26 @@ static PyObject *enter(Tape *self, PyObject *none) {
     return PyBool_FromLong(tape_enter(self));
 }
 
-static PyMemberDef tape_members[] = {{"reuse", T_INT, offsetof(Tape, reuse), 0, "whether a tensor that was seen before may be known again"},
-                                     {"reused", T_PYSSIZET, offsetof(Tape, reused), 0, NULL},
-                                     {"noted", T_OBJECT, offsetof(Tape, noted), READONLY, NULL},
-                                     {NULL, 0, 0, 0, NULL}};
+static PyMemberDef tape_members[] = {
+    {"reuse", T_INT, offsetof(Tape, reuse), 0, "whether a tensor that was seen before may be known again"},
+    {"reused", T_PYSSIZET, offsetof(Tape, reused), 0, NULL},
+    {"noted", T_OBJECT, offsetof(Tape, noted), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL}};
 
 static PyMethodDef tape_methods[] = {
-    {"tree", (PyCFunction)(void (*)(void))tree, METH_FASTCALL, "tree(x, flags, path=None, depth=0): see engine.tape.Tape.tree."},
+    {"tree", (PyCFunction)(void (*)(void))tree, METH_FASTCALL,
+     "tree(x, flags, path=None, depth=0): see engine.tape.Tape.tree."},
     {"value", (PyCFunction)(void (*)(void))value, METH_FASTCALL, "value(t, flags): see engine.tape.Tape.value."},
-    {"shard", (PyCFunction)(void (*)(void))shard, METH_FASTCALL, "shard(t, flags): the Value of a plain tensor on a device, or None."},
-    {"hold", (PyCFunction)hold, METH_NOARGS, "hold(): tensors on devices that are looked at from now on stay as they are until `release`."},
+    {"shard", (PyCFunction)(void (*)(void))shard, METH_FASTCALL,
+     "shard(t, flags): the Value of a plain tensor on a device, or None."},
+    {"hold", (PyCFunction)hold, METH_NOARGS,
+     "hold(): tensors on devices that are looked at from now on stay as they are until `release`."},
     {"release", (PyCFunction)release, METH_O, "release(held): reduce them together; held: what `hold` returned."},
     {"touched", (PyCFunction)touched, METH_O, "touched(t): see engine.tape.Tape.touched."},
     {"enter", (PyCFunction)enter, METH_NOARGS, "enter(): whether one more container of this tree may be looked into."},
     {"forget_all", (PyCFunction)forget_all, METH_NOARGS, "forget_all(): see engine.tape.Tape.forget_all."},
-    {"gather_into", (PyCFunction)gather_into, METH_O, "gather_into(arena): small values that are saved are copied there."},
+    {"gather_into", (PyCFunction)gather_into, METH_O,
+     "gather_into(arena): small values that are saved are copied there."},
     {"record_into", (PyCFunction)record_into, METH_O, "record_into(journal): also record there what is looked at."},
     {"reset", (PyCFunction)reset, METH_NOARGS, "reset(): let go of all that was seen and of the rows."},
     {NULL, NULL, 0, NULL}};
@@ -979,15 +1022,19 @@ static PyType_Slot tape_slots[] = {{Py_tp_new, tape_new},
                                    {Py_tp_clear, tape_clear},
                                    {Py_tp_members, tape_members},
                                    {Py_tp_methods, tape_methods},
-                                   {Py_tp_doc, "NativeTape((Tensor, Parameter) or (), reuse, open_rows, slow, special, rare, keep, dtype, one_by_one): with (), every\n"
+                                   {Py_tp_doc, "NativeTape((Tensor, Parameter) or (), reuse, open_rows, slow, special, "
+                                               "rare, keep, dtype, one_by_one): with (), every\n"
                                                "tensor is left to special."},
                                    {0, NULL}};
 
-static PyType_Spec tape_spec = {"trainprobe._native.NativeTape", sizeof(Tape), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, tape_slots};
+static PyType_Spec tape_spec = {"trainprobe._native.NativeTape", sizeof(Tape), 0,
+                                Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, tape_slots};
 
 int tape_fill(PyObject *module) {
     n_dtype = PyUnicode_InternFromString("dtype"), n_with_note = PyUnicode_InternFromString("with_note");
     n_add_all = PyUnicode_InternFromString("add_all");
     tape_type = (PyTypeObject *)PyType_FromSpec(&tape_spec);
-    return n_dtype && n_with_note && n_add_all && tape_type ? PyModule_AddObjectRef(module, "NativeTape", (PyObject *)tape_type) : -1;
+    return n_dtype && n_with_note && n_add_all && tape_type
+               ? PyModule_AddObjectRef(module, "NativeTape", (PyObject *)tape_type)
+               : -1;
 }

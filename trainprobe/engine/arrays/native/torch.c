@@ -1,14 +1,16 @@
-/* All that is asked of others: of torch about a tensor, an autograd node and what it is doing just now, as cheaply as Python allows; of the plan,
-   whether a micro-batch is wanted; of the guard, whether the training goes on after a fault. */
+/* All that is asked of others: of torch about a tensor, an autograd node and what it is doing just now, as cheaply as
+   Python allows; of the plan, whether a micro-batch is wanted; of the guard, whether the training goes on after a
+   fault. */
 #include <string.h>
 
 #include "objects.h"
 
-/* ---- calls and attributes: descriptors are found once, and the look-up that Python makes each time is saved --------------- */
+/* ---- calls and attributes: descriptors are found once, and the look-up that Python makes each time is saved ------ */
 
 /* CPython's own call, where it is there: in the stable ABI since 3.12, exported since 3.11. */
 #ifdef __ELF__
-extern PyObject *PyObject_Vectorcall(PyObject *callable, PyObject *const *args, size_t n, PyObject *names) __attribute__((weak));
+extern PyObject *PyObject_Vectorcall(PyObject *callable, PyObject *const *args, size_t n, PyObject *names)
+    __attribute__((weak));
 #endif
 
 PyObject *call_one(PyObject *callable, PyObject *x) {
@@ -29,7 +31,8 @@ PyObject *call_two(PyObject *callable, PyObject *x, PyObject *y) {
 size_t mixed(const void *address) { return (size_t)(((uint64_t)(uintptr_t)address >> 4) * 0x9E3779B97F4A7C15u >> 20); }
 
 Attribute attribute_of(PyTypeObject *type, PyObject *name) {
-    Attribute found = {PyObject_GetAttr((PyObject *)type, name), (descrgetfunc)PyType_GetSlot(&PyGetSetDescr_Type, Py_tp_descr_get)};
+    Attribute found = {PyObject_GetAttr((PyObject *)type, name),
+                       (descrgetfunc)PyType_GetSlot(&PyGetSetDescr_Type, Py_tp_descr_get)};
     if (!found.descriptor) PyErr_Clear();
     if (found.descriptor && Py_TYPE(found.descriptor) != &PyGetSetDescr_Type) Py_CLEAR(found.descriptor);
     return found;
@@ -50,13 +53,14 @@ static PyObject *ask_method(PyObject *method, PyObject *x, PyObject *name) {
     return method ? call_one(method, x) : PyObject_CallMethodObjArgs(x, name, NULL);
 }
 
-/* ---- a tensor ------------------------------------------------------------------------------------------------------------- */
+/* ---- a tensor ---------------------------------------------------------------------------------------------------- */
 
 static PyTypeObject *plain[2];
 static PyObject *names[TENSOR_ATTRIBUTES], *is_neg, *is_conj, *n_is_neg, *n_is_conj;
 static Attribute attributes[TENSOR_ATTRIBUTES];
 
-/* Learn which two classes are plain tensors, the second derived from the first; until then, and of others, attributes are looked up. */
+/* Learn which two classes are plain tensors, the second derived from the first; until then, and of others, attributes
+ * are looked up. */
 void attributes_learn(PyTypeObject *const *types) {
     if (plain[0] == types[0] && plain[1] == types[1]) return;
     PyTypeObject *before[2] = {plain[0], plain[1]};
@@ -82,7 +86,8 @@ static int answered(PyObject *answer) { /* 1, 0, or -1 with an exception set */
     return yes;
 }
 
-/* Whether its elements in memory are those that it means: 1, 0, or -1 with an exception set. may_be_conjugate: it is complex. */
+/* Whether its elements in memory are those that it means: 1, 0, or -1 with an exception set. may_be_conjugate: it is
+ * complex. */
 int tensor_is_resolved(PyObject *t, int may_be_conjugate) {
     int yes = answered(ask_method(is_plain(t) ? is_neg : NULL, t, n_is_neg));
     if (!yes && may_be_conjugate) yes = answered(ask_method(is_plain(t) ? is_conj : NULL, t, n_is_conj));
@@ -93,14 +98,16 @@ int tensor_is_resolved(PyObject *t, int may_be_conjugate) {
 PyObject *node_behind(PyObject *t) {
     PyObject *node = tensor_attribute(t, GRAD_FN);
     if (node == Py_None) Py_CLEAR(node);
-    else if (!node && PyErr_ExceptionMatches(PyExc_RuntimeError)) PyErr_Clear(); /* a view that autograd refuses to place */
+    else if (!node && PyErr_ExceptionMatches(PyExc_RuntimeError))
+        PyErr_Clear(); /* a view that autograd refuses to place */
     return node;
 }
 
-/* ---- where its elements lie ----------------------------------------------------------------------------------------------- */
+/* ---- where its elements lie -------------------------------------------------------------------------------------- */
 
-/* torch says it in one C call through the table of functions that it offers other libraries (DLPack's exchange API, since torch 2.10), which is a
-   tenth of what its Python attributes take; these are asked where there is no such table, and for tensors that it refuses. */
+/* torch says it in one C call through the table of functions that it offers other libraries (DLPack's exchange API,
+   since torch 2.10), which is a tenth of what its Python attributes take; these are asked where there is no such table,
+   and for tensors that it refuses. */
 
 /* The part of DLPack 1.3 (github.com/dmlc/dlpack) that is used; the layout is fixed for all versions 1.x. */
 typedef struct {
@@ -140,7 +147,8 @@ static int geometry_learn(PyObject *capsule) { /* None: this torch has no such t
 }
 
 static int read_attributes(PyObject *t, Geometry *out) {
-    PyObject *address = PyObject_CallMethodObjArgs(t, n_data_ptr, NULL), *shape = address ? PyObject_GetAttr(t, n_shape) : NULL;
+    PyObject *address = PyObject_CallMethodObjArgs(t, n_data_ptr, NULL),
+             *shape = address ? PyObject_GetAttr(t, n_shape) : NULL;
     int failed = !shape || !PyTuple_Check(shape) || PyTuple_Size(shape) > MAX_DIMS;
     if (!failed) {
         out->data = PyLong_AsVoidPtr(address), out->nd = (int)PyTuple_Size(shape);
@@ -153,7 +161,8 @@ static int read_attributes(PyObject *t, Geometry *out) {
     return failed ? -1 : 0;
 }
 
-/* 0, or -1 for what has no address and shape, often with an exception set. What is read holds while the tensor is held and unchanged. */
+/* 0, or -1 for what has no address and shape, often with an exception set. What is read holds while the tensor is held
+ * and unchanged. */
 int geometry_read(PyObject *t, Geometry *out) {
     DLTensor described;
     out->cpu = -1, out->kind = 0, out->strides = NULL;
@@ -163,13 +172,15 @@ int geometry_read(PyObject *t, Geometry *out) {
         return read_attributes(t, out);
     }
     if (described.ndim > MAX_DIMS) return -1;
-    out->data = (char *)described.data + described.byte_offset, out->nd = described.ndim, out->sizes = described.shape, out->strides = described.strides;
+    out->data = (char *)described.data + described.byte_offset, out->nd = described.ndim, out->sizes = described.shape,
+    out->strides = described.strides;
     out->cpu = described.device_type == DL_CPU;
     out->kind = (uint32_t)described.dtype.lanes << 16 | (uint32_t)described.dtype.bits << 8 | described.dtype.code;
     return 0;
 }
 
-/* Whether the elements lie in the host's memory; asks for the strides where they are not known. -1 with an exception set. */
+/* Whether the elements lie in the host's memory; asks for the strides where they are not known. -1 with an exception
+ * set. */
 int geometry_on_host(PyObject *t, Geometry *g) {
     if (g->cpu < 0) {
         PyObject *answer = PyObject_GetAttr(t, n_is_cpu);
@@ -201,7 +212,7 @@ int geometry_is_contiguous(const Geometry *g) {
     return 1;
 }
 
-/* ---- its shape: each a tuple that is made once, so that equal shapes are one object --------------------------------------- */
+/* ---- its shape: each a tuple that is made once, so that equal shapes are one object ------------------------------ */
 
 #define MOST_SHAPES 4096
 
@@ -273,7 +284,7 @@ PyObject *shapes_find(Shapes *self, const Geometry *g) {
     return tuple;
 }
 
-/* ---- an autograd node; one of a class written in Python is asked as Python asks it ---------------------------------------- */
+/* ---- an autograd node; one of a class written in Python is asked as Python asks it ------------------------------- */
 
 #define PLACES 2048 /* a power of two; torch has some 700 kinds of nodes */
 
@@ -296,8 +307,11 @@ static const Kind *kind_of(PyTypeObject *type) { /* NULL: to be asked as Python 
     PyObject *name = PyObject_GetAttr((PyObject *)type, n_name);
     int leaf = name && PyUnicode_Check(name) && !PyUnicode_CompareWithASCIIString(name, "AccumulateGrad");
     Py_XDECREF(name), PyErr_Clear();
-    kinds[at] = (Kind){type, attribute_of(type, n_next), method_of(type, n_sequence),
-                       {method_of(type, n_registers[0]), method_of(type, n_registers[1])}, leaf};
+    kinds[at] = (Kind){type,
+                       attribute_of(type, n_next),
+                       method_of(type, n_sequence),
+                       {method_of(type, n_registers[0]), method_of(type, n_registers[1])},
+                       leaf};
     known_kinds++;
     return &kinds[at];
 }
@@ -327,7 +341,7 @@ PyObject *node_register(PyObject *node, PyObject *hook, int behind) {
     return PyObject_CallMethodObjArgs(node, n_registers[behind], hook, NULL);
 }
 
-/* ---- what torch is doing -------------------------------------------------------------------------------------------------- */
+/* ---- what torch is doing ----------------------------------------------------------------------------------------- */
 
 static PyObject *t_enter, *t_exit, *t_compiling;
 static PyObject *graph_task, *sequence_nr, *tensor_type, *mode_depth, *disable, *compiler; /* of torch, learned once */
@@ -338,7 +352,8 @@ static PyObject *learn_torch(PyObject *module, PyObject *args) {
     PyObject **places[] = {&graph_task, &sequence_nr, &tensor_type, &mode_depth, &disable, &compiler};
     (void)module;
     if (PyTuple_Size(args) != 7 || !PyDict_Check(PyTuple_GetItem(args, 5)))
-        return PyErr_Format(PyExc_TypeError, "learn_torch takes five functions, what torch.compiler holds, and DLPack's table or None");
+        return PyErr_Format(PyExc_TypeError,
+                            "learn_torch takes five functions, what torch.compiler holds, and DLPack's table or None");
     for (int i = 0; i < 6; i++) {
         PyObject *before = *places[i];
         *places[i] = Py_NewRef(PyTuple_GetItem(args, i));
@@ -365,7 +380,8 @@ int compiling_now(void) {
 }
 
 PyObject *functions_off(void) {
-    PyObject *off = PyObject_CallNoArgs(disable), *entered = off ? PyObject_CallMethodObjArgs(off, t_enter, NULL) : NULL;
+    PyObject *off = PyObject_CallNoArgs(disable),
+             *entered = off ? PyObject_CallMethodObjArgs(off, t_enter, NULL) : NULL;
     if (!entered) Py_CLEAR(off);
     Py_XDECREF(entered);
     return off;
@@ -384,7 +400,7 @@ void modes_on(PyObject *off) {
     PyErr_Restore(type, error, trace);
 }
 
-/* ---- the guard and the plan ----------------------------------------------------------------------------------------------- */
+/* ---- the guard and the plan -------------------------------------------------------------------------------------- */
 
 int give_to_guard(PyObject *fault) {
     PyObject *type, *error, *trace;
@@ -408,20 +424,34 @@ int micro_is_wanted(MicroGate *gate, PyObject *micro) {
     return gate->wanted;
 }
 
-static PyMethodDef functions[] = {
-    {"learn_torch", learn_torch, METH_VARARGS,
-     "learn_torch(graph_task_id, sequence_nr, Tensor, len_function_stack, DisableTorchFunction, vars(torch.compiler), DLPack's table)"},
-    {NULL, NULL, 0, NULL}};
+static PyMethodDef functions[] = {{"learn_torch", learn_torch, METH_VARARGS,
+                                   "learn_torch(graph_task_id, sequence_nr, Tensor, len_function_stack, "
+                                   "DisableTorchFunction, vars(torch.compiler), DLPack's table)"},
+                                  {NULL, NULL, 0, NULL}};
 
 int torch_fill(PyObject *module) {
     struct {
         PyObject **at;
         const char *text;
-    } texts[] = {{&names[VERSION], "_version"}, {&names[REQUIRES_GRAD], "requires_grad"}, {&names[GRAD_FN], "grad_fn"},
-                 {&names[OUTPUT_NR], "output_nr"}, {&names[BASE], "_base"}, {&n_is_neg, "is_neg"}, {&n_is_conj, "is_conj"},
-                 {&n_data_ptr, "data_ptr"}, {&n_shape, "shape"}, {&n_is_cpu, "is_cpu"}, {&n_stride, "stride"}, {&n_next, "next_functions"},
-                 {&n_sequence, "_sequence_nr"}, {&n_name, "__name__"}, {&n_registers[0], "register_prehook"},
-                 {&n_registers[1], "register_hook"}, {&t_enter, "__enter__"}, {&t_exit, "__exit__"}, {&t_compiling, "_is_compiling_flag"}};
+    } texts[] = {{&names[VERSION], "_version"},
+                 {&names[REQUIRES_GRAD], "requires_grad"},
+                 {&names[GRAD_FN], "grad_fn"},
+                 {&names[OUTPUT_NR], "output_nr"},
+                 {&names[BASE], "_base"},
+                 {&n_is_neg, "is_neg"},
+                 {&n_is_conj, "is_conj"},
+                 {&n_data_ptr, "data_ptr"},
+                 {&n_shape, "shape"},
+                 {&n_is_cpu, "is_cpu"},
+                 {&n_stride, "stride"},
+                 {&n_next, "next_functions"},
+                 {&n_sequence, "_sequence_nr"},
+                 {&n_name, "__name__"},
+                 {&n_registers[0], "register_prehook"},
+                 {&n_registers[1], "register_hook"},
+                 {&t_enter, "__enter__"},
+                 {&t_exit, "__exit__"},
+                 {&t_compiling, "_is_compiling_flag"}};
     for (size_t i = 0; i < sizeof texts / sizeof *texts; i++)
         if (!(*texts[i].at = PyUnicode_InternFromString(texts[i].text))) return -1;
     return PyModule_AddFunctions(module, functions);
