@@ -1,0 +1,2 @@
+"""Healthy loops."""
+HEALTHY = {}
