@@ -26,8 +26,8 @@ def lines_of(cases: list[Case]) -> list[dict[str, Any]]:
     lines = []
     for case in cases:
         if case.program not in twins:
-            twins[case.program] = run(case.program, "", case.ranks)
-        line = judged(case, run(case.program, case.name, case.ranks), twins[case.program])
+            twins[case.program] = run(case.program, "", ranks=case.ranks)
+        line = judged(case, run(case.program, case.name, ranks=case.ranks), twins[case.program])
         words = "found" if line["found"] else "MISSED", "named" if line["named"] else "-", len(line["alarms"])
         print(f"{case.number:2} {case.name:32} {words[0]:7} {words[1]:6} {words[2]:2}  {line['first'][:110]}", flush=True)
         lines.append(line)
@@ -38,7 +38,7 @@ def loops_of(names: list[str]) -> dict[str, list[str]]:
     """Run healthy loops, and print and return the alarms of each."""
     told_of = {}
     for name in names:
-        told_of[name] = [told(finding) for finding in alarms(run(HEALTHY[name], ""))]
+        told_of[name] = [told(finding) for finding in alarms(run(HEALTHY[name]))]
         print(f"   {name:32} {len(told_of[name])} alarms  {'; '.join(told_of[name])[:150]}", flush=True)
     return told_of
 

@@ -8,6 +8,7 @@ import trainprobe
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_gather, all_reduce
 from torch.nn import functional
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from benchmarks.sight.case import STEPS
 from benchmarks.sight.parts import Causal, clusters, mlp, stream, text
@@ -37,11 +38,11 @@ def replicas(bug: str) -> None:
     if bug == "counters_apart" and rank > 0:
         for state in optimizer.state.values():
             state["step"].fill_(1)
-    draw = stream(60 if bug == "ranks_read_the_same" else 60 + rank)
+    draw = stream(60 + rank)
     with trainprobe.watch(model, optimizer) as probe:
         for step in range(STEPS):
             count = 24 + 16 * ((rank + step) % 2)
-            x, y = clusters(40 if bug == "ranks_read_the_same" else count, draw)
+            x, y = clusters(count, draw)
             with probe.step():
                 loss = functional.cross_entropy(model(x), y, reduction="sum")
                 optimizer.zero_grad()
@@ -54,6 +55,26 @@ def replicas(bug: str) -> None:
                     parameter.grad /= counts
                 optimizer.step()
                 probe.note("loss", loss.detach() / len(x))
+
+
+def readers(bug: str) -> None:
+    """Data parallel by hand; each rank reads its half of the data."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 5))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    torch.manual_seed(1 + rank)  # what is dropped differs between ranks
+    data = TensorDataset(*clusters(32 * STEPS, stream(61)))
+    sampler = None if bug == "ranks_read_the_same" else DistributedSampler(data, shuffle=False)
+    with trainprobe.watch(model, optimizer) as probe:
+        for _, (points, kinds) in zip(range(STEPS), DataLoader(data, 16, sampler=sampler)):
+            with probe.step():
+                loss = functional.cross_entropy(model(points), kinds)
+                optimizer.zero_grad()
+                loss.backward()
+                average_gradients(model)
+                optimizer.step()
+                probe.note("loss", loss)
 
 
 def actor(bug: str) -> None:
@@ -138,6 +159,7 @@ def contrast(bug: str) -> None:
                 if bug == "gathered_without_gradient":
                     seen = [torch.empty_like(b) for _ in range(2)]
                     dist.all_gather(seen, b)
+                    seen[rank] = b
                 else:
                     seen = list(all_gather(b))
                 loss = functional.cross_entropy(10 * a @ torch.cat(seen).T, torch.arange(16) + 16 * rank)
@@ -191,7 +213,12 @@ class Halves(nn.Module):
     def __init__(self, summed: bool) -> None:
         super().__init__()
         self.summed = summed
-        self.enter, self.columns, self.rows, self.leave = nn.Linear(12, 16), nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 5)
+        self.enter, self.columns, self.rows, self.leave = (
+            nn.Linear(12, 16),
+            nn.Linear(16, 16),
+            nn.Linear(16, 16),
+            nn.Linear(16, 5),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         entered = torch.relu(self.enter(x))

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 
 ALARMS = ("warning", "error")
-Program = Callable[[str], None]
+Program = Callable[..., None]
 
 
-def run(program: Program, bug: str, ranks: int = 1, timeout: float = 300) -> list[dict[str, Any]]:
-    """Train once and return the findings of all ranks, in the order of their steps.
+def run(program: Program, *bug: str, ranks: int = 1, timeout: float = 300) -> list[dict[str, Any]]:
+    """Train once, with the switch `bug` where the program has one, and return the findings of all ranks, by their steps.
 
     Raises RuntimeError when the program fails or is not done after `timeout` seconds.
     """
@@ -35,7 +35,7 @@ def run(program: Program, bug: str, ranks: int = 1, timeout: float = 300) -> lis
             process.join()
         if any(process.exitcode for process in running):
             logs = "\n".join(path.read_text()[-3000:] for path in sorted(Path(folder).glob("*.log")))
-            raise RuntimeError(f"{program.__name__}({bug!r}) failed:\n{logs}")
+            raise RuntimeError(f"{program.__name__}{bug} failed:\n{logs}")
         files = sorted(Path(folder).glob("probe_out*/rank*/findings.jsonl"))
         told = [json.loads(line) for file in files for line in file.read_text().splitlines()]
         return sorted(told, key=lambda finding: 1 << 30 if finding["step"] is None else finding["step"])
@@ -46,7 +46,7 @@ def alarms(findings: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [finding for finding in findings if finding["severity"] in ALARMS]
 
 
-def _child(program: Program, bug: str, rank: int, ranks: int, folder: Path) -> None:
+def _child(program: Program, bug: tuple[str, ...], rank: int, ranks: int, folder: Path) -> None:
     os.chdir(folder)
     log = os.open(f"{rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
@@ -56,7 +56,8 @@ def _child(program: Program, bug: str, rank: int, ranks: int, folder: Path) -> N
     try:
         if ranks > 1:
             dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
-        program(bug)
+        torch.manual_seed(0)
+        program(*bug)
         if ranks > 1:
             dist.destroy_process_group()
     except BaseException:

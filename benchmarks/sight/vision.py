@@ -77,7 +77,9 @@ def segmentation(bug: str) -> None:
     """Tells the background from the squares of four classes; 255 would be unlabelled."""
     torch.manual_seed(0)
     draw = stream(32)
-    model = nn.Sequential(nn.Conv2d(3, 24, 3, padding=1), nn.ReLU(), nn.Conv2d(24, 24, 3, padding=1), nn.ReLU(), nn.Conv2d(24, 5, 1))
+    model = nn.Sequential(
+        nn.Conv2d(3, 24, 3, padding=1), nn.ReLU(), nn.Conv2d(24, 24, 3, padding=1), nn.ReLU(), nn.Conv2d(24, 5, 1)
+    )
     optimizer = torch.optim.Adam(model.parameters(), 5e-3)
     with trainprobe.watch(model, optimizer) as probe:
         for _ in range(STEPS):
