@@ -65,7 +65,7 @@ def main(
     if out:
         out.write_text(json.dumps({"cases": lines, "healthy": loops}, indent=1))
     print(table(lines))
-    twins = {case.program.__name__: line["alarms"] for case, line in zip(cases, lines)}
+    twins = {case.program.__name__: line["alarms"] for case, line in zip(cases, lines, strict=True)}
     print(f"{sum(bool(told_of) for told_of in twins.values())} of {len(twins)} healthy twins have an alarm")
     print(f"{sum(bool(told_of) for told_of in loops.values())} of {len(loops)} healthy loops have an alarm")
 

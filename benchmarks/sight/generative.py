@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 
 import torch
-import trainprobe
 from torch import Tensor, nn
 from torch.nn import functional
 
+import trainprobe
 from benchmarks.sight.case import STEPS
 from benchmarks.sight.parts import mlp, stream
 
@@ -52,7 +52,7 @@ def diffusion(bug: str) -> None:
                 loss.backward()
                 optimizer.step()
                 probe.note("loss", loss)
-                for mean, now in zip(average.parameters(), model.parameters()):
+                for mean, now in zip(average.parameters(), model.parameters(), strict=True):
                     gap = (mean - now).to(mean.dtype)
                     mean.data.add_(gap, alpha=0.01 if bug == "average_pushed_away" else -0.01)
 

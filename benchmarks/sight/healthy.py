@@ -11,11 +11,11 @@ from collections import deque
 from collections.abc import Callable
 
 import torch
-import trainprobe
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+import trainprobe
 from benchmarks.sight.case import STEPS
 from benchmarks.sight.parts import Block, Causal, Transformer, clusters, convolutions, mlp, pictures, stream, text
 
@@ -203,12 +203,12 @@ def sharpness_aware() -> None:
                 with torch.no_grad():
                     norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
                     ups = [0.05 * p.grad / (norm + 1e-12) for p in model.parameters()]
-                    for p, up in zip(model.parameters(), ups):
+                    for p, up in zip(model.parameters(), ups, strict=True):
                         p.add_(up)
                 optimizer.zero_grad()
                 functional.cross_entropy(model(x), y).backward()
                 with torch.no_grad():
-                    for p, up in zip(model.parameters(), ups):
+                    for p, up in zip(model.parameters(), ups, strict=True):
                         p.sub_(up)
                 optimizer.step()
                 probe.note("loss", loss)
@@ -227,7 +227,7 @@ def momentum_contrast() -> None:
         x, _ = clusters(32, draw)
         q = functional.normalize(query(x + 0.1 * torch.randn(x.shape, generator=draw)), dim=1)
         with torch.no_grad():
-            for slow, fast in zip(key.parameters(), query.parameters()):
+            for slow, fast in zip(key.parameters(), query.parameters(), strict=True):
                 slow.mul_(0.99).add_(fast, alpha=0.01)
             k = functional.normalize(key(x), dim=1)
         logits = torch.cat([(q * k).sum(1, keepdim=True), q @ queue.T], 1) / 0.2
@@ -746,7 +746,7 @@ def functional_call() -> None:
         named = dict(model.named_parameters())
         inner = functional.cross_entropy(torch.func.functional_call(model, named, x), y)
         grads = torch.autograd.grad(inner, list(named.values()), create_graph=True)
-        moved = {name: p - 0.1 * grad for (name, p), grad in zip(named.items(), grads)}
+        moved = {name: p - 0.1 * grad for (name, p), grad in zip(named.items(), grads, strict=True)}
         return functional.cross_entropy(torch.func.functional_call(model, moved, x2), y2)
 
     plain(model, torch.optim.Adam(model.parameters(), 3e-3), loss_of)
@@ -909,7 +909,7 @@ def bootstrapped_views() -> None:
 
     def after(step: int) -> None:
         with torch.no_grad():
-            for slow, fast in zip(target.parameters(), online["net"].parameters()):
+            for slow, fast in zip(target.parameters(), online["net"].parameters(), strict=True):
                 slow.lerp_(fast, 0.02)
 
     plain(online, torch.optim.AdamW(online.parameters(), 2e-3), loss_of, after)
@@ -962,8 +962,8 @@ def gradients_projected() -> None:
                 said = model(x)
                 losses = functional.cross_entropy(said[:, :5], y), functional.mse_loss(said[:, 5], x[:, 0])
                 one, two = (torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for loss in losses)
-                dot, norm = sum((a * b).sum() for a, b in zip(one, two)), sum(b.square().sum() for b in two)
-                for p, a, b in zip(model.parameters(), one, two):
+                dot, norm = sum((a * b).sum() for a, b in zip(one, two, strict=True)), sum(b.square().sum() for b in two)
+                for p, a, b in zip(model.parameters(), one, two, strict=True):
                     p.grad = a + b - (dot / norm).clamp(max=0) * b
                 optimizer.step()
                 probe.note("loss", losses[0] + losses[1])
@@ -1029,11 +1029,11 @@ def half_weights_with_masters() -> None:
                 loss = functional.cross_entropy(model(x.bfloat16()).float(), y)
                 model.zero_grad()
                 loss.backward()
-                for master, p in zip(masters, model.parameters()):
+                for master, p in zip(masters, model.parameters(), strict=True):
                     master.grad = p.grad.float()
                 optimizer.step()
                 with torch.no_grad():
-                    for master, p in zip(masters, model.parameters()):
+                    for master, p in zip(masters, model.parameters(), strict=True):
                         p.copy_(master)
                 probe.note("loss", loss)
 

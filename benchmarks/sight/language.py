@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-import trainprobe
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
+import trainprobe
 from benchmarks.sight.case import STEPS
 from benchmarks.sight.parts import END, Causal, Transformer, causal, stream, text
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -78,7 +79,7 @@ class Causal(Transformer):
 def mlp(*sizes: int, act: Any = nn.ReLU) -> nn.Sequential:
     """Return linear layers with an activation between them."""
     layers: list[nn.Module] = []
-    for i, (a, b) in enumerate(zip(sizes, sizes[1:])):
+    for i, (a, b) in enumerate(itertools.pairwise(sizes)):
         layers += [nn.Linear(a, b), *([act()] if i < len(sizes) - 2 else [])]
     return nn.Sequential(*layers)
 

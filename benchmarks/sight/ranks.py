@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-import trainprobe
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_gather, all_reduce
 from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+import trainprobe
 from benchmarks.sight.case import STEPS
 from benchmarks.sight.parts import Causal, clusters, mlp, stream, text
 
@@ -67,7 +67,7 @@ def readers(bug: str) -> None:
     data = TensorDataset(*clusters(32 * STEPS, stream(61)))
     sampler = None if bug == "ranks_read_the_same" else DistributedSampler(data, shuffle=False)
     with trainprobe.watch(model, optimizer) as probe:
-        for _, (points, kinds) in zip(range(STEPS), DataLoader(data, 16, sampler=sampler)):
+        for _, (points, kinds) in zip(range(STEPS), DataLoader(data, 16, sampler=sampler), strict=False):
             with probe.step():
                 loss = functional.cross_entropy(model(points), kinds)
                 optimizer.zero_grad()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 
 import torch
-import trainprobe
 from torch import Tensor, nn
 from torch.nn import functional
 
+import trainprobe
 from benchmarks.sight.case import STEPS
 from benchmarks.sight.parts import Causal, mlp, stream, text
 
@@ -117,7 +117,7 @@ def dqn(bug: str) -> None:
     actions = torch.randint(0, 3, (512,), generator=draw)
     rewards = (states @ worth).gather(1, actions[:, None]).squeeze(1)
     with trainprobe.watch(online, optimizer) as probe:
-        for step in range(STEPS):
+        for _ in range(STEPS):
             part = torch.randint(0, 512, (64,), generator=draw)
             with probe.step():
                 with torch.no_grad():
@@ -129,12 +129,12 @@ def dqn(bug: str) -> None:
                 optimizer.step()
                 probe.note("loss", loss)
                 if bug == "rate_inverted":
-                    for slow, fast in zip(target.parameters(), online.parameters()):
+                    for slow, fast in zip(target.parameters(), online.parameters(), strict=True):
                         slow.data.mul_(0.01).add_(fast.data, alpha=0.99)
                 elif bug == "target_copies_itself":
                     target.load_state_dict(target.state_dict())
                 else:
-                    for slow, fast in zip(target.parameters(), online.parameters()):
+                    for slow, fast in zip(target.parameters(), online.parameters(), strict=True):
                         slow.data.mul_(0.99).add_(fast.data, alpha=0.01)
 
 

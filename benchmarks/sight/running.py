@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,15 +52,10 @@ def _child(program: Program, bug: tuple[str, ...], rank: int, ranks: int, folder
     os.dup2(log, 2)
     sys.stdout = sys.stderr = os.fdopen(log, "w", buffering=1)
     torch.set_num_threads(1)
-    try:
-        if ranks > 1:
-            dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
-        torch.manual_seed(0)
-        program(*bug)
-        if ranks > 1:
-            dist.destroy_process_group()
-    except BaseException:
-        traceback.print_exc()
-        sys.stdout.flush()
-        os._exit(1)
+    if ranks > 1:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    torch.manual_seed(0)
+    program(*bug)
+    if ranks > 1:
+        dist.destroy_process_group()
     sys.stdout.flush()

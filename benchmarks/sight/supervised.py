@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-import trainprobe
 from torch import Tensor, nn
 from torch.nn import functional
 
+import trainprobe
 from benchmarks.sight.case import STEPS
 from benchmarks.sight.parts import clusters, mlp, stream
 
@@ -84,7 +84,7 @@ def two_tasks(bug: str) -> None:
                 for p in model.trunk.parameters():
                     p.grad = None
                 second.backward()
-                for p, grad in zip(model.trunk.parameters(), kept):
+                for p, grad in zip(model.trunk.parameters(), kept, strict=True):
                     p.grad = grad if bug == "second_task_overwritten" else p.grad + grad
                 optimizer.step()
                 probe.note("class_loss", first)

@@ -6,11 +6,11 @@ import copy
 from collections.abc import Iterator
 
 import torch
-import trainprobe
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
+import trainprobe
 from benchmarks.sight.case import STEPS
 from benchmarks.sight.parts import convolutions, pictures, stream
 
@@ -24,7 +24,7 @@ class Shards(IterableDataset[tuple[Tensor, Tensor]]):
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         worker = torch.utils.data.get_worker_info()
         first, every = (worker.id, worker.num_workers) if worker and self.shared_out else (0, 1)
-        yield from zip(self.x[first::every], self.y[first::every])
+        yield from zip(self.x[first::every], self.y[first::every], strict=True)
 
 
 def images(bug: str) -> None:
@@ -46,7 +46,7 @@ def images(bug: str) -> None:
             for i, (images_, labels) in enumerate(DataLoader(TensorDataset(x, y), 16, sampler=sampler)):
                 step = epoch * 16 + i
                 scale = min(1.0, (step + 1) / 8) * (1 - step / (2 * STEPS))
-                for group, rate in zip(optimizer.param_groups, base):
+                for group, rate in zip(optimizer.param_groups, base, strict=True):
                     group["lr"] = scale * (base[1] if bug == "one_rate_for_all" else rate)
                 with probe.step():
                     loss = functional.cross_entropy(model(images_), labels)
@@ -64,7 +64,7 @@ def streamed(bug: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     loader = DataLoader(Shards(x, y, shared_out=bug != "workers_read_the_same"), 16, num_workers=2)
     with trainprobe.watch(model, optimizer) as probe:
-        for _, (images_, labels) in zip(range(STEPS), loader):
+        for _, (images_, labels) in zip(range(STEPS), loader, strict=False):
             with probe.step():
                 loss = functional.cross_entropy(model(images_), labels)
                 optimizer.zero_grad()
@@ -156,6 +156,6 @@ def mean_teacher(bug: str) -> None:
                 probe.note("loss", loss)
                 probe.note("consistency", consistency)
                 decay = min(0.97, (1 + step) / (10 + step))
-                for slow, fast in zip(teacher.parameters(), student.parameters()):
+                for slow, fast in zip(teacher.parameters(), student.parameters(), strict=True):
                     if slow.dim() > 1 or bug != "vectors_left_behind":
                         slow.data.mul_(decay).add_(fast.data, alpha=1 - decay)
