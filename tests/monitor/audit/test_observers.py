@@ -19,8 +19,8 @@ import torch
 
 import trainprobe
 from tests.monitor.audit.trained import train_one
-from trainprobe.engine.capture.audit import observers
 from trainprobe.engine.core.facts import StepFacts
+from trainprobe.monitor.audit import observers
 from trainprobe.monitor.audit.relations import load_relation, relation_names
 
 HERE = "trainprobe.monitor.audit"
@@ -141,8 +141,8 @@ def test_what_no_relation_of_the_plan_names_is_not_installed(tmp_path, only, the
 
 
 OBSERVER = '''"""How many rows the model was called with."""
-from trainprobe.engine.capture.audit.observers import Observer
-from trainprobe.engine.capture.audit.observers.model_calls import ModelCalls
+from trainprobe.monitor.audit.observers import Observer
+from trainprobe.monitor.audit.observers.model_calls import ModelCalls
 
 class Rows(Observer):
     """Counts."""
@@ -188,7 +188,7 @@ def test_a_new_fact_takes_an_observer_and_a_relation_and_no_other_file(tmp_path)
     """Both are laid into their folders in a copy of the package, and a training with a shorter last batch is found."""
     package = Path(trainprobe.__file__).parent
     shutil.copytree(package, tmp_path / "trainprobe", copy_function=os.symlink)
-    (tmp_path / "trainprobe/engine/capture/audit/observers/rows.py").write_text(OBSERVER)
+    (tmp_path / "trainprobe/monitor/audit/observers/rows.py").write_text(OBSERVER)
     (tmp_path / "trainprobe/monitor/audit/relations/rows_stay.py").write_text(RELATION)
     command = [sys.executable, "-c", TRAINING, str(tmp_path / "out")]
     run = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)

@@ -15,9 +15,9 @@ from torch.distributions import Categorical, Normal
 
 import trainprobe
 from tests.distributed.launch import launch
-from trainprobe.engine.capture.audit.set_up import model_facts
 from trainprobe.engine.core.facts import ModelFacts, StepFacts
 from trainprobe.engine.core.records import Place
+from trainprobe.monitor.audit.capture.set_up import model_facts
 from trainprobe.monitor.audit.evidence import Evidence, Tensors
 from trainprobe.monitor.audit.messages import key_of
 from trainprobe.monitor.audit.peers import Peer

@@ -7,7 +7,7 @@ The module of a relation holds
     EVERY     at each how many steps it is checked unless the plan says otherwise
     STAGE     where in a step a violation arises: see `STAGES`; findings of one step are reported in this order, so that the
               cause comes first
-    OBSERVERS the files of `engine.capture.audit.observers` whose facts it reads; those that no relation of a plan names are
+    OBSERVERS the files of `monitor.audit.observers` whose facts it reads; those that no relation of a plan names are
               not there in its run. A relation of another package that names none has all
     check     a pure function of the evidence of one rank: check(evidence) -> list[Finding]
 

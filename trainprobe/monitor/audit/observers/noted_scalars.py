@@ -1,0 +1,33 @@
+"""Scalars that a program noted as tensors with a gradient: they depend on the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.records import StepData, Value
+from trainprobe.monitor.audit.observers import Audited, Observer
+
+
+class NotedScalars(Observer):
+    """Looks as the step ends."""
+
+    essential = True
+
+    def __init__(self, guard: Guard, audited: Audited) -> None:
+        super().__init__(guard, audited)
+        self._dependent: frozenset[str] = frozenset()
+
+    def begin(self) -> None:
+        """Forget the last step."""
+        self._dependent = frozenset()
+
+    def end(self) -> None:
+        """Look at what was noted."""
+        noted = self._audited.tape.scalars.items() if self._audited.tape is not None else ()
+        self._dependent = frozenset(name for name, x in noted if isinstance(x, Value) and x.requires_grad) or self._dependent
+
+    def facts(self, step_data: StepData) -> Mapping[str, Any]:
+        """Return their names."""
+        return {"dependent": self._dependent}
