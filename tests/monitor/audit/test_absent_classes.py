@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn import functional
 
 import trainprobe
-from trainprobe.engine.core.facts import LossCall
 from trainprobe.engine.core.records import Place
 from trainprobe.monitor.audit.capture.class_shares import class_shares
 from trainprobe.monitor.audit.evidence import Evidence
+from trainprobe.monitor.audit.facts.calls import LossCall
 from trainprobe.monitor.audit.messages import decode, encode
 from trainprobe.monitor.audit.peers import Peer
 from trainprobe.monitor.audit.plan import AuditPlan

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from trainprobe.engine.core.facts import ParameterFact
 from trainprobe.monitor.audit.evidence import Tensors
+from trainprobe.monitor.audit.facts.model import ParameterFact
 from trainprobe.monitor.audit.messages import decode, encode
 from trainprobe.monitor.audit.peers import Peer, Share
 from trainprobe.monitor.audit.replication import (

@@ -9,10 +9,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from trainprobe.engine.core.facts import ModelFacts, SavedTensors, StepFacts
 from trainprobe.engine.core.records import Finding, Place, Site, StepData
 from trainprobe.engine.stats import finish
 from trainprobe.engine.stats.partials import column
+from trainprobe.monitor.audit.facts import Facts, T
+from trainprobe.monitor.audit.facts.calls import DependentScalars, TrainingCalls
+from trainprobe.monitor.audit.facts.gradients import UsedGradients
+from trainprobe.monitor.audit.facts.model import ModelFacts, Training
+from trainprobe.monitor.audit.facts.saves import Save
+from trainprobe.monitor.audit.facts.updates import BufferStates, UpdateCounts, UsedGroups
 from trainprobe.monitor.audit.peers import Key, Peer
 from trainprobe.monitor.audit.resharded import Resharded
 from trainprobe.monitor.scalar_names import role_of
@@ -115,7 +120,7 @@ def _rectangle(shard: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Streak:
-    """A value that was the same at so many audited steps in a row. since: the first of them, as `StepFacts.ordinal`."""
+    """A value that was the same at so many audited steps in a row. since: the first of them, as `Evidence.ordinal`."""
 
     value: float | bool
     count: int
@@ -157,7 +162,7 @@ class Evidence:
 
     step: int
     place: Place
-    facts: StepFacts
+    facts: Facts
     tensors: Tensors
     plan: AuditPlan
     scalars: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -168,7 +173,7 @@ class Evidence:
     batches_before: tuple[tuple[int, ...], ...] = ()
     ever_reached: frozenset[str] = frozenset()
     always_reached: frozenset[str] = frozenset()
-    resumed: SavedTensors | None = None
+    resumed: Save | None = None
     resharded: Resharded | None = None
     stalled: int = 0
     history: History = field(default_factory=History)
@@ -176,35 +181,50 @@ class Evidence:
     assumed: bool = False
     own_loop: bool = False
 
+    def of(self, kind: type[T]) -> T:
+        """Return the fact of a class that was established of this step; one with its defaults where nothing was seen."""
+        return self.facts.of(kind)
+
     @property
     def model(self) -> ModelFacts:
         """The model as it is now."""
-        return self.facts.model
+        return self.of(Training).model
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """Fingerprint of what the model was called with, one for each micro-batch."""
+        return self.of(TrainingCalls).batches
+
+    @property
+    def set_up(self) -> ModelFacts:
+        """The model as it was set up."""
+        return self.of(Training).set_up
+
+    @property
+    def ordinal(self) -> int:
+        """How many steps had begun with this one."""
+        return self.of(Training).ordinal
 
     def remembered(self, relation: str, otherwise: Any) -> Any:
         """Return what a relation returned from `remember` at the audited step before; `otherwise` at the first one."""
         return self.memory.get(relation, otherwise)
 
-    def seen(self, fact: str, otherwise: Any) -> Any:
-        """Return a fact of this step that has no field in `StepFacts`; `otherwise` where its observer saw nothing."""
-        return self.facts.others.get(fact, otherwise)
-
     @property
     def follows(self) -> bool:
         """Whether the audited step before is the very step before, and no optimizer stepped outside of both."""
-        return self.passed == 1 and not self.facts.updates_between
+        return self.passed == 1 and not self.of(UpdateCounts).between
 
     @property
     def passed(self) -> int:
         """How many steps passed since the audited step before; 0 where there was none."""
         if self.before is None:
             return 0
-        return self.facts.ordinal - self.before.facts.ordinal or self.step - self.before.step
+        return self.ordinal - self.before.ordinal or self.step - self.before.step
 
     def streak(self, kind: str, name: str) -> Streak | None:
         """Return the streak that a thing is in with this step; None where it is not known now."""
         now = streaks_now(self).get((kind, name))
-        return None if now is None else _prolonged(self.history.streaks.get((kind, name)), now, self.facts.ordinal)
+        return None if now is None else _prolonged(self.history.streaks.get((kind, name)), now, self.ordinal)
 
     @property
     def axes(self) -> frozenset[str]:
@@ -266,7 +286,7 @@ def without_gradient(
 
     Nothing where name is empty, or where the step made no update, whose gradients may serve something else.
     """
-    if not name or not evidence.facts.updates:
+    if not name or not evidence.of(UpdateCounts).updates:
         return []
     return [evidence.finding(rule, text, name, "grad", severity="warning", next=next, measured=measured, expected=expected)]
 
@@ -277,21 +297,23 @@ def streaks_now(evidence: Evidence) -> dict[tuple[str, str], float | bool]:
     Loss, gradient norm and whatever depends on the weights as reported, the rates in use, parameters that an update found
     without a gradient, and whether each buffer moved between the first forward and the update.
     """
-    facts = evidence.facts
+    buffers = evidence.of(BufferStates)
     now: dict[tuple[str, str], float | bool] = {
         ("scalar", name): value
         for name, value in evidence.scalars.items()
-        if role_of(name) in ("loss", "gradient norm") or name in facts.dependent
+        if role_of(name) in ("loss", "gradient norm") or name in evidence.of(DependentScalars).names
     }
-    now |= {("rate", str(i)): rate for i, rate in enumerate(facts.rates)}
-    now |= {("unreached", name): True for name in facts.unreached}
-    return now | {("moves", name): facts.buffers[name] != was for name, was in facts.begun.items() if name in facts.buffers}
+    now |= {("rate", str(i)): rate for i, rate in enumerate(evidence.of(UsedGroups).rates)}
+    now |= {("unreached", name): True for name in evidence.of(UsedGradients).unreached}
+    return now | {
+        ("moves", name): buffers.updated[name] != was for name, was in buffers.begun.items() if name in buffers.updated
+    }
 
 
 def streaks_with(evidence: Evidence) -> dict[tuple[str, str], Streak]:
     """Return all streaks with this step; without an update they stay what they were."""
-    known, at = evidence.history.streaks, evidence.facts.ordinal
-    if not evidence.facts.updates:
+    known, at = evidence.history.streaks, evidence.ordinal
+    if not evidence.of(UpdateCounts).updates:
         return dict(known)
     return {key: _prolonged(known.get(key), value, at) for key, value in streaks_now(evidence).items()}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from trainprobe.monitor.audit.evidence import Evidence, History, along, streaks_with, untrained_parameters
+from trainprobe.monitor.audit.facts.updates import UsedGroups
 from trainprobe.monitor.audit.messages import key_of
 
 STEADY = 3  # audited steps in a row after which something is expected to stay as it is
@@ -16,7 +17,7 @@ def learned(evidence: Evidence) -> History:
 
 
 def _peaks(evidence: Evidence) -> tuple[float, ...]:
-    rates, peaks = evidence.facts.rates, evidence.history.peaks
+    rates, peaks = evidence.of(UsedGroups).rates, evidence.history.peaks
     return tuple(map(max, rates, peaks)) if len(rates) == len(peaks) else rates or peaks
 
 

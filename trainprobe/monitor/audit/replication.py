@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from trainprobe.engine.core.facts import ParameterFact
 from trainprobe.monitor.audit.evidence import Tensors
+from trainprobe.monitor.audit.facts.model import ParameterFact
 from trainprobe.monitor.audit.peers import Peer, Share
 
 _DATA = frozenset({"dp"})

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from trainprobe.engine.capture import AUDIT
 from trainprobe.engine.capture.optimizers import parameters_of
 from trainprobe.engine.capture.parameter_states import ParameterStateTap
-from trainprobe.engine.core.facts import ModelFacts, Progress, StepFacts
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.held_parameters import parameters_in
 from trainprobe.engine.core.naming import chunks_of
@@ -18,9 +17,10 @@ from trainprobe.engine.stats.partials import CHECKSUM, STATS
 from trainprobe.engine.tape import Tape
 from trainprobe.monitor.audit.capture.run import AuditRun
 from trainprobe.monitor.audit.capture.set_up import model_facts
+from trainprobe.monitor.audit.facts import Facts
+from trainprobe.monitor.audit.facts.model import ModelFacts, Training
+from trainprobe.monitor.audit.facts.updates import Progress
 from trainprobe.monitor.audit.observers import Audited, Observers
-
-_FIELDS = frozenset(field.name for field in fields(StepFacts))
 
 
 class AuditTap:
@@ -127,26 +127,23 @@ class AuditTap:
 
     # ---- afterwards ----------------------------------------------------------------------------------------------
 
-    def take(self, step_data: StepData) -> StepFacts:
+    def take(self, step_data: StepData) -> Facts:
         """Return the facts of the step that `step_data` holds."""
         assert self._set_up is not None
         model = self._facts()
         model = model if self._audited.modes is None else replace(model, modes=self._audited.modes)
-        seen = self._observers.facts(step_data)
-        known = {name: fact for name, fact in seen.items() if name in _FIELDS}
-        others = {name: fact for name, fact in seen.items() if name not in _FIELDS}
-        return StepFacts(self._set_up, model, ordinal=self._audited.run.ordinal, others=others, **known)
+        return Facts(Training(self._set_up, model, self._audited.run.ordinal), *self._observers.facts(step_data))
 
     def has_declared_loss(self) -> bool:
         """Tell whether the loss was declared; True as well where a source keeps the gradients, as none could be compared."""
         return self._audited.declared.loss is not None or not self._audited.plain
 
-    def late_evaluations(self) -> StepFacts | None:
+    def late_evaluations(self) -> Facts | None:
         """Return facts of evaluations after the last audited step, or None when there were none."""
         late = self._observers.late()
-        if self._set_up is None or not any(late.values()):
+        if self._set_up is None or not late:
             return None
-        return StepFacts(self._set_up, self._set_up, **late)
+        return Facts(Training(self._set_up, self._set_up), *late)
 
     def _facts(self) -> ModelFacts:
         audited = self._audited

@@ -18,7 +18,6 @@ from trainprobe.engine.capture.mindspore.calls import KnownCalls, listed
 from trainprobe.engine.capture.mindspore.cells import cells_of, is_graph_mode, parameters_in
 from trainprobe.engine.capture.mindspore.states import CellStateTap, rates_of
 from trainprobe.engine.core.containers import tensors_in
-from trainprobe.engine.core.facts import Evaluation, Group, ModelFacts, ParameterFact, Progress, StepFacts
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.naming import ROOT
 from trainprobe.engine.core.records import StepData, Value
@@ -26,6 +25,11 @@ from trainprobe.engine.stats.checksum import joined
 from trainprobe.engine.stats.partials import CHECKSUM, STATS
 from trainprobe.engine.tape import Tape
 from trainprobe.monitor.audit.capture.run import AuditRun
+from trainprobe.monitor.audit.facts import Facts
+from trainprobe.monitor.audit.facts.calls import Evaluation, RandomFingerprints, TrainingCalls
+from trainprobe.monitor.audit.facts.gradients import Backwards
+from trainprobe.monitor.audit.facts.model import ModelFacts, ParameterFact, Training
+from trainprobe.monitor.audit.facts.updates import ParameterGroup, Progress, UpdateCounts, UsedGroups
 
 # optimizers whose moments follow the rule that torch's have too: m' = β₁m + (1 - β₁)g, v' = β₂v + (1 - β₂)g²
 _RULES = {"Adam": "Adam", "AdamWeightDecay": "AdamW", "AdamW": "AdamW"}
@@ -55,7 +59,7 @@ class CellAuditTap:
         self._repeated = False
         self._early = False
         self._rates: tuple[float, ...] = ()
-        self._groups: list[Group] = []
+        self._groups: list[ParameterGroup] = []
 
     def attach(self, run: AuditRun) -> None:
         """Ask `run` about the run; called before `open`."""
@@ -134,30 +138,30 @@ class CellAuditTap:
 
     # ---- afterwards ------------------------------------------------------------------------------------------------
 
-    def take(self, step_data: StepData) -> StepFacts:
+    def take(self, step_data: StepData) -> Facts:
         """Return the facts of the step that `step_data` holds."""
         assert self._set_up is not None
         batches, self._batches = self._batches, []
-        return StepFacts(
-            set_up=self._set_up,
-            model=self._facts(self._states.optimizers()),
-            batches=tuple(joined([_checksum(step_data, value) for value in values]) for values in batches),
-            whole_numbers=any(_whole(value) for values in batches for value in values),
-            tokens=tuple(next((prod(v.shape) for v in values if _whole(v)), 0) for values in batches),
-            backwards=1,  # each step of a training differentiates, though the update may be left out
-            updates=self._updates,
-            repeated=self._repeated,
-            ordinal=self._run.ordinal,
-            groups=tuple(self._groups),
-            rates=self._rates,
-            random=_random_fingerprint(),
-            evaluations=self._take_evaluations(),
+        return Facts(
+            Training(self._set_up, self._facts(self._states.optimizers()), self._run.ordinal),
+            TrainingCalls(
+                batches=tuple(joined([_checksum(step_data, value) for value in values]) for values in batches),
+                whole_numbers=any(_whole(value) for values in batches for value in values),
+                tokens=tuple(next((prod(v.shape) for v in values if _whole(v)), 0) for values in batches),
+                evaluations=self._take_evaluations(),
+            ),
+            Backwards(1),  # each step of a training differentiates, though the update may be left out
+            UpdateCounts(self._updates, self._repeated),
+            UsedGroups(tuple(self._groups), self._rates),
+            RandomFingerprints(ended=_random_fingerprint()),
         )
 
-    def late_evaluations(self) -> StepFacts | None:
+    def late_evaluations(self) -> Facts | None:
         """Return facts of evaluations after the last audited step, or None when there were none."""
         found = self._take_evaluations()
-        return StepFacts(self._set_up, self._set_up, evaluations=found) if found and self._set_up is not None else None
+        if not found or self._set_up is None:
+            return None
+        return Facts(Training(self._set_up, self._set_up), TrainingCalls(evaluations=found))
 
     def _take_evaluations(self) -> tuple[Evaluation, ...]:
         taken, self._evaluations = tuple(self._evaluations), []
@@ -190,7 +194,7 @@ def counted(optimizers: Sequence[Any]) -> int:
     return sum(int(c.asnumpy().reshape(-1)[0]) for c in counters if isinstance(c, mindspore.Tensor))
 
 
-def _groups(optimizer: Any, rates: Sequence[float], names: Mapping[int, str]) -> Iterator[Group]:
+def _groups(optimizer: Any, rates: Sequence[float], names: Mapping[int, str]) -> Iterator[ParameterGroup]:
     """Yield the parameters of an optimizer by their learning rate, with its plain numbers where its rule is known."""
     kind = _RULES.get(type(optimizer).__name__, "")
     options: dict[str, Any] = {}
@@ -205,7 +209,7 @@ def _groups(optimizer: Any, rates: Sequence[float], names: Mapping[int, str]) ->
     for i, p in enumerate(optimizer.parameters if rates else ()):
         by_rate.setdefault(rates[i if len(rates) > 1 else 0], []).append(names.get(id(p), str(p.name)))
     for rate, of in by_rate.items():
-        yield Group("" if scaled else kind, frozenset(of), {"lr": rate, **options})
+        yield ParameterGroup("" if scaled else kind, frozenset(of), {"lr": rate, **options})
 
 
 def _is_tensor(x: Any) -> bool:

@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from trainprobe.engine.capture.optimizers import groups_of, parameters_of
-from trainprobe.engine.core.facts import Base, Group, ModelFacts, ParameterFact
 from trainprobe.engine.core.guard import attempt
 from trainprobe.engine.core.held_parameters import Shards, members, shards_of
 from trainprobe.engine.core.naming import count_outer_wrappers, in_training, logical_name
 from trainprobe.monitor.audit.capture.registered import hidden_parameters, repeated_hooks
+from trainprobe.monitor.audit.facts.model import ModelFacts, ParameterFact
+from trainprobe.monitor.audit.facts.updates import BaseRate, ParameterGroup
 
 
 def model_facts(
@@ -111,21 +112,21 @@ def _drops(module: Any) -> bool:
     return "drop" in type(module).__name__.lower() and isinstance(share, int | float) and share > 0
 
 
-def bases_of(optimizer: Any, number: int, unstepped: bool) -> tuple[Base, ...]:
+def bases_of(optimizer: Any, number: int, unstepped: bool) -> tuple[BaseRate, ...]:
     """Return what is known of each of `rates_of`. unstepped: no scheduler of this optimizer has been stepped."""
     waits = unstepped and hasattr(optimizer.step, "_wrapped_by_lr_sched")
     groups = (group for group in groups_of(optimizer) if isinstance(group.get("lr"), float | int))
-    return tuple(Base(number, _number(group.get("initial_lr")), waits) for group in groups)
+    return tuple(BaseRate(number, _number(group.get("initial_lr")), waits) for group in groups)
 
 
 def _number(value: Any) -> float:
     return float(value) if isinstance(value, float | int) else float("nan")
 
 
-def optimizer_groups(optimizers: Sequence[Any], names: Mapping[int, str]) -> tuple[Group, ...]:
+def optimizer_groups(optimizers: Sequence[Any], names: Mapping[int, str]) -> tuple[ParameterGroup, ...]:
     """Return the parameter groups of all optimizers with their plain numbers."""
     return tuple(
-        Group(
+        ParameterGroup(
             type(optimizer).__name__ if type(optimizer).__module__.startswith("torch.optim") else "",
             frozenset(names[id(p)] for p in group["params"] if id(p) in names),
             {key: value for key, value in group.items() if _plain(value)},

@@ -1,8 +1,8 @@
 """The observers of the audit: each looks at one thing of a step, and where it fails, the audit goes on without it.
 
 Each file here holds one subclass of `Observer`, and is found by being here; relations name the file in their `OBSERVERS`. A new
-fact of a step needs the observer that sees it and the relation that judges it. The facts of an observer that was left out are
-those of a step in which it saw nothing; a fault of one that is `essential` has the whole audit left out.
+fact of a step needs the observer that sees it and the relation that judges it: see `monitor.audit.facts`. The fact of an
+observer that was left out has its defaults; a fault of one that is `essential` has the whole audit left out.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from trainprobe.engine.capture.parameter_states import ParameterStateTap
-from trainprobe.engine.core.facts import Progress
 from trainprobe.engine.core.guard import Guard, PartGuard
 from trainprobe.engine.core.records import StepData
 from trainprobe.engine.tape import Tape
 from trainprobe.monitor.audit.capture.run import AuditRun
+from trainprobe.monitor.audit.facts.updates import Progress
 
 T = TypeVar("T")
 O = TypeVar("O", bound="Observer")  # noqa: E741
@@ -141,13 +141,11 @@ class Observer:
     def end(self) -> None:
         """The step has ended: take away what `begin` installed. Called also where the observer has failed."""
 
-    def facts(self, step_data: StepData) -> Mapping[str, Any]:
-        """Return fields of `StepFacts`, or facts that have no field, once the step has crossed to the host."""
-        return {}
+    def facts(self, step_data: StepData) -> Any:
+        """Return the observer's fact, a frozen dataclass, once the step has crossed to the host. Annotated with its class."""
 
-    def late(self) -> Mapping[str, Any]:
-        """Return facts of what came after the last audited step."""
-        return {}
+    def late(self) -> Any:
+        """Return the fact of what came after the last audited step; None where nothing did."""
 
     def stop(self) -> None:
         """The run has ended: take away what `start` installed. Called also where the observer has failed."""
@@ -207,23 +205,21 @@ class Observers:
         """The step has ended."""
         self._undo("end")
 
-    def facts(self, step_data: StepData) -> dict[str, Any]:
-        """Return the facts that were seen, by their names; those of an observer that has failed are left out."""
+    def facts(self, step_data: StepData) -> list[Any]:
+        """Return the facts that were seen; those of an observer that has failed are left out."""
         return self._gather("facts", step_data)
 
-    def late(self) -> dict[str, Any]:
-        """Return facts of what came after the last audited step."""
+    def late(self) -> list[Any]:
+        """Return the facts of what came after the last audited step."""
         return self._gather("late")
+
+    def _gather(self, event: str, *args: Any) -> list[Any]:
+        called = (method(*args) if own is None else own.within(method, *args) for own, method in self._heard.get(event, ()))
+        return [fact for fact in called if fact is not None]
 
     def stop(self) -> None:
         """The run has ended."""
         self._undo("stop")
-
-    def _gather(self, event: str, *args: Any) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for own, method in self._heard.get(event, ()):
-            found |= (method(*args) if own is None else own.within(method, *args)) or {}
-        return found
 
     def _undo(self, event: str) -> None:
         for kind, one in self._all.items():

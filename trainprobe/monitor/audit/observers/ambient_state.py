@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ import torch
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.records import StepData
 from trainprobe.monitor.audit.observers import Audited, Observer
+from trainprobe.monitor.audit.relations.ambient_state import Ambient
 
 
 class AmbientState(Observer):
@@ -29,9 +29,9 @@ class AmbientState(Observer):
         """Look once."""
         self._found = self._found or ambient_state(optimizer)
 
-    def facts(self, step_data: StepData) -> Mapping[str, Any]:
+    def facts(self, step_data: StepData) -> Ambient:
         """Return what held."""
-        return {"ambient": self._found}
+        return Ambient(self._found)
 
 
 def ambient_state(optimizer: Any) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch._C import _current_graph_task_id
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.records import StepData
+from trainprobe.monitor.audit.facts.gradients import Backwards
 from trainprobe.monitor.audit.observers import Audited, Observer
 
 
@@ -54,9 +54,9 @@ class BackwardStarts(Observer):
         """An update has used what there was."""
         self.unused = 0
 
-    def facts(self, step_data: StepData) -> Mapping[str, Any]:
+    def facts(self, step_data: StepData) -> Backwards:
         """Return how many passes there were."""
-        return {"backwards": self.count}
+        return Backwards(self.count)
 
     def _backward(self, original: Any) -> Any:
         def backward(*args: Any, **kwargs: Any) -> Any:

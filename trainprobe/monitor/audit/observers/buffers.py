@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.records import StepData, Value
 from trainprobe.engine.stats.partials import CHECKSUM, STATS, column
 from trainprobe.engine.tape import Tape
 from trainprobe.monitor.audit.capture.registered import unwrapped
 from trainprobe.monitor.audit.capture.values import checksum_of, mean_of
+from trainprobe.monitor.audit.facts.updates import BufferStates
 from trainprobe.monitor.audit.observers import Audited, Observer
 from trainprobe.monitor.audit.observers.model_calls import ModelCalls
 
@@ -40,22 +38,19 @@ class Buffers(Observer):
         if self._audited.tape is not None and self._audited.fingerprints:
             self._updated = self._look(self._audited.tape)
 
-    def facts(self, step_data: StepData) -> Mapping[str, Any]:
-        """Return the fingerprints, the buffers that hold a NaN as they were last looked at, and what counts averaged batches.
-
-        averaged: name → the number before the first forward and after the update.
-        """
+    def facts(self, step_data: StepData) -> BufferStates:
+        """Return the fingerprints, the buffers that hold a NaN, and the counters of averaged batches."""
         last = (self._begun | self._updated).items()
-        found = {
-            "begun": {name: checksum_of(step_data, v) for name, v in self._begun.items()},
-            "buffers": {name: checksum_of(step_data, v) for name, v in self._updated.items()},
-            "spoiled": tuple(name for name, v in last if _has_nan(step_data, v)),
-            "averaged": {
+        found = BufferStates(
+            {name: checksum_of(step_data, v) for name, v in self._begun.items()},
+            {name: checksum_of(step_data, v) for name, v in self._updated.items()},
+            tuple(name for name, v in last if _has_nan(step_data, v)),
+            {
                 name: (mean_of(step_data, self._begun[name]), mean_of(step_data, v))
                 for name, v in self._updated.items()
                 if name.endswith("num_batches_tracked") and name in self._begun
             },
-        }
+        )
         self.begin()
         return found
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from trainprobe.engine.core.facts import Clip
 from trainprobe.engine.core.records import StepData
 from trainprobe.monitor.audit.capture.values import norm_of
+from trainprobe.monitor.audit.facts.gradients import Clip, ClippedGradients
 from trainprobe.monitor.audit.observers import Observer
 
 
@@ -16,7 +13,7 @@ class Clips(Observer):
 
     essential = True
 
-    def facts(self, step_data: StepData) -> Mapping[str, Any]:
+    def facts(self, step_data: StepData) -> ClippedGradients:
         """Return the calls, with the norms that they found."""
         clips = self._audited.states.clips
-        return {"clips": tuple(Clip(c.names, norm_of(step_data, c.norm), c.used, c.limit, c.others) for c in clips)}
+        return ClippedGradients(tuple(Clip(c.names, norm_of(step_data, c.norm), c.used, c.limit, c.others) for c in clips))

@@ -18,6 +18,7 @@ from trainprobe.engine.core.records import StepData
 from trainprobe.monitor.audit.capture.registered import unwrapped
 from trainprobe.monitor.audit.observers import Audited, Observer
 from trainprobe.monitor.audit.observers.model_calls import ModelCalls
+from trainprobe.monitor.audit.relations.stale_copies import StaleCopies
 
 _STATISTICS = ("running_mean", "running_var")
 _Mark = tuple[int, int, int]
@@ -62,9 +63,9 @@ class Copies(Observer):
             self._stale[id(module)] = tuple(name for name in now.mine if _stood(known, now, name))
         self._seen[id(module)] = now
 
-    def facts(self, step_data: StepData) -> Mapping[str, Any]:
+    def facts(self, step_data: StepData) -> StaleCopies:
         """Return the statistics that stood still when a copy was called last."""
-        return {"stale_copies": tuple(dict.fromkeys(name for names in self._stale.values() for name in names))}
+        return StaleCopies(tuple(dict.fromkeys(name for names in self._stale.values() for name in names)))
 
 
 def _stood(known: _Seen, now: _Seen, name: str) -> bool:

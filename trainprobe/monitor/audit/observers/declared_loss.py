@@ -7,19 +7,19 @@ state, buffers and gradients are afterwards what they were.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from torch.func import functional_call
 
 from trainprobe.engine.capture.random_state import put_back, random_state
-from trainprobe.engine.core.facts import Projection
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.library import Deferred
 from trainprobe.engine.core.records import StepData
 from trainprobe.engine.tape import Tape
 from trainprobe.monitor.audit.capture.registered import unwrapped
+from trainprobe.monitor.audit.facts.gradients import Projection, Projections
 from trainprobe.monitor.audit.observers import Audited, Observer
 from trainprobe.monitor.audit.observers.model_calls import ModelCalls
 
@@ -95,7 +95,7 @@ class DeclaredGradient(Observer):
                 d = torch.zeros_like(a) if declared is None else declared.double().reshape(-1)
                 self._products.append((name, self._tape.defer(torch.stack([a @ a, d @ d, a @ d]))))
 
-    def facts(self, step_data: StepData) -> Mapping[str, Any]:
+    def facts(self, step_data: StepData) -> Projections:
         """Return the inner products."""
         rows = ((name, row.numbers) for name, row in self._products)
-        return {"projections": tuple(Projection(name, *numbers.tolist()) for name, numbers in rows if numbers is not None)}
+        return Projections(tuple(Projection(name, *numbers.tolist()) for name, numbers in rows if numbers is not None))

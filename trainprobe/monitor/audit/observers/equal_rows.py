@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from trainprobe.engine.core.library import Deferred
 from trainprobe.engine.core.records import StepData
 from trainprobe.engine.tape import Tape
 from trainprobe.monitor.audit.observers import Audited, Observer
+from trainprobe.monitor.audit.relations.equal_rows import EqualMatrices
 
 _ROWS = 32  # of each matrix that are looked at, spread over it
 _LEAST = 4  # numbers that are compared with those of the first row: fewer may be close by chance
@@ -47,12 +47,12 @@ class EqualRows(Observer):
                 equal = _spread(p.detach(), _OF_WEIGHTS) & _spread(p.grad, _OF_GRADIENTS)
                 self._deferred.append(tape.defer(equal.float().reshape(1)))
 
-    def facts(self, step_data: StepData) -> Mapping[str, Any]:
+    def facts(self, step_data: StepData) -> EqualMatrices:
         """Return the parameters whose rows are all equal."""
         pairs = zip(self._names, self._deferred, strict=True)
         found = tuple(name for name, deferred in pairs if deferred.numbers is not None and float(deferred.numbers[0]) == 1)
         self.begin()
-        return {"equal_rows": found}
+        return EqualMatrices(found)
 
 
 def _spread(t: Any, share: float) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from trainprobe.engine.core.library import Deferred
 from trainprobe.engine.core.records import StepData
 from trainprobe.engine.tape import Tape
 from trainprobe.monitor.audit.observers import Audited, Observer
+from trainprobe.monitor.audit.relations.idle_experts import ReachedExperts
 
 _MOST = 1024  # experts of one parameter
 
@@ -40,11 +40,11 @@ class ExpertGradients(Observer):
                 largest = torch.linalg.vector_norm(p.grad, float("inf"), dim=(1, 2))  # no copy of the gradient
                 self._deferred[names[id(p)]] = tape.defer((largest != 0).float())
 
-    def facts(self, step_data: StepData) -> Mapping[str, Any]:
+    def facts(self, step_data: StepData) -> ReachedExperts:
         """Return parameter → whether each of its experts got a gradient."""
         found = {name: tuple(n != 0 for n in d.numbers.tolist()) for name, d in self._deferred.items() if d.numbers is not None}
         self.begin()
-        return {"expert_gradients": found}
+        return ReachedExperts(found)
 
 
 def _holds_experts(name: str | None, p: Any) -> bool:

@@ -6,7 +6,6 @@ gradient, outside of a custom autograd function, are the functions replaced that
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.records import StepData
 from trainprobe.monitor.audit.capture.cut_off import CutOff, flat
 from trainprobe.monitor.audit.observers import Audited, Observer
+from trainprobe.monitor.audit.relations.gathered_features import GatheredTensor
 
 _JOINS = ((torch, "cat"), (torch, "concat"), (torch, "stack"), (torch, "vstack"))
 _PRODUCTS = (
@@ -53,9 +53,9 @@ class GatheredFeatures(Observer):
             self._method.back()
             self._method = None
 
-    def facts(self, step_data: StepData) -> Mapping[str, Any]:
+    def facts(self, step_data: StepData) -> GatheredTensor:
         """Return a parameter that what was gathered depends on, where it was used; otherwise nothing."""
-        return {"gathered": self._behind if self._used else ""}
+        return GatheredTensor(self._behind if self._used else "")
 
     def _gathering(self, original: Any) -> Any:
         def gather(group: Any, *args: Any, **kwargs: Any) -> Any:

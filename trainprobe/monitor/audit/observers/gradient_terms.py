@@ -6,7 +6,6 @@ parameter, without a graph, are the functions replaced of which penalties are ma
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import wraps
 from typing import Any
 
@@ -20,6 +19,7 @@ from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.records import StepData
 from trainprobe.monitor.audit.capture.cut_off import CutOff, flat
 from trainprobe.monitor.audit.observers import Audited, Observer
+from trainprobe.monitor.audit.relations.gradient_terms import ConstantTerm
 
 _SHAPES = ("view", "reshape", "flatten", "squeeze", "contiguous", "float")
 _NUMBERS = ("norm", "pow", "square", "sqrt", "abs", "mean", "sum", "neg", "mul", "div")
@@ -59,9 +59,9 @@ class GradientTerms(Observer):
             self._grad.back()
             self._grad = None
 
-    def facts(self, step_data: StepData) -> Mapping[str, Any]:
+    def facts(self, step_data: StepData) -> ConstantTerm:
         """Return a parameter that what was differentiated depends on, where a loss has it as a constant; otherwise nothing."""
-        return {"gradient_term": self._behind if self._used else ""}
+        return ConstantTerm(self._behind if self._used else "")
 
     def _watched(self, original: Any) -> Any:
         @wraps(original)  # ops are named by it

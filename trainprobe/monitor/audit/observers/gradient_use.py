@@ -17,6 +17,7 @@ from trainprobe.engine.core.records import StepData, Value
 from trainprobe.engine.stats.partials import STATS
 from trainprobe.engine.tape import Tape
 from trainprobe.monitor.audit.capture.values import mean_of, norm_of
+from trainprobe.monitor.audit.facts.gradients import UsedGradients
 from trainprobe.monitor.audit.observers import Audited, Observer
 from trainprobe.monitor.audit.observers.backward_starts import BackwardStarts
 
@@ -157,26 +158,26 @@ class GradientUse(Observer):
         self._dropped, self._lost = [(p, int(p._version)) for p in held], unused
         return True
 
-    def facts(self, step_data: StepData) -> Mapping[str, Any]:
+    def facts(self, step_data: StepData) -> UsedGradients:
         """Return what became of the gradients."""
         optimizers = self._audited.optimizers
-        found = {
-            "twice": tuple(self.twice),
-            "reached": frozenset(self.reached),
-            "unreached": tuple(self.unreached),
-            "idle": self.idle(optimizers),
-            "never": self.never(optimizers),
-            "discarded": self.discarded,
-            "closure": self.closure,
-            "in_turns": self.in_turns,
-            "climbs": self.climbs,
-            "differentiated": tuple(mean_of(step_data, value) for value in self.roots or ()),
-            "mixed": {
+        found = UsedGradients(
+            twice=tuple(self.twice),
+            reached=frozenset(self.reached),
+            unreached=tuple(self.unreached),
+            idle=self.idle(optimizers),
+            never=self.never(optimizers),
+            discarded=self.discarded,
+            closure=self.closure,
+            in_turns=self.in_turns,
+            climbs=self.climbs,
+            differentiated=tuple(mean_of(step_data, value) for value in self.roots or ()),
+            mixed={
                 name: older
                 for name, value in self.mixed.items()
                 if value.row >= 0 and (older := norm_of(step_data, value)) != 0
             },
-        }
+        )
         self.begin()
         return found
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch._C import DisableTorchFunction
@@ -13,6 +12,7 @@ from trainprobe.engine.core.held_parameters import parameters_in
 from trainprobe.engine.core.records import StepData, Value
 from trainprobe.engine.stats.partials import CHECKSUM, STATS
 from trainprobe.monitor.audit.capture.values import checksum_of, norm_of
+from trainprobe.monitor.audit.facts.gradients import KeptGradients
 from trainprobe.monitor.audit.observers import Audited, Observer
 from trainprobe.monitor.audit.observers.backward_starts import BackwardStarts
 
@@ -53,11 +53,11 @@ class LeftGradients(Observer):
         self._kept |= {name: value for name, (grad, value) in mine.items() if self._still(name, grad)}
         self._left = {name: left for name, left in self._left.items() if name not in mine}
 
-    def facts(self, step_data: StepData) -> Mapping[str, Any]:
+    def facts(self, step_data: StepData) -> KeptGradients:
         """Return fingerprint and norm of each that is not 0."""
         kept = {name: (checksum_of(step_data, v), norm_of(step_data, v)) for name, v in self._kept.items() if v.row >= 0}
         self.begin()
-        return {"left": {name: seen for name, seen in kept.items() if seen[1] != 0}}
+        return KeptGradients({name: seen for name, seen in kept.items() if seen[1] != 0})
 
     def _still(self, name: str, grad: Any) -> bool:
         """Tell whether the gradient that was there is the tensor that is there now."""

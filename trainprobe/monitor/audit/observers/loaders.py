@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
 from typing import Any
 
 from torch.utils.data import dataloader
@@ -12,6 +11,7 @@ from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.records import StepData
 from trainprobe.monitor.audit.observers import Audited, Observer
+from trainprobe.monitor.audit.relations.distinct_data import HandedOut
 
 
 class LoaderWatch(Observer):
@@ -51,9 +51,9 @@ class LoaderWatch(Observer):
         handed_out = sum(int(getattr(it, "_num_yielded", 0)) for it in several)
         self._handed_out = handed_out, several[-1]._num_workers if several else 0
 
-    def facts(self, step_data: StepData) -> Mapping[str, Any]:
+    def facts(self, step_data: StepData) -> HandedOut:
         """Return the batches that were handed out in the epochs that run now, and how many workers the last loader has."""
-        return dict(zip(("handed_out", "workers"), self._handed_out, strict=True))
+        return HandedOut(*self._handed_out)
 
     def _begins(self, iterator: Any) -> None:
         self._running = [ref for ref in self._running if ref() is not None]

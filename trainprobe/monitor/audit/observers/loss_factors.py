@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from trainprobe.engine.core.facts import Scaled
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.records import StepData
+from trainprobe.monitor.audit.facts.gradients import LossScale, LossScales
 from trainprobe.monitor.audit.observers import Audited, Observer
 from trainprobe.monitor.audit.observers.backward_starts import BackwardStarts
 
@@ -25,7 +24,7 @@ class LossFactors(Observer):
 
     def __init__(self, guard: Guard, audited: Audited) -> None:
         super().__init__(guard, audited)
-        self._scaled: list[Scaled] = []
+        self._scaled: list[LossScale] = []
 
     def begin(self) -> None:
         """Forget the last step."""
@@ -35,12 +34,12 @@ class LossFactors(Observer):
         """Read the factors of the loss."""
         self._scaled.append(scaled_from(root))
 
-    def facts(self, step_data: StepData) -> Mapping[str, Any]:
+    def facts(self, step_data: StepData) -> LossScales:
         """Return the factors of each backward pass."""
-        return {"scaled": tuple(self._scaled)}
+        return LossScales(tuple(self._scaled))
 
 
-def scaled_from(root: Any) -> Scaled:
+def scaled_from(root: Any) -> LossScale:
     """Return the factors of a loss, the last one first. One that lies on an accelerator is not read and ends them."""
     node, factors = getattr(root, "grad_fn", None), list[float]()
     while node is not None and len(factors) < _MOST:
@@ -49,7 +48,7 @@ def scaled_from(root: Any) -> Scaled:
             break
         factors.append(factor)
         node = inner
-    return Scaled(tuple(factors), node is not None and node.name().startswith(_SUMS))
+    return LossScale(tuple(factors), node is not None and node.name().startswith(_SUMS))
 
 
 def _factor(node: Any) -> tuple[float | None, Any]:

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from trainprobe.engine.arrays.without_dispatch import in_a_transform, without_dispatch
 from trainprobe.engine.capture.patching.replaced import Replaced
-from trainprobe.engine.core.facts import LossCall
 from trainprobe.engine.core.guard import Guard, attempt
 from trainprobe.engine.core.library import Deferred
 from trainprobe.engine.core.records import StepData
 from trainprobe.engine.tape import Tape
 from trainprobe.monitor.audit.capture.class_shares import class_shares
+from trainprobe.monitor.audit.facts.calls import LossCall, LossCalls
 from trainprobe.monitor.audit.observers import Audited, Observer
 from trainprobe.monitor.audit.observers.backward_starts import BackwardStarts
 from trainprobe.monitor.audit.observers.model_calls import ModelCalls
@@ -50,7 +50,6 @@ class LossInputs(Observer):
         super().__init__(guard, audited)
         self._tape: Tape | None = None
         self._replaced: list[Replaced] = []
-        self._forwards = 0
         self._given: Mapping[str, Tensor] = {}
         self._seen: list[tuple[LossCall, tuple[str, ...], Deferred]] = []
         self._ungraded: list[tuple[LossCall, tuple[str, ...], Deferred]] = []
@@ -58,7 +57,7 @@ class LossInputs(Observer):
     def begin(self) -> None:
         """Look at the calls of a step."""
         tape = self._audited.tape
-        self._tape, self._forwards, self._given, self._seen, self._ungraded = tape, 0, {}, [], []
+        self._tape, self._given, self._seen, self._ungraded = tape, {}, [], []
         if self._replaced:
             return
         nn: Any = getattr(torch._C, "_nn")  # noqa: B009
@@ -78,13 +77,12 @@ class LossInputs(Observer):
 
     def model_called(self, model: Any, named: Mapping[str, Any]) -> None:
         """Learn the "tokens" and the "mask" that the model is called with."""
-        self._forwards += 1
         self._given = dict(tokens_and_mask(named))
 
-    def facts(self, step_data: StepData) -> Mapping[str, Any]:
+    def facts(self, step_data: StepData) -> LossCalls:
         """Return the calls of the step, and apart from them those whose result has no gradient."""
         seen, ungraded, self._seen, self._ungraded = self._seen, self._ungraded, [], []
-        return {"losses": _read(seen), "ungraded": _read(ungraded)}
+        return LossCalls(_read(seen), _read(ungraded))
 
     def _watched(self, original: Any, kind: str) -> Any:
         def loss_function(*args: Any, **kwargs: Any) -> Any:
@@ -121,10 +119,7 @@ class LossInputs(Observer):
             numbers = torch.cat((stacked(found.values(), x.device), *shares))
         rows = self._given["tokens"].shape[0] if "tokens" in self._given else 0
         shapes, smoothing = (_shape(x), _shape(y)), float(args[5]) if kind == "cross_entropy" and len(args) > 5 else 0.0
-        forward = self._forwards - 1
-        call = LossCall(
-            kind, reduction, forward, self._audited.of(BackwardStarts).count, y.numel(), shapes, rows, smoothing=smoothing
-        )
+        call = LossCall(kind, reduction, self._audited.of(BackwardStarts).count, y.numel(), shapes, rows, smoothing=smoothing)
         self._seen.append((call, tuple(found), self._tape.defer(numbers)))
 
     def _look_at_result(self, kind: str, args: Sequence[Any], kwargs: Mapping[str, Any], out: Tensor) -> None:
@@ -135,7 +130,7 @@ class LossInputs(Observer):
         with without_dispatch(), torch.no_grad():
             numbers = stacked((out.abs().amax(), *torch.aminmax(y)), out.device)
         call = LossCall(
-            kind, _reduction(kind, args, kwargs), -1, self._audited.of(BackwardStarts).count, y.numel(), (_shape(x), _shape(y))
+            kind, _reduction(kind, args, kwargs), self._audited.of(BackwardStarts).count, y.numel(), (_shape(x), _shape(y))
         )
         self._ungraded.append((call, ("apart", "target_low", "target_high"), self._tape.defer(numbers)))
 

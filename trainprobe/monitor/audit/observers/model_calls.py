@@ -19,7 +19,6 @@ from trainprobe.engine.capture.features.feature import tensors_of
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.capture.random_state import random_fingerprint
 from trainprobe.engine.core.containers import children
-from trainprobe.engine.core.facts import Evaluation
 from trainprobe.engine.core.guard import Guard, attempt
 from trainprobe.engine.core.naming import count_outer_wrappers, in_training, logical_name
 from trainprobe.engine.core.records import StepData, Value
@@ -28,6 +27,7 @@ from trainprobe.engine.tape import Tape
 from trainprobe.monitor.audit.capture.functional_dropout import DropoutWatch
 from trainprobe.monitor.audit.capture.registered import unwrapped
 from trainprobe.monitor.audit.capture.values import joined_of
+from trainprobe.monitor.audit.facts.calls import Evaluation, TrainingCalls
 from trainprobe.monitor.audit.observers import Audited, Observer
 
 _OF_MODULES = ("module_called", "module_returned")
@@ -109,24 +109,28 @@ class ModelCalls(Observer):
         """Whether the model runs in training, in a step that is looked at."""
         return self._depth > 0
 
-    def facts(self, step_data: StepData) -> Mapping[str, Any]:
+    def facts(self, step_data: StepData) -> TrainingCalls:
         """Return what the model was called with in the step, and the evaluations since the last one."""
         self.batches = self.batches or self._resting
         self.fingerprints = tuple(joined_of(step_data, values) for values in self.batches)
-        return {
-            "batches": self.fingerprints,
-            "whole_numbers": any("int" in v.dtype for values in self.batches for v in values),
-            "tokens": tuple(_tokens(values) for values in self.batches),
-            "bypassed": self.bypassed,
-            "called": {self.names[key]: enabled for key, enabled in self.called.items() if key in self.names},
-            "drawn": self.drawn,
-            **self.late(),
-        }
+        return TrainingCalls(
+            self.fingerprints,
+            any("int" in v.dtype for values in self.batches for v in values),
+            tuple(_tokens(values) for values in self.batches),
+            self.bypassed,
+            {self.names[key]: enabled for key, enabled in self.called.items() if key in self.names},
+            self.drawn,
+            self._take_evaluations(),
+        )
 
-    def late(self) -> Mapping[str, Any]:
-        """Return the evaluations since the last call."""
+    def late(self) -> TrainingCalls | None:
+        """Return the evaluations since the last call, if there were any."""
+        taken = self._take_evaluations()
+        return TrainingCalls(evaluations=taken) if taken else None
+
+    def _take_evaluations(self) -> tuple[Evaluation, ...]:
         taken, self.evaluations = tuple(self.evaluations), []
-        return {"evaluations": taken}
+        return taken
 
     # ---- calls ---------------------------------------------------------------------------------------------------
 

@@ -15,11 +15,11 @@ from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivat
 
 from trainprobe.engine.arrays.without_dispatch import in_a_transform, without_dispatch
 from trainprobe.engine.capture.features.feature import whole
-from trainprobe.engine.core.facts import InputScale, PaddingMask, SequenceInput
 from trainprobe.engine.core.guard import Guard, attempt
 from trainprobe.engine.core.library import Deferred
 from trainprobe.engine.core.records import StepData
 from trainprobe.engine.tape import Tape
+from trainprobe.monitor.audit.facts.calls import GivenInputs, InputScale, PaddingMask, SequenceInput
 from trainprobe.monitor.audit.observers import Audited, Observer
 from trainprobe.monitor.audit.observers.loss_inputs import stacked, tokens_and_mask
 from trainprobe.monitor.audit.observers.model_calls import ModelCalls
@@ -68,18 +68,16 @@ class ModuleInputs(Observer):
         if not in_a_transform():
             attempt(self._look_at_module, name, module, args, kwargs, otherwise=_left_out)
 
-    def facts(self, step_data: StepData) -> Mapping[str, Any]:
+    def facts(self, step_data: StepData) -> GivenInputs:
         """Return what modules were given, and those whose running statistics a forward and one in the backward pass moved."""
         masks = {key: deferred.numbers for key, deferred in self._masks.items()}
         scales = {name: deferred.numbers for name, deferred in self._scales.items()}
-        return {
-            "sequences": tuple(self._sequences.values()),
-            "masks": tuple(PaddingMask(*key, int(n[0]), int(n[1])) for key, n in masks.items() if n is not None),
-            "scales": tuple(
-                InputScale(name, float(n[0]), float(n[1]), int(n[2])) for name, n in scales.items() if n is not None
-            ),
-            "moved_twice": tuple(name for name in self._once if name in self._again),
-        }
+        return GivenInputs(
+            tuple(self._sequences.values()),
+            tuple(PaddingMask(*key, int(n[0]), int(n[1])) for key, n in masks.items() if n is not None),
+            tuple(InputScale(name, float(n[0]), float(n[1]), int(n[2])) for name, n in scales.items() if n is not None),
+            tuple(name for name in self._once if name in self._again),
+        )
 
     # ---- single looks --------------------------------------------------------------------------------------------
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.records import StepData, Value
+from trainprobe.monitor.audit.facts.calls import DependentScalars
 from trainprobe.monitor.audit.observers import Audited, Observer
 
 
@@ -28,6 +26,6 @@ class NotedScalars(Observer):
         noted = self._audited.tape.scalars.items() if self._audited.tape is not None else ()
         self._dependent = frozenset(name for name, x in noted if isinstance(x, Value) and x.requires_grad) or self._dependent
 
-    def facts(self, step_data: StepData) -> Mapping[str, Any]:
+    def facts(self, step_data: StepData) -> DependentScalars:
         """Return their names."""
-        return {"dependent": self._dependent}
+        return DependentScalars(self._dependent)

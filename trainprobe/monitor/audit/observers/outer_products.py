@@ -7,7 +7,6 @@ The operators of a tensor are replaced while a step is audited. What the program
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,12 @@ from torch._C import DisableTorchFunction
 
 from trainprobe.engine.arrays.without_dispatch import in_a_transform
 from trainprobe.engine.capture.patching.replaced import Replaced
-from trainprobe.engine.core.facts import Outer
 from trainprobe.engine.core.guard import Guard, attempt
 from trainprobe.engine.core.records import StepData
 from trainprobe.monitor.audit.observers import Audited, Observer
 from trainprobe.monitor.audit.observers.model_calls import ModelCalls
 from trainprobe.monitor.audit.observers.module_inputs import ModuleInputs
+from trainprobe.monitor.audit.relations.outer_products import OuterOperation, OuterOperations
 
 _OPERATORS = {"__sub__": "-", "__mul__": "*", "__add__": "+", "__truediv__": "/"}
 _MOST = 8
@@ -36,7 +35,7 @@ class OuterProducts(Observer):
     def __init__(self, guard: Guard, audited: Audited) -> None:
         super().__init__(guard, audited)
         self._replaced: list[Replaced] = []
-        self._seen: list[Outer] = []
+        self._seen: list[OuterOperation] = []
 
     def begin(self) -> None:
         """Look at the operations of a step."""
@@ -53,10 +52,10 @@ class OuterProducts(Observer):
             replaced.back()
         self._replaced = []
 
-    def facts(self, step_data: StepData) -> Mapping[str, Any]:
+    def facts(self, step_data: StepData) -> OuterOperations:
         """Return what was seen, in a step in which a layer with a single output ran."""
         seen, self._seen = self._seen, []
-        return {"outer": tuple(seen) if self._audited.of(ModuleInputs).has_one_output else ()}
+        return OuterOperations(tuple(seen) if self._audited.of(ModuleInputs).has_one_output else ())
 
     def _is_busy(self) -> bool:
         """Tell whether the model, or the audit itself, is running now."""
@@ -84,4 +83,4 @@ class OuterProducts(Observer):
         plain = row.is_floating_point() and column.is_floating_point() and not column._is_view()
         if plain and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1 and not in_a_transform():
             path = Path(frame.f_code.co_filename)
-            self._seen.append(Outer(sign, n, f"{path.name} line {frame.f_lineno}"))
+            self._seen.append(OuterOperation(sign, n, f"{path.name} line {frame.f_lineno}"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +12,10 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from trainprobe.engine.capture.optimizers import optimizer_of, rates_of
 from trainprobe.engine.capture.patching.replaced import Replaced
-from trainprobe.engine.core.facts import Plateau
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.records import StepData
 from trainprobe.monitor.audit.observers import Audited, Observer
+from trainprobe.monitor.audit.relations.plateau_direction import Plateau, PlateauSchedulers
 
 
 class Plateaus(Observer):
@@ -39,10 +38,10 @@ class Plateaus(Observer):
             self._replaced.back()
             self._replaced = None
 
-    def facts(self, step_data: StepData) -> Mapping[str, Any]:
+    def facts(self, step_data: StepData) -> PlateauSchedulers:
         """Return what is known of each scheduler."""
         known = self._known.values()
-        return {"plateaus": tuple(seen for scheduler, seen in known if seen is not None and scheduler() is not None)}
+        return PlateauSchedulers(tuple(seen for scheduler, seen in known if seen is not None and scheduler() is not None))
 
     def drives(self, optimizer: Any) -> bool:
         """Tell whether a scheduler of an optimizer has been stepped."""

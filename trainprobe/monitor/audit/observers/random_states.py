@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from trainprobe.engine.capture.random_state import random_fingerprint
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.records import StepData
+from trainprobe.monitor.audit.facts.calls import RandomFingerprints
 from trainprobe.monitor.audit.observers import Audited, Observer
 
 
@@ -24,7 +22,7 @@ class RandomStates(Observer):
         """Look as the step begins."""
         self._begun = random_fingerprint()
 
-    def facts(self, step_data: StepData) -> Mapping[str, Any]:
+    def facts(self, step_data: StepData) -> RandomFingerprints:
         """Return both, and that of the state of what is split over tp, where a framework keeps one."""
         region = getattr(self._audited.states.source, "random_region", lambda: 0)()
-        return {"random": random_fingerprint(), "random_begun": self._begun, "region": region}
+        return RandomFingerprints(self._begun, random_fingerprint(), region)

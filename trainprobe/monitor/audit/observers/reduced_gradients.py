@@ -7,7 +7,7 @@ PowerSGD's communication hook, whose reduction is no sum but close to it, or tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,11 +15,11 @@ from torch import Tensor
 from torch._C import DisableTorchFunction
 
 from trainprobe.engine.capture.unreduced import UnreducedTap
-from trainprobe.engine.core.facts import Reduction
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.library import Deferred
 from trainprobe.engine.core.records import StepData
 from trainprobe.engine.tape import Tape
+from trainprobe.monitor.audit.facts.gradients import Reduction, Reductions
 from trainprobe.monitor.audit.observers import Audited, Observer
 
 _STEP = 0.6180339887498949
@@ -66,10 +66,10 @@ class ReducedGradients(Observer):
                     row = [arrived, self._number(p.grad), torch.linalg.vector_norm(p.grad, dtype=torch.float64)]
                     self._pending.append((names[id(p)], tape.defer(torch.stack(row))))
 
-    def facts(self, step_data: StepData) -> Mapping[str, Any]:
+    def facts(self, step_data: StepData) -> Reductions:
         """Return what was seen."""
         pending, self._pending = self._pending, []
-        return {"reductions": tuple(Reduction(name, *row.numbers.tolist()) for name, row in pending if row.numbers is not None)}
+        return Reductions(tuple(Reduction(name, *row.numbers.tolist()) for name, row in pending if row.numbers is not None))
 
     def _number(self, t: Tensor) -> Tensor:
         return _product(t) if self._audited.run.world_size > 1 else t.detach().sum(dtype=torch.float64)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch._C import DisableTorchFunction
 
 from trainprobe.engine.capture.features.feature import tensors_of
-from trainprobe.engine.core.facts import Output, Repeat
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.records import StepData, Value
 from trainprobe.engine.stats.partials import CHECKSUM, STATS, column
 from trainprobe.monitor.audit.capture.values import checksum_of, norm_of
 from trainprobe.monitor.audit.observers import Audited, Observer
 from trainprobe.monitor.audit.observers.model_calls import ModelCalls
+from trainprobe.monitor.audit.relations.recomputed_forward import Output, Repeat, Repeats
 
 
 class RepeatedForwards(Observer):
@@ -54,7 +54,7 @@ class RepeatedForwards(Observer):
         else:
             self._firsts.setdefault(key, []).append(values)
 
-    def facts(self, step_data: StepData) -> Mapping[str, Any]:
+    def facts(self, step_data: StepData) -> Repeats:
         """Return each forward that ran again, and the forwards of its module in this step."""
         names, order = self._audited.of(ModelCalls).names, {key: i for i, key in enumerate(self._firsts)}
         found = (
@@ -66,7 +66,7 @@ class RepeatedForwards(Observer):
             )
             for key, again in self._repeats
         )
-        return {"recomputed": tuple(found)}
+        return Repeats(tuple(found))
 
 
 def _outputs(step_data: StepData, values: Sequence[Value]) -> tuple[Output, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
 from typing import Any
 
 from torch.utils.data.distributed import DistributedSampler
@@ -12,6 +11,7 @@ from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.records import StepData
 from trainprobe.monitor.audit.observers import Audited, Observer
+from trainprobe.monitor.audit.relations.distinct_data import RepeatedEpochs
 
 
 class SamplerWatch(Observer):
@@ -42,10 +42,10 @@ class SamplerWatch(Observer):
             self._replaced.back()
             self._replaced = None
 
-    def facts(self, step_data: StepData) -> Mapping[str, Any]:
+    def facts(self, step_data: StepData) -> RepeatedEpochs:
         """Return how many epochs since the last step that was taken had the order of the one before."""
         repeated, self._repeated = self._repeated, 0
-        return {"same_epochs": repeated}
+        return RepeatedEpochs(repeated)
 
     def _begins(self, sampler: Any) -> None:
         known, epoch = self._epochs.get(id(sampler)), int(getattr(sampler, "epoch", 0))

@@ -6,7 +6,7 @@ whether the numbers that make up its distribution require a gradient, and whethe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.records import StepData
 from trainprobe.monitor.audit.observers import Audited, Observer
 from trainprobe.monitor.audit.observers.model_calls import ModelCalls
+from trainprobe.monitor.audit.relations.sampled_without_gradient import SampledWithoutGradient
 
 
 class Samples(Observer):
@@ -53,9 +54,9 @@ class Samples(Observer):
             replaced.back()
         self._replaced = []
 
-    def facts(self, step_data: StepData) -> Mapping[str, Any]:
+    def facts(self, step_data: StepData) -> SampledWithoutGradient:
         """Return the samples without a gradient, where no log-probability was taken in the step."""
-        return {"sampled": {} if self.scored else dict(self.drawn)}
+        return SampledWithoutGradient({} if self.scored else dict(self.drawn))
 
     def _sampled(self, original: Any) -> Any:
         def sample(distribution: Any, *args: Any, **kwargs: Any) -> Any:

@@ -18,14 +18,15 @@ import torch
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.capture.random_state import random_fingerprints
 from trainprobe.engine.capture.saved_shards import HeldShards
-from trainprobe.engine.core.facts import SavedShard, SavedTensors
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.held_parameters import parameters_in
 from trainprobe.engine.core.records import Place, StepData
+from trainprobe.engine.core.shards import SavedShard
 from trainprobe.engine.stats.partials import CHECKSUM, STATS
 from trainprobe.engine.storage.safe_files import LARGEST_STATE, read_bounded, write_whole
 from trainprobe.monitor.audit.capture.registered import saved_buffers
 from trainprobe.monitor.audit.capture.set_up import optimizer_groups
+from trainprobe.monitor.audit.facts.saves import Save, Saves
 from trainprobe.monitor.audit.observers import Audited, Observer, let
 from trainprobe.monitor.audit.observers.model_calls import ModelCalls
 from trainprobe.monitor.audit.observers.schedules import ScheduleWatch
@@ -49,7 +50,7 @@ class SavedStates(Observer):
         self._randoms: Mapping[str, int] = {}  # as the first step of the run began
         self._begun: Mapping[str, int] = {}  # random states as this step began
         self._loaded: HeldShards | None = None
-        self._saved: list[SavedTensors] = []
+        self._saved: list[Save] = []
         self._path: Path | None = None
         self._replaced: list[Replaced] = []
 
@@ -90,10 +91,10 @@ class SavedStates(Observer):
         if self.awaits and self._loaded is None and tape is not None:
             self._loaded = self._audited.states.deferred_shards(tape)
 
-    def facts(self, step_data: StepData) -> Mapping[str, Any]:
+    def facts(self, step_data: StepData) -> Saves:
         """Return what was saved and what was loaded, and remember the data of the step."""
         loaded = None if self._loaded is None else self._loaded.read()
-        found = {"saved": self._take(), "loaded": loaded, "randoms": self._begun, "saved_by_ranks": self._everyone}
+        found = Saves(self._take(), loaded, self._begun, self._everyone)
         if batches := self._audited.of(ModelCalls).fingerprints:
             self._trained_on(step_data.step, batches)
         return found
@@ -106,14 +107,14 @@ class SavedStates(Observer):
         self._randoms = self._randoms or now
         return now
 
-    def _take(self) -> tuple[SavedTensors, ...]:
+    def _take(self) -> tuple[Save, ...]:
         """Return what was saved, if something was loaded since; then nothing until the next load."""
         if not self.awaits:
             return ()
         self.awaits = False
         return tuple(self._saved)
 
-    def _everyone(self) -> dict[int, list[SavedTensors]]:
+    def _everyone(self) -> dict[int, list[Save]]:
         """Return rank → what it saved, as far as it lies next to the output; nothing on ranks other than 0."""
         if self._path is None or self._path.parent.name != "rank0":
             return {}
@@ -169,7 +170,7 @@ class SavedStates(Observer):
         cut = {key: piece for key, piece in self._audited.states.pieces().items() if key in tensors}
         step, scale = self._scale
         world, positions = self._audited.run.world_size, let(self._guard, self._audited.of(ScheduleWatch).positions)
-        now = SavedTensors(self._audited.run.step, tensors, positions or {}, batches, world, cut, self._settings())
+        now = Save(self._audited.run.step, tensors, positions or {}, batches, world, cut, self._settings())
         stand = random_fingerprints()
         randoms = {name: (first, stand[name]) for name, first in self._randoms.items() if name in stand}
         self._saved = [*self._saved, replace(now, scale=scale if step == now.step else 0.0, randoms=randoms)][-KEPT:]
@@ -198,7 +199,7 @@ class SavedStates(Observer):
             write_whole(self._path, json.dumps([_written(saved) for saved in self._saved]).encode())
 
 
-def _written(saved: SavedTensors) -> dict[str, Any]:
+def _written(saved: Save) -> dict[str, Any]:
     return {
         "step": saved.step,
         "tensors": [[*key, fingerprint] for key, fingerprint in saved.tensors.items()],
@@ -220,9 +221,9 @@ def _of_all_ranks(path: Path) -> Iterator[tuple[int, Path]]:
             yield int(number), found
 
 
-def _read(path: Path) -> list[SavedTensors]:
+def _read(path: Path) -> list[Save]:
     return [
-        SavedTensors(
+        Save(
             saved["step"],
             {(name, slot): fingerprint for name, slot, fingerprint in saved["tensors"]},
             saved["positions"],

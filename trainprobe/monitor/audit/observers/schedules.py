@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,9 +17,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from trainprobe.engine.capture.optimizers import optimizer_of, rates_of, updates_the_same
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.capture.patching.step_hooks import StepListener
-from trainprobe.engine.core.facts import Schedule
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.records import StepData
+from trainprobe.monitor.audit.facts.updates import SchedulerState, Schedules
 from trainprobe.monitor.audit.observers import Audited, Observer
 
 _DRIVERS = (lr_scheduler.SequentialLR, lr_scheduler.ChainedScheduler)
@@ -61,7 +60,7 @@ class ScheduleWatch(Observer):
     def __init__(self, guard: Guard, audited: Audited) -> None:
         super().__init__(guard, audited)
         self._known: dict[int, _Known] = {}
-        self._taken: dict[int, Schedule] = {}
+        self._taken: dict[int, SchedulerState] = {}
         self._driven = 0  # how many steps of drivers are running
         self._replaced: list[Replaced] = []
         self._listener: StepListener | None = None
@@ -119,22 +118,22 @@ class ScheduleWatch(Observer):
             between = known.advances_between, known.updates_between
             known.advances_between = known.updates_between = 0
             stands, end = _position(scheduler), _end(scheduler)
-            self._taken[id(scheduler)] = Schedule(_kind(scheduler), 0, stands, rates, used, between=between, end=end)
+            self._taken[id(scheduler)] = SchedulerState(_kind(scheduler), 0, stands, rates, used, between=between, end=end)
 
     def drives(self, optimizer: Any) -> bool:
         """Tell whether a scheduler of an optimizer has been stepped."""
         return any(optimizer_of(scheduler) is optimizer for scheduler, _ in self._alive())
 
-    def facts(self, step_data: StepData) -> Mapping[str, Any]:
+    def facts(self, step_data: StepData) -> Schedules:
         """Return what was counted and taken down since the last call."""
-        out: list[Schedule] = []
+        out: list[SchedulerState] = []
         for scheduler, known in self._alive():
-            seen = self._taken.get(id(scheduler)) or Schedule(_kind(scheduler), 0, known.stood, (), ())
+            seen = self._taken.get(id(scheduler)) or SchedulerState(_kind(scheduler), 0, known.stood, (), ())
             astray = 0 if known.updated else known.astray
             out.append(replace(seen, advances=known.advances, updates=known.updates, astray=astray))
             known.advances, known.updates, known.stood = 0, 0, _position(scheduler)
         self._taken.clear()
-        return {"schedules": tuple(out)}
+        return Schedules(tuple(out))
 
     def positions(self) -> dict[str, int]:
         """Return class of each scheduler that was stepped → where it stands; of several of one class, the one farthest on."""

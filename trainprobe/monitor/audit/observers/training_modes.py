@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from trainprobe.engine.core.records import StepData
 from trainprobe.monitor.audit.capture.set_up import modes_of
 from trainprobe.monitor.audit.observers import Observer
 from trainprobe.monitor.audit.observers.backward_starts import BackwardStarts
+from trainprobe.monitor.audit.relations.modes import RestingModel
 
 
 class TrainingModes(Observer):
@@ -34,6 +34,6 @@ class TrainingModes(Observer):
         if self._rests is not False:
             self._rests = not any(module.training for model in self._audited.models for module in model.modules())
 
-    def facts(self, step_data: StepData) -> Mapping[str, Any]:
+    def facts(self, step_data: StepData) -> RestingModel:
         """Return whether none did."""
-        return {"rests": self._rests is True}
+        return RestingModel(self._rests is True)

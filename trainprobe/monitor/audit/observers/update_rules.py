@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch._C import DisableTorchFunction
 
-from trainprobe.engine.core.facts import Rerun
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.library import Deferred
 from trainprobe.engine.core.records import StepData
 from trainprobe.engine.core.sources import is_partial
 from trainprobe.engine.tape import Tape
+from trainprobe.monitor.audit.facts.updates import Rerun, Reruns
 from trainprobe.monitor.audit.observers import Audited, Observer
 
 _ELEMENTS = 4 << 20  # elements that are run again in one step; parameters take turns
@@ -128,7 +128,7 @@ class UpdateRerun(Observer):
                     self._pending.append((name, held, self._tape.defer(torch.stack(numbers))))
         self._expected = []
 
-    def facts(self, step_data: StepData) -> Mapping[str, Any]:
+    def facts(self, step_data: StepData) -> Reruns:
         """Return what was found."""
         pending, self._pending = self._pending, []
         found: list[Rerun] = []
@@ -136,7 +136,7 @@ class UpdateRerun(Observer):
             if row.numbers is not None:
                 at, *numbers = row.numbers.tolist()
                 found.append(Rerun(name or self._piece(p, int(at)), *numbers))
-        return {"reruns": tuple(found)}
+        return Reruns(tuple(found))
 
     def _piece(self, p: Tensor, at: int) -> str:
         """Name the parameter that holds an element of a flat buffer."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from trainprobe.engine.capture.optimizers import parameters_of
 from trainprobe.engine.capture.patching.step_hooks import StepListener
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.records import StepData
+from trainprobe.monitor.audit.facts.updates import UpdateCounts
 from trainprobe.monitor.audit.observers import Audited, Observer
 
 
@@ -42,10 +42,10 @@ class Updates(Observer):
         """Count."""
         self._count += 1
 
-    def facts(self, step_data: StepData) -> Mapping[str, Any]:
+    def facts(self, step_data: StepData) -> UpdateCounts:
         """Return the counts."""
         between, self._between = self._between, 0
-        return {"updates": self._count, "repeated": self._repeated, "updates_between": between}
+        return UpdateCounts(self._count, self._repeated, between)
 
     def stop(self) -> None:
         """Count no more."""

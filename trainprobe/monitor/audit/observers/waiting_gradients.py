@@ -16,6 +16,7 @@ from trainprobe.engine.core.held_parameters import managed_by
 from trainprobe.engine.core.records import StepData
 from trainprobe.engine.tape import Tape
 from trainprobe.monitor.audit.observers import Audited, Observer
+from trainprobe.monitor.audit.relations.cleared_gradients import UnreducedGradients
 
 
 class WaitingGradients(Observer):
@@ -35,9 +36,9 @@ class WaitingGradients(Observer):
         """Look at all gradients."""
         self._waiting |= dict.fromkeys(waiting_gradients(self._audited.models, self._audited.names()))
 
-    def facts(self, step_data: StepData) -> Mapping[str, Any]:
+    def facts(self, step_data: StepData) -> UnreducedGradients:
         """Return what waited."""
-        return {"waiting": tuple(self._waiting)}
+        return UnreducedGradients(tuple(self._waiting))
 
 
 def waiting_gradients(models: Sequence[Any], names: Mapping[int, str]) -> tuple[str, ...]:

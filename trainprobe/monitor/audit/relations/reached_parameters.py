@@ -14,6 +14,8 @@ from __future__ import annotations
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.core.words import and_more
 from trainprobe.monitor.audit.evidence import Evidence
+from trainprobe.monitor.audit.facts.calls import TrainingCalls
+from trainprobe.monitor.audit.facts.gradients import UsedGradients
 
 COST = frozenset({"fingerprints"})
 OBSERVERS = frozenset({"gradient_use", "model_calls"})
@@ -23,13 +25,14 @@ STAGE = "backward"
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find parameters that no gradient reached although their module ran."""
-    facts = evidence.facts
-    if not facts.reached or not facts.called:
+    model_calls = evidence.of(TrainingCalls)
+    gradients = evidence.of(UsedGradients)
+    if not gradients.reached or not model_calls.called:
         return []
-    ran = [name for name in facts.unreached if name.rpartition(".")[0] in facts.called]
+    ran = [name for name in gradients.unreached if name.rpartition(".")[0] in model_calls.called]
     lost = [name for name in ran if name in evidence.always_reached]
     lost += [name for name in evidence.always_reached if _is_masked(evidence, name)]
-    never = [name for name in ran if name not in evidence.ever_reached and facts.called[name.rpartition(".")[0]]]
+    never = [name for name in ran if name not in evidence.ever_reached and model_calls.called[name.rpartition(".")[0]]]
     if lost:
         text = (
             f"no gradient reaches {and_more(lost)} any more, though its module ran and it had one at each audited step before"

@@ -16,6 +16,7 @@ from __future__ import annotations
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.core.words import and_more
 from trainprobe.monitor.audit.evidence import Evidence
+from trainprobe.monitor.audit.facts.updates import Reruns, UpdateCounts
 
 COST = frozenset({"rerun"})
 OBSERVERS = frozenset({"update_rules", "updates"})
@@ -25,9 +26,9 @@ STAGE = "update"
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find updates that are not what the rule gives."""
-    reruns = evidence.facts.reruns
+    reruns = evidence.of(Reruns).reruns
     wrong = [rerun for rerun in reruns if not rerun.worst <= 1.0 and rerun.change == rerun.change]
-    if not wrong or not evidence.facts.updated_once:
+    if not wrong or not evidence.of(UpdateCounts).once:
         return []
     first = max(wrong, key=lambda rerun: rerun.worst)
     named = [first.name, *(rerun.name for rerun in wrong if rerun is not first)]
