@@ -36,7 +36,7 @@ from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.program import Program
 from trainprobe.engine.tape import Tape
 from trainprobe.errors import PlanError, UsageError
-from trainprobe.integrations.mindspore_limits import NOT_JUDGED, NOT_JUDGED_IN_A_GRAPH, refuse
+from trainprobe.integrations.mindspore_limits import NOT_JUDGED_IN_A_GRAPH, not_judged, refuse
 from trainprobe.integrations.mindspore_place import declared_place, place_of_process
 from trainprobe.monitor.audit.capture.mindspore_tap import CellAuditTap, counted
 from trainprobe.monitor.audit.relations import relation_names
@@ -280,7 +280,7 @@ class MindSporeProbe(Probe):
     def report_limits(self) -> None:
         """Keep as findings what cannot be judged or seen here: one a relation of the plan's audit, and one of the graph."""
         plan = self.parts.audit_plan
-        why = {**NOT_JUDGED, **(NOT_JUDGED_IN_A_GRAPH if is_graph_mode() else {})}
+        why = {**not_judged(), **(NOT_JUDGED_IN_A_GRAPH if is_graph_mode() else {})}
         if self.parts.clipping is not None and self.parts.clipping.cells:
             why.pop("clipping", None)
         for relation in relation_names() if plan is not None else ():

@@ -8,7 +8,7 @@ from torch import nn
 
 import trainprobe
 from trainprobe.engine.core.records import Place
-from trainprobe.monitor.audit.evidence import Evidence, History, Streak, Tensors
+from trainprobe.monitor.audit.evidence import AuditHistory, Evidence, Streak, Tensors
 from trainprobe.monitor.audit.facts import Facts
 from trainprobe.monitor.audit.facts.model import Training
 from trainprobe.monitor.audit.facts.updates import BaseRate, Progress, UpdateCounts, UsedGroups
@@ -219,7 +219,7 @@ def evidence(rate, *, base=1e-3, unstepped=True, progress, step=70, history=None
 
 def standing(rate, looks=5, peak=None):
     """Return a history in which a rate stood at so many audited steps."""
-    return History(streaks={("rate", "0"): Streak(rate, looks, 0)}, peaks=(rate if peak is None else peak,))
+    return AuditHistory(streaks={("rate", "0"): Streak(rate, looks, 0)}, peaks=(rate if peak is None else peak,))
 
 
 def test_a_scheduler_that_is_never_stepped_is_found_once_an_epoch_has_ended():

@@ -31,11 +31,7 @@ BY_CLASS = {kind: name for name, kind in KINDS.items()}
 # what `Audit` and `Evidence` make of the facts of several steps, and what ranks send each other → the facts
 DERIVED = {
     "batches": "TrainingCalls.batches",
-    "batches_before": "TrainingCalls.batches",
     "follows": "UpdateCounts.between",
-    "stalled": "UpdateCounts.updates Backwards.count",
-    "ever_reached": "UsedGradients.reached UsedGradients.unreached",
-    "always_reached": "UsedGradients.reached UsedGradients.unreached",
     "resumed": "Saves.saved",
     "resharded": "Saves.saved Saves.loaded Saves.saved_by_ranks",
     "streak scalar": "DependentScalars.names UpdateCounts.updates",
@@ -197,3 +193,17 @@ def test_a_new_fact_takes_an_observer_and_a_relation_and_no_other_file(tmp_path)
     run = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert f"[('rows_stay', 3, '2 rows after 4')] {tmp_path}/trainprobe/__init__.py" in run.stderr
+
+
+def test_call_stacks_of_recorded_operators_show_no_line_of_the_audit(tmp_path):
+    """Observers stand around the functions that they replace, such as the operators of a tensor."""
+    model = torch.nn.Linear(3, 1)
+    plan = {"level": "mix", "sinks": ["memory"], "audit": {"every": 1}, "on_error": "raise"}
+    with trainprobe.watch(model, torch.optim.SGD(model.parameters(), 0.1), output=tmp_path / "out", **plan) as probe:
+        probe.begin_step()
+        (model(torch.ones(2, 3)) * torch.ones(2, 1)).sum().backward()
+        step_data = probe.end_step()
+    lines = {line for call in step_data.calls if call.kind == "op" for line in step_data.stacks[call.stack]}
+    assert any(__file__ in line for line in lines)
+    package = f"{Path(trainprobe.__file__).parent}/"
+    assert [line for line in lines if package in line] == []

@@ -7,7 +7,6 @@ plan alone: every rank issues it at the same ones. A rank whose probe has stoppe
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,15 +15,15 @@ from trainprobe.engine.core.findings import Cause, Count, cause_of, counted_all
 from trainprobe.engine.core.gathering import Payload
 from trainprobe.engine.core.guard import Part, simply
 from trainprobe.engine.core.records import Finding, Place, StepData
-from trainprobe.monitor.audit.evidence import Evidence, History, Tensors, tensors_of
+from trainprobe.monitor.audit.evidence import AuditHistory, Evidence, Tensors, tensors_of
 from trainprobe.monitor.audit.facts import Facts
 from trainprobe.monitor.audit.facts.calls import RandomFingerprints, TrainingCalls
-from trainprobe.monitor.audit.facts.gradients import Backwards, Projections, Reductions, UsedGradients
+from trainprobe.monitor.audit.facts.gradients import Projections, Reductions
 from trainprobe.monitor.audit.facts.saves import Save, Saves
 from trainprobe.monitor.audit.facts.updates import BufferStates, Schedules, UpdateCounts, UsedGroups
 from trainprobe.monitor.audit.history import handed_over, learned, stepped_here
 from trainprobe.monitor.audit.messages import Rows, decode, digest, encode, key_of, out_of_service
-from trainprobe.monitor.audit.peers import Peer, Share
+from trainprobe.monitor.audit.peers import GradientShare, Peer
 from trainprobe.monitor.audit.plan import AuditPlan
 from trainprobe.monitor.audit.relations import load_relation
 from trainprobe.monitor.audit.relations.replicated_buffers import is_shared
@@ -40,8 +39,6 @@ from trainprobe.monitor.audit.replication import (
 from trainprobe.monitor.audit.resharded import Resharded, as_pieces, is_resharded, rows_of, what_was_loaded
 from trainprobe.monitor.scalar_names import scalar
 
-_REMEMBERED = 32  # steps whose batches are remembered
-_STEADY = 3  # audited steps in a row after which a gradient is expected
 _GRAVITY = {"info": 0, "warning": 1, "error": 2}
 _OF_RANKS_ALIKE = ("untouched_between_steps",)  # others hand over weights, or an average of them, behind an update
 Gather = Callable[[Payload], list[Payload]]
@@ -65,12 +62,9 @@ class Audit:
         self._take = take
         self.gather = gather
         self._replicated: dict[str, frozenset[str]] = {}
-        self._batches: deque[tuple[int, ...]] = deque(maxlen=_REMEMBERED)
-        self._moving, self._stalled = 0, 0  # audited steps that updated, and those in a row since that did not
-        self._reached: dict[str, int] = {}  # parameter → audited steps in a row at which it had a gradient; -1 once it had none
         self._resumed: Save | None = None  # what was loaded, until its schedule has been looked at
         self._resharded: Resharded | None = None  # what was loaded in another layout, until the ranks have compared it
-        self._history = History()
+        self._history = AuditHistory()
         self._memory: dict[str, Any] = {}  # by the names of the relations that remember something
         self._answered = -1  # the last step at which this rank took part in the collective
         self._violated: dict[str, list[Finding]] = {}  # relations that did not hold when they were last checked
@@ -149,12 +143,8 @@ class Audit:
             self.plan,
             step_data.scalars,
             self.last,
-            batches_before=tuple(self._batches),
-            ever_reached=frozenset(self._reached),
-            always_reached=frozenset(name for name, times in self._reached.items() if times >= _STEADY),
             resumed=self._resumed,
             resharded=self._resharded,
-            stalled=self._count_stalled(facts),
             history=self._history,
             memory=dict(self._memory),
             assumed=self.assumed,
@@ -172,8 +162,6 @@ class Audit:
         self._memory |= {
             name: self.part(_part_of(name), remember, evidence) for name, remember in _functions(self.plan, "remember").items()
         }
-        self._batches.append(facts.of(TrainingCalls).batches)
-        self._count_reached(facts)
         self._forget_load(evidence)
         if any("fingerprints" in load_relation(name).COST for name in due) or self.last is None:
             self.last = replace(evidence, before=None)
@@ -214,25 +202,6 @@ class Audit:
             )
             self._resharded = None
         self._resumed = None if seen else self._resumed
-
-    def _count_stalled(self, facts: Facts) -> int:
-        """Return how many audited steps in a row have run backward and not updated, after some that did."""
-        if facts.of(UpdateCounts).updates:
-            self._moving, self._stalled = self._moving + 1, 0
-        elif facts.of(Backwards).count and self._moving >= _STEADY:
-            self._stalled += 1
-        elif facts.of(Backwards).count:
-            self._moving = -1 << 30  # not every step updates: gradients are accumulated over several
-        return self._stalled
-
-    def _count_reached(self, facts: Facts) -> None:
-        """Learn which parameters have a gradient at each audited step."""
-        gradients = facts.of(UsedGradients)
-        for name in gradients.reached:
-            times = self._reached.get(name, 0)
-            self._reached[name] = times + 1 if times >= 0 else -1
-        for name in self._reached.keys() & set(gradients.unreached):
-            self._reached[name] = -1
 
     def _compare(self, draft: Evidence) -> tuple[Peer, ...]:
         """Send this rank's message and return everybody's; nothing where a rank has stopped or is at another step."""
@@ -337,9 +306,9 @@ def _total(draft: Evidence, slot: str) -> float:
     return sum(draft.tensors.number(name, slot, "norm") ** 2 for name in draft.tensors.with_slot(slot))
 
 
-def _shares(draft: Evidence, replicated: Mapping[str, frozenset[str]]) -> dict[int, Share]:
+def _shares(draft: Evidence, replicated: Mapping[str, frozenset[str]]) -> dict[int, GradientShare]:
     """Return key of each gradient that this rank holds → its share, before and after clipping."""
-    seen, shares = draft.tensors, dict[int, Share]()
+    seen, shares = draft.tensors, dict[int, GradientShare]()
     constants = constants_with_matrices(draft.model.parameters, seen)
     for name in seen.with_slot("grad"):
         clipped = seen.number(name, "grad", "norm")
@@ -348,7 +317,7 @@ def _shares(draft: Evidence, replicated: Mapping[str, frozenset[str]]) -> dict[i
         doubted = over is None and (name in constants or "pp" in draft.axes)
         rectangle = seen.pieces.get((name, "grad"), seen.pieces.get((name, "value"), ""))
         piece = digest(rectangle) if rectangle else 0
-        shares[key_of(name, "grad")] = Share(key_of(name, "value"), over, unclipped, clipped, doubted, piece)
+        shares[key_of(name, "grad")] = GradientShare(key_of(name, "value"), over, unclipped, clipped, doubted, piece)
     return shares
 
 

@@ -128,7 +128,7 @@ class Streak:
 
 
 @dataclass(frozen=True, slots=True)
-class History:
+class AuditHistory:
     """What the audited steps before have shown of this training, as far as several relations need it.
 
     What one relation alone needs of them is in `Evidence.memory`. handed_over: parameters that the optimizers of some ranks of
@@ -146,40 +146,40 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """All that the relations may look at; nothing in it can be changed, and nothing of it is on a device.
-
-    before: the evidence of the audited step before this one, without its own `before`. peers: every rank, this one included;
-    empty where ranks were not compared. replicated: parameter, "buffer NAME" or "begun NAME" → axes over which its value is
-    replicated; `over` answers for each tensor. norms: logical norm of all gradients, over all ranks, "unclipped" and "clipped",
-    where it is known. ever_reached, always_reached: parameters that had a gradient at an audited step before, and at each of at
-    least three. resumed: the save that was loaded before this step, or before no scheduler was seen since. resharded: what was
-    loaded in another layout than it was saved in, until the ranks have compared it. stalled: audited steps in a row, this one
-    included, that ran backward and did not update, after at least three that did. history: what several relations learned
-    from the audited steps before; memory: what each relation remembers of them, by its name. assumed: the position of the
-    ranks on the parallel axes was not given; all are taken for data parallel. own_loop: the loop is the user's own, not a
-    trainer's.
-    """
+    """All that the relations may look at; nothing in it can be changed, and nothing of it is on a device."""
 
     step: int
+    """The number of the step."""
     place: Place
+    """This rank."""
     facts: Facts
+    """What the observers established: ask by `of`."""
     tensors: Tensors
+    """Parameters, gradients and optimizer states around the update."""
     plan: AuditPlan
+    """The `audit` section of the plan."""
     scalars: Mapping[str, float] = field(default_factory=dict[str, float])
+    """What the program reported: loss, gradient norm …"""
     before: Evidence | None = None
+    """Of the audited step before this one, without its own `before`."""
     peers: tuple[Peer, ...] = ()
+    """Every rank, this one included; empty where ranks were not compared."""
     replicated: Mapping[str, frozenset[str]] = field(default_factory=dict[str, frozenset[str]])
+    """Parameter, "buffer NAME" or "begun NAME" → axes over which its value is replicated; `over` answers for each tensor."""
     norms: Mapping[str, float] = field(default_factory=dict[str, float])
-    batches_before: tuple[tuple[int, ...], ...] = ()
-    ever_reached: frozenset[str] = frozenset()
-    always_reached: frozenset[str] = frozenset()
+    """Logical norm of all gradients over all ranks, "unclipped" and "clipped", and "own" of this rank, where it is known."""
     resumed: Save | None = None
+    """The save that was loaded before this step, or before a step since which no scheduler was seen."""
     resharded: Resharded | None = None
-    stalled: int = 0
-    history: History = field(default_factory=History)
+    """What was loaded in another layout than it was saved in, until the ranks have compared it."""
+    history: AuditHistory = field(default_factory=AuditHistory)
+    """What several relations learned from the audited steps before."""
     memory: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Relation → what it remembers of them."""
     assumed: bool = False
+    """The position of the ranks on the parallel axes was not given; all are taken for data parallel."""
     own_loop: bool = False
+    """The loop is the user's own, not a trainer's."""
 
     def of(self, kind: type[T]) -> T:
         """Return the fact of a class that was established of this step; one with its defaults where nothing was seen."""

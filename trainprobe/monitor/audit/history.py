@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trainprobe.monitor.audit.evidence import Evidence, History, along, streaks_with, untrained_parameters
+from trainprobe.monitor.audit.evidence import AuditHistory, Evidence, along, streaks_with, untrained_parameters
 from trainprobe.monitor.audit.facts.updates import UsedGroups
 from trainprobe.monitor.audit.messages import key_of
 
 STEADY = 3  # audited steps in a row after which something is expected to stay as it is
 
 
-def learned(evidence: Evidence) -> History:
+def learned(evidence: Evidence) -> AuditHistory:
     """Return what is known of the training after this step."""
     return replace(evidence.history, driven=_driven(evidence), streaks=streaks_with(evidence), peaks=_peaks(evidence))
 

@@ -25,7 +25,7 @@ _Mark = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class _CalledCopy:
     """A copy when it was called last: mark of its weights, marks of its statistics, and those of the model's."""
 
     copy: weakref.ref[Any]
@@ -42,7 +42,7 @@ class Copies(Observer):
     def __init__(self, guard: Guard, audited: Audited) -> None:
         super().__init__(guard, audited)
         self._models: dict[type, Any] = {}
-        self._seen: dict[int, _Seen] = {}
+        self._seen: dict[int, _CalledCopy] = {}
         self._stale: dict[int, tuple[str, ...]] = {}  # id of a copy → what stood still when it was called last
 
     def start(self) -> None:
@@ -58,7 +58,7 @@ class Copies(Observer):
         known = self._seen.get(id(module))
         if known is None and not _is_copy(module, model):
             return
-        now = _Seen(weakref.ref(module), _writes(module), dict(_statistics(module)), dict(_statistics(model)))
+        now = _CalledCopy(weakref.ref(module), _writes(module), dict(_statistics(module)), dict(_statistics(model)))
         if known is not None and known.copy() is module and known.weights != now.weights:
             self._stale[id(module)] = tuple(name for name in now.mine if _stood(known, now, name))
         self._seen[id(module)] = now
@@ -68,7 +68,7 @@ class Copies(Observer):
         return StaleCopies(tuple(dict.fromkeys(name for names in self._stale.values() for name in names)))
 
 
-def _stood(known: _Seen, now: _Seen, name: str) -> bool:
+def _stood(known: _CalledCopy, now: _CalledCopy, name: str) -> bool:
     return known.mine.get(name) == now.mine[name] and known.its.get(name) != now.its.get(name)
 
 

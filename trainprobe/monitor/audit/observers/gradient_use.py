@@ -28,13 +28,8 @@ _NEVER = 8  # after so many, an optimizer that has left no trace of a step is re
 class GradientUse(Observer):
     """Follows gradients from `begin` to the end of a step.
 
-    twice: parameters that were stepped again with the same gradient. reached, unreached: those of the optimizers that stepped,
-    with a gradient and without. discarded: backward passes whose gradients were cleared before an update used them; none where
-    the update is given other tensors than the last pass left, such as buffers in which the program has added them up. closure:
-    backward passes ran within an update, after the first. in_turns: an update was made between two of them. climbs: the weights
-    were written between two of them, by no update. roots: the numbers that backward passes began from; None once one began from
-    more. mixed: parameters whose update used the sum of gradients from before and after weights were written, and the older
-    part.
+    No pass counts as discarded where the update is given other tensors than the last pass left, such as buffers in which the
+    program has added them up.
     """
 
     needs = (BackwardStarts,)

@@ -15,7 +15,7 @@ from trainprobe.engine.stats.partials import CHECKSUM, STATS, column
 from trainprobe.monitor.audit.capture.values import checksum_of, norm_of
 from trainprobe.monitor.audit.observers import Audited, Observer
 from trainprobe.monitor.audit.observers.model_calls import ModelCalls
-from trainprobe.monitor.audit.relations.recomputed_forward import Output, Repeat, Repeats
+from trainprobe.monitor.audit.relations.recomputed_forward import ModuleOutput, Repeat, Repeats
 
 
 class RepeatedForwards(Observer):
@@ -69,10 +69,10 @@ class RepeatedForwards(Observer):
         return Repeats(tuple(found))
 
 
-def _outputs(step_data: StepData, values: Sequence[Value]) -> tuple[Output, ...]:
-    out: list[Output] = []
+def _outputs(step_data: StepData, values: Sequence[Value]) -> tuple[ModuleOutput, ...]:
+    out: list[ModuleOutput] = []
     for value in (value for value in values if value.row >= 0):
         row = step_data.partials[value.row : value.row + 1]
         total, count = float(column(row, "sum")[0]), float(column(row, "count")[0])
-        out.append(Output(checksum_of(step_data, value), norm_of(step_data, value), total, count, value.dtype))
+        out.append(ModuleOutput(checksum_of(step_data, value), norm_of(step_data, value), total, count, value.dtype))
     return tuple(out)

@@ -25,7 +25,7 @@ from trainprobe.monitor.audit.observers import Audited, Observer
 _DRIVERS = (lr_scheduler.SequentialLR, lr_scheduler.ChainedScheduler)
 
 
-class _Known:
+class _SteppedScheduler:
     """One scheduler. Counts since the last `take`, and since the last update that was looked at (`between`)."""
 
     def __init__(self, scheduler: Any, stood: int) -> None:
@@ -59,7 +59,7 @@ class ScheduleWatch(Observer):
 
     def __init__(self, guard: Guard, audited: Audited) -> None:
         super().__init__(guard, audited)
-        self._known: dict[int, _Known] = {}
+        self._known: dict[int, _SteppedScheduler] = {}
         self._taken: dict[int, SchedulerState] = {}
         self._driven = 0  # how many steps of drivers are running
         self._replaced: list[Replaced] = []
@@ -91,7 +91,7 @@ class ScheduleWatch(Observer):
             return  # a wrapper let it stand: gradients are accumulated
         if self._listener is None:
             self._listener = StepListener(after=lambda optimizer, args, kwargs: self._guard.run(self._updated, optimizer))
-        self._known.setdefault(id(scheduler), _Known(scheduler, stood)).advanced()
+        self._known.setdefault(id(scheduler), _SteppedScheduler(scheduler, stood)).advanced()
 
     def _updated(self, optimizer: Any) -> None:
         for scheduler, known in self._alive():
@@ -143,7 +143,7 @@ class ScheduleWatch(Observer):
             out[kind] = max(_position(scheduler), out.get(kind, 0))
         return out
 
-    def _alive(self) -> list[tuple[Any, _Known]]:
+    def _alive(self) -> list[tuple[Any, _SteppedScheduler]]:
         alive = {key: (scheduler, known) for key, known in self._known.items() if (scheduler := known.scheduler()) is not None}
         self._known = {key: known for key, (_, known) in alive.items()}
         return list(alive.values())

@@ -15,6 +15,7 @@ and may hold
 
     remember  what `check` has to know of this audited step at the next one: remember(evidence) -> Any. It is given to both as
               `evidence.remembered(NAME, otherwise)`
+    PYTORCH_ONLY  why MindSpore cannot judge it, if it cannot
     shares    what this rank sends to the others where ranks are compared: shares(evidence) -> {key: (fingerprint, number)},
               with keys by `messages.key_of`. It arrives as `Peer.rows`
 

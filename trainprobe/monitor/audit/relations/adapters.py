@@ -18,6 +18,7 @@ COST = frozenset({"host"})
 OBSERVERS = frozenset({"updates"})
 EVERY = 10
 STAGE = "set-up"
+PYTORCH_ONLY = "adapters are known of PEFT, which is for PyTorch"
 
 
 def check(evidence: Evidence) -> list[Finding]:

@@ -22,6 +22,7 @@ COST = frozenset({"host"})
 OBSERVERS = frozenset({"ambient_state"})
 EVERY = 10
 STAGE = "update"
+PYTORCH_ONLY = "it is about global switches of torch"
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ COST = frozenset({"host", "ranks"})
 OBSERVERS = frozenset({"clips", "updates"})
 EVERY = 10
 STAGE = "clipping"
+PYTORCH_ONLY = "no cell is known that clips: gradients are seen once, as the optimizer gets them"
 _OVER_PARAMETERS, _OVER_RANKS = 2e-3, 1e-4
 
 

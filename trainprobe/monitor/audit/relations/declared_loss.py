@@ -22,6 +22,7 @@ COST = frozenset({"rerun", "ranks"})
 OBSERVERS = frozenset({"backward_starts", "declared_loss"})
 EVERY = 50
 STAGE = "whole gradient"
+PYTORCH_ONLY = "a loss can be declared to a PyTorch training only"
 AXES = frozenset({"dp", "cp"})
 
 

@@ -21,6 +21,7 @@ from trainprobe.monitor.audit.facts.calls import TrainingCalls
 COST = frozenset({"ranks"})
 OBSERVERS = frozenset({"loaders", "model_calls", "samplers", "updates"})
 EVERY = 10
+_REMEMBERED = 32  # audited steps whose data is remembered
 STAGE = "data"
 _KINDS = 3  # synthetic data may all be the same, but for the last batch of an epoch
 
@@ -66,7 +67,7 @@ def _same_epochs(evidence: Evidence) -> list[Finding]:
 def _stale(evidence: Evidence) -> list[Finding]:
     """Find activations that a later pipeline stage is handed a second time: weights move, so no two are ever equal."""
     now, stage = evidence.batches, evidence.place.axes.get("pp", (0, 1))[0]
-    earlier = {fingerprint for batches in evidence.batches_before for fingerprint in batches}
+    earlier = {fingerprint for batches in _before(evidence) for fingerprint in batches}
     again = next((i for i, fingerprint in enumerate(now) if fingerprint in earlier or fingerprint in now[:i]), None)
     if not stage or again is None or evidence.of(TrainingCalls).whole_numbers:
         return []
@@ -118,8 +119,17 @@ def _same_over_tp(evidence: Evidence) -> list[Finding]:
     return [evidence.finding("distinct_data", text, "batch", "input", measured="different", expected="equal", kind="scalar")]
 
 
+def remember(evidence: Evidence) -> tuple[tuple[int, ...], ...]:
+    """Return the data of the last audited steps."""
+    return (*_before(evidence), evidence.batches)[-_REMEMBERED:]
+
+
+def _before(evidence: Evidence) -> tuple[tuple[int, ...], ...]:
+    return evidence.remembered("distinct_data", ())
+
+
 def _again(evidence: Evidence) -> list[Finding]:
-    now, seen = evidence.batches, evidence.batches_before
+    now, seen = evidence.batches, _before(evidence)
     if not now or not evidence.follows or len(seen) < 3 or now != seen[-1] or len(set(seen)) < len(seen):
         return []
     text = f"step {evidence.step} trains on the data of step {evidence.step - 1} again, though no step before did so"
@@ -129,7 +139,7 @@ def _again(evidence: Evidence) -> list[Finding]:
 def _by_workers(evidence: Evidence) -> list[Finding]:
     """Find a batch that comes again though the loader has handed out another one, where not all batches are one."""
     loader = evidence.of(HandedOut)
-    now, seen, before = evidence.batches, evidence.batches_before, evidence.before
+    now, seen, before = evidence.batches, _before(evidence), evidence.before
     if before is None or not now or not evidence.follows or now != seen[-1] or len(set(seen)) < _KINDS:
         return []
     if not 0 < before.of(HandedOut).batches < loader.batches:
@@ -146,7 +156,7 @@ def _by_workers(evidence: Evidence) -> list[Finding]:
 
 def _micro(evidence: Evidence) -> list[Finding]:
     now = evidence.batches
-    seen = [batches for batches in evidence.batches_before if len(batches) > 1]
+    seen = [batches for batches in _before(evidence) if len(batches) > 1]
     if len(now) < 2 or len(set(now)) == len(now) or not seen or any(len(set(b)) < len(b) for b in seen):
         return []
     again = next(i for i, fingerprint in enumerate(now) if fingerprint in now[:i])

@@ -17,7 +17,7 @@ from __future__ import annotations
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.core.words import and_more
 from trainprobe.monitor.audit.evidence import Evidence
-from trainprobe.monitor.audit.facts.gradients import UsedGradients
+from trainprobe.monitor.audit.facts.gradients import Backwards, UsedGradients
 from trainprobe.monitor.audit.facts.updates import ParameterGroup, UpdateCounts, UsedGroups
 from trainprobe.monitor.scalar_names import scalar
 
@@ -84,7 +84,7 @@ def check(evidence: Evidence) -> list[Finding]:
             "movement", text, never[0], measured="no step", expected="a step", severity="warning", next=hint, names=list(never)
         )
         found.append(finding)
-    if evidence.stalled == _STALLED:
+    if remember(evidence)[1] == _STALLED:
         name = next((p.name for p in evidence.model.parameters if p.trainable), "")
         text = (
             f"{_STALLED} audited steps in a row ran backward and made no update, unlike every step before: {name} does not move"
@@ -105,6 +105,19 @@ def check(evidence: Evidence) -> list[Finding]:
         text = f"{and_more(drawn)} has no gradient and moved in the update"
         found.append(evidence.finding("movement", text, drawn[0], measured="changed", expected="unchanged", names=drawn))
     return found
+
+
+def remember(evidence: Evidence) -> tuple[int, int]:
+    """Return how many audited steps have updated, and how many in a row since then ran backward and did not.
+
+    The first is far below 0 where not every step updates, as gradients are accumulated over several.
+    """
+    moving, stalled = evidence.remembered("movement", (0, 0))
+    if evidence.of(UpdateCounts).updates:
+        return moving + 1, 0
+    if not evidence.of(Backwards).count:
+        return moving, stalled
+    return (moving, stalled + 1) if moving >= STEADY else (-1 << 30, stalled)
 
 
 def _no_longer_driven(evidence: Evidence) -> list[Finding]:

@@ -50,8 +50,17 @@ def check(evidence: Evidence) -> list[Finding]:
     ]
 
 
+def remember(evidence: Evidence) -> frozenset[str]:
+    """Return the parameters that have had a gradient."""
+    return _reached(evidence) | evidence.of(UsedGradients).reached
+
+
+def _reached(evidence: Evidence) -> frozenset[str]:
+    return evidence.remembered("never_reached", frozenset[str]())
+
+
 def _is_judged(evidence: Evidence, name: str) -> bool:
     known = evidence.history.streaks.get(("unreached", name))
-    if known is None or known.count + 1 < _LOOKS or name in evidence.ever_reached:
+    if known is None or known.count + 1 < _LOOKS or name in _reached(evidence):
         return False
     return evidence.of(TrainingCalls).called.get(name.rpartition(".")[0] or "root") is False

@@ -19,11 +19,12 @@ COST = frozenset({"rerun"})
 OBSERVERS = frozenset({"repeated_forwards"})
 EVERY = 50
 STAGE = "backward"
+PYTORCH_ONLY = "recomputed cells are recorded by level L0, and not compared with the first forward"
 _FLOOR, _FLOOR_SHORT = 1e-5, 1e-3
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class ModuleOutput:
     """One tensor that a module handed on."""
 
     fingerprint: int
@@ -46,9 +47,9 @@ class Repeat:
     """The module."""
     order: int
     """Where the module's first forward stands among those that were looked at."""
-    again: tuple[Output, ...]
+    again: tuple[ModuleOutput, ...]
     """Its outputs."""
-    first: tuple[tuple[Output, ...], ...]
+    first: tuple[tuple[ModuleOutput, ...], ...]
     """The outputs of the module's forwards of this step."""
 
 
@@ -95,7 +96,7 @@ def _is_one_of(repeat: Repeat) -> bool:
     )
 
 
-def _same(a: Output, b: Output) -> bool:
+def _same(a: ModuleOutput, b: ModuleOutput) -> bool:
     if a.fingerprint == b.fingerprint:
         return True
     floor = (_FLOOR if "32" in a.dtype or "64" in a.dtype else _FLOOR_SHORT) * a.norm

@@ -31,6 +31,7 @@ COST = frozenset({"rerun", "ranks"})
 OBSERVERS = frozenset({"backward_starts", "clips", "declared_loss", "gradient_use", "reduced_gradients"})
 EVERY = 50
 STAGE = "reduction"
+PYTORCH_ONLY = "the gradients of one rank are not seen before they are reduced"
 _FLOOR = 0.05
 _WHOLE = 1e-4
 STEADY = 3

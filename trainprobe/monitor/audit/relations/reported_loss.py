@@ -35,6 +35,7 @@ COST = frozenset({"host", "ranks"})
 OBSERVERS = frozenset({"gradient_use", "model_calls", "updates"})
 EVERY = 10
 STAGE = "backward"
+PYTORCH_ONLY = "it is not known where a backward pass begins"
 STEADY = 3
 _FLOOR, _WIDE_FLOOR = 1e-4, 1e-2
 _EXACT = 3e-6  # what sums of a few float32 numbers round by
