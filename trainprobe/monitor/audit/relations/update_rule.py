@@ -1,7 +1,7 @@
 """An update is what the optimizer's rule gives for this gradient and state, within its noise floor.
 
 Relation: for torch's Adam, AdamW and SGD, carried out in whatever way (loops, foreach, fused), each element of a parameter
-after the update is p' = rule(p, g, state), worked out again in float64 by `monitor.audit.capture.update_rules`. Floor,
+after the update is p' = rule(p, g, state), worked out again in float64 by `monitor.audit.observers.update_rules`. Floor,
 element by element: 8 ε |p'| for the rounding of the parameter, 1e-4 |p' - p| for that of the change (0.1 where parameter or
 gradient have 16 bits), and 8 ε times the change that momentum and gradient would make if they did not cancel, as what is
 left of them is rounded as they were. Of a flat buffer that an optimizer steps, the parameter is named in which the worst
