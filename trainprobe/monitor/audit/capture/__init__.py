@@ -1,1 +1,1 @@
-"""What the relations of the audit need to know of a step: one tap, and a file for each kind of fact."""
+"""The taps of the audit for each framework, and what its observers share."""
