@@ -72,6 +72,8 @@ MAY_IMPORT_FRAMEWORKS = (
         "op_check",
         "demo",
         "integrations",
+        "monitor/audit/capture",
+        "monitor/audit/observers",
         "self_test",
     ),
 )

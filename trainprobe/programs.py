@@ -74,8 +74,8 @@ def _black_box(making: Making) -> Program:
     def batches(step_data: StepData) -> Mapping[str, Any]:
         """Return what the record of a step lacks: its batches."""
         audited: Any = getattr(audit, "last", None)
-        facts = audited.facts if audited is not None and audited.step == step_data.step else None
-        return {"batches": list(facts.batches) if facts is not None else list(step_data.batches)}
+        known = audited if audited is not None and audited.step == step_data.step else step_data
+        return {"batches": list(known.batches)}
 
     about = {"framework": backend.name, "level": plan.level, "task": plan.task, "wanted": wanted}
     box = BlackBoxProgram(validate(plan.black_box or True), about, batches, lambda: backend.random_state())

@@ -7,7 +7,6 @@ from typing import Any
 
 from trainprobe.composition import TapMaker
 from trainprobe.engine.capture import AUDIT, part_of
-from trainprobe.engine.capture.audit.audit_tap import AuditTap
 from trainprobe.engine.capture.awaited import AwaitedTap
 from trainprobe.engine.capture.clipping import ClippingTap
 from trainprobe.engine.capture.collectives import CollectiveTap
@@ -30,6 +29,7 @@ from trainprobe.engine.core.stacks import Stacks
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.plan.selection import Names
 from trainprobe.engine.stats.partials import STATS
+from trainprobe.monitor.audit.capture.audit_tap import AuditTap
 from trainprobe.monitor.feature_plan import Features
 from trainprobe.monitor.plan import MonitorPlan
 from trainprobe.schedules import Parts, guard_of

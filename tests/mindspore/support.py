@@ -24,7 +24,7 @@ from trainprobe.engine.capture.mindspore.cells import COMPILED
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.storage.dumps.read import read
 from trainprobe.errors import PlanError
-from trainprobe.integrations.mindspore_limits import NOT_JUDGED, NOT_JUDGED_IN_A_GRAPH, WITHOUT_EFFECT
+from trainprobe.integrations.mindspore_limits import NOT_JUDGED_IN_A_GRAPH, WITHOUT_EFFECT, not_judged
 from trainprobe.monitor.audit.relations import relation_names
 from trainprobe.monitor.rules import rule_names
 from trainprobe.monitor.run_folder import read_frames
@@ -355,7 +355,7 @@ def rows() -> Iterator[tuple[str, str, str, str]]:
         yield f"`{name}`", "yes", "yes", "yes, of parameters, optimizer state, updates and scalars"
     yield "**relations**", "", "", ""
     for name in relation_names():
-        why = NOT_JUDGED.get(name)
+        why = not_judged().get(name)
         graph = NOT_JUDGED_IN_A_GRAPH.get(name) or why
         clips = " (judged where MindFormers' cell clips)" if name == "clipping" else ""
         yield f"`{name}`", "yes", f"no: {why}{clips}" if why else "yes", f"no: {graph}" if graph else "yes"

@@ -16,7 +16,7 @@ from mindspore.train import Callback, Model
 from tests.mindspore.tiny import BATCH, GRAPH, PYNATIVE, Data, Loss, Net, train
 from trainprobe.engine.core.records import Finding
 from trainprobe.integrations.mindformers import ProbeCallback
-from trainprobe.integrations.mindspore_limits import NOT_JUDGED, NOT_JUDGED_IN_A_GRAPH
+from trainprobe.integrations.mindspore_limits import NOT_JUDGED_IN_A_GRAPH, not_judged
 from trainprobe.watching import watch
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
@@ -75,7 +75,7 @@ def test_an_optimizer_that_leaves_a_weight_whose_gradient_has_turned_is_in_order
     assert grave(probe.findings) == []
 
 
-@pytest.mark.parametrize(("mode", "unjudged"), [(PYNATIVE, {*NOT_JUDGED}), (GRAPH, {*NOT_JUDGED, *NOT_JUDGED_IN_A_GRAPH})])
+@pytest.mark.parametrize(("mode", "unjudged"), [(PYNATIVE, {*not_judged()}), (GRAPH, {*not_judged(), *NOT_JUDGED_IN_A_GRAPH})])
 def test_each_relation_that_cannot_be_judged_says_so_once(mode: int, unjudged: set[str], tmp_path: Path) -> None:
     _, findings = audited(tmp_path / "out", mode, audit={"relations": {"clipping": 0}})
     told = [f.rule for f in findings if "is not judged under MindSpore" in f.message]

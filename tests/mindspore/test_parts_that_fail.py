@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from tests.mindspore.tiny import PYNATIVE, train
-from trainprobe.engine.capture.mindspore.audit import CellAuditTap
 from trainprobe.engine.capture.mindspore.cells import CellTap
 from trainprobe.engine.capture.mindspore.ops import PrimitiveTap
 from trainprobe.engine.capture.mindspore.states import CellStateTap
 from trainprobe.integrations.mindformers import ProbeCallback
+from trainprobe.monitor.audit.capture.mindspore_tap import CellAuditTap
 
 PLAN = {"level": "mix", "step": [2], "monitor": True, "audit": {"every": 1}, "sinks": ["dump"]}
 

@@ -242,7 +242,7 @@ def test_a_batch_is_known_by_the_number_that_the_audit_gives_it(tmp_path):
         model(batch(torch.Generator().manual_seed(0))[:, :-1]).square().mean().backward()
         optimizer.step()
         step_data = probe.end_step()
-        assert tuple(step_data.batches) == probe.audit.audit.last.facts.batches
+        assert tuple(step_data.batches) == probe.audit.audit.last.batches
 
 
 def test_activations_and_their_gradients_have_patterns_and_intervals_of_their_own(tmp_path):

@@ -14,7 +14,6 @@ from functools import cache, partial, wraps
 from typing import TYPE_CHECKING, Any
 
 from trainprobe.engine.capture.patching.replaced import Replaced
-from trainprobe.engine.core.facts import Progress
 from trainprobe.engine.core.findings import sentence
 from trainprobe.engine.core.flat_parameters import handles_of
 from trainprobe.engine.core.records import Finding, Place
@@ -24,6 +23,7 @@ from trainprobe.integrations.deepspeed import engine_of, follow
 from trainprobe.integrations.deepspeed_layout import place_of, renaming
 from trainprobe.integrations.output_folder import asked_output
 from trainprobe.integrations.session import Session
+from trainprobe.monitor.audit.facts.updates import Progress
 from trainprobe.watching import PlanSource
 
 NAMESPACES = ("lightning.pytorch", "pytorch_lightning")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from trainprobe.engine.capture.mindspore.ops import ops_are_seen
 from trainprobe.engine.plan.model import Plan
 from trainprobe.errors import PlanError
+from trainprobe.monitor.audit.relations import load_relation, relation_names
 from trainprobe.monitor.plan import MonitorPlan
 
 _LOSSES = "loss functions are known by their calls in torch.nn.functional"
@@ -18,8 +19,8 @@ _SCHEDULERS = "learning-rate schedules are values or cells inside the optimizer:
 _CALLED = "which cells ran with gradients enabled is not known"
 _TENSORS = "values of tensors are looked at by torch for this"
 _ARGUMENTS = "arguments of recurrent, attention and embedding modules are known of torch.nn"
-# relation → why it is not judged under MindSpore
-NOT_JUDGED = {
+# relation → why it is not judged under MindSpore, where several share a reason
+_NOT_JUDGED = {
     **dict.fromkeys(
         (
             *("absent_classes", "batch_dimension", "end_token", "loss_inputs", "self_comparison", "shifted_targets"),
@@ -39,16 +40,6 @@ NOT_JUDGED = {
         ("divided_losses", "gradient_terms", "outer_products", "sampled_without_gradient", "weighted_ranks"),
         "it is read from torch's autograd graph and calls, and MindSpore shows no graph",
     ),
-    "adapters": "adapters are known of PEFT, which is for PyTorch",
-    "ambient_state": "it is about global switches of torch",
-    "clipping": "no cell is known that clips: gradients are seen once, as the optimizer gets them",
-    "declared_loss": "a loss can be declared to a PyTorch training only",
-    "distinct_pieces": "which piece of a logical tensor a rank holds is not known",
-    "hooks": "hooks are compiled with a cell, and the tool does not read them",
-    "reached_parameters": "MindSpore hands zeros to the optimizer where no gradient arrives",
-    "recomputed_forward": "recomputed cells are recorded by level L0, and not compared with the first forward",
-    "reduced_gradients": "the gradients of one rank are not seen before they are reduced",
-    "reported_loss": "it is not known where a backward pass begins",
     **dict.fromkeys(("rounded_updates", "update_rule"), "updates are worked out again for optimizers of torch only"),
 }
 NOT_JUDGED_IN_A_GRAPH = {
@@ -62,6 +53,12 @@ NOT_JUDGED_IN_A_GRAPH = {
 WITHOUT_EFFECT = {
     "reuse": "MindSpore shows no write in place: each place is looked at anew, and the numbers are the same",
 }
+
+
+def not_judged() -> dict[str, str]:
+    """Return relation → why it is not judged under MindSpore; a reason of its own stands in its file."""
+    own = {name: getattr(load_relation(name), "PYTORCH_ONLY", "") for name in relation_names()}
+    return _NOT_JUDGED | {name: why for name, why in own.items() if why}
 
 
 def refuse(plan: Plan, monitor: MonitorPlan | None) -> None:

@@ -16,7 +16,6 @@ from trainprobe.composition import TapMaker
 from trainprobe.config_check.capture.mindspore_capture import CellCapture
 from trainprobe.engine.arrays.mindspore_library import MindSporeLibrary, copy_out
 from trainprobe.engine.capture import AUDIT, part_of
-from trainprobe.engine.capture.mindspore.audit import CellAuditTap, counted
 from trainprobe.engine.capture.mindspore.calls import KnownCalls, OptimizerTap
 from trainprobe.engine.capture.mindspore.cells import COMPILED, UNCALLED, CellTap, is_graph_mode, is_optimizer
 from trainprobe.engine.capture.mindspore.gathering import gathering
@@ -37,8 +36,9 @@ from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.program import Program
 from trainprobe.engine.tape import Tape
 from trainprobe.errors import PlanError, UsageError
-from trainprobe.integrations.mindspore_limits import NOT_JUDGED, NOT_JUDGED_IN_A_GRAPH, refuse
+from trainprobe.integrations.mindspore_limits import NOT_JUDGED_IN_A_GRAPH, not_judged, refuse
 from trainprobe.integrations.mindspore_place import declared_place, place_of_process
+from trainprobe.monitor.audit.capture.mindspore_tap import CellAuditTap, counted
 from trainprobe.monitor.audit.relations import relation_names
 from trainprobe.monitor.plan import MonitorPlan
 from trainprobe.monitor.plan import validate as monitor_plan
@@ -280,7 +280,7 @@ class MindSporeProbe(Probe):
     def report_limits(self) -> None:
         """Keep as findings what cannot be judged or seen here: one a relation of the plan's audit, and one of the graph."""
         plan = self.parts.audit_plan
-        why = {**NOT_JUDGED, **(NOT_JUDGED_IN_A_GRAPH if is_graph_mode() else {})}
+        why = {**not_judged(), **(NOT_JUDGED_IN_A_GRAPH if is_graph_mode() else {})}
         if self.parts.clipping is not None and self.parts.clipping.cells:
             why.pop("clipping", None)
         for relation in relation_names() if plan is not None else ():

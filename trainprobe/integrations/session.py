@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainprobe.engine.core.facts import Progress
 from trainprobe.engine.core.naming import Rename
 from trainprobe.engine.core.records import Finding, Place, StepData
 from trainprobe.engine.plan.loading import load_plan
@@ -21,6 +20,7 @@ from trainprobe.engine.stats import finish
 from trainprobe.errors import StopTraining
 from trainprobe.integrations import announce
 from trainprobe.integrations.output_folder import placed
+from trainprobe.monitor.audit.facts.updates import Progress
 from trainprobe.monitor.watcher import Watcher, keep_state, resume_state
 from trainprobe.watching import PlanSource, Probe
 

@@ -14,13 +14,13 @@ from functools import partial, wraps
 from typing import Any
 
 from trainprobe.engine.capture.patching.replaced import Replaced
-from trainprobe.engine.core.facts import Progress
 from trainprobe.engine.core.records import Finding, Place
 from trainprobe.engine.core.topology import axes_from_mesh, place_from_environment
 from trainprobe.errors import MissingExtra
 from trainprobe.integrations.deepspeed import engine_of, follow
 from trainprobe.integrations.deepspeed_layout import place_of, renaming
 from trainprobe.integrations.session import Session, agreed
+from trainprobe.monitor.audit.facts.updates import Progress
 from trainprobe.watching import PlanSource
 
 try:

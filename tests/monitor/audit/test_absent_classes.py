@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,10 +11,11 @@ from torch import nn
 from torch.nn import functional
 
 import trainprobe
-from trainprobe.engine.capture.audit.class_shares import class_shares
-from trainprobe.engine.core.facts import LossCall
 from trainprobe.engine.core.records import Place
+from trainprobe.monitor.audit.capture.class_shares import class_shares
 from trainprobe.monitor.audit.evidence import Evidence
+from trainprobe.monitor.audit.facts import Facts
+from trainprobe.monitor.audit.facts.calls import LossCall, LossCalls
 from trainprobe.monitor.audit.messages import decode, encode
 from trainprobe.monitor.audit.peers import Peer
 from trainprobe.monitor.audit.plan import AuditPlan
@@ -125,9 +125,9 @@ def test_a_class_that_is_a_target_on_another_rank_is_no_finding():
     def on_rank(rank, lacking):
         counts = np.array([0.0 if c == lacking else 16.0 for c in range(4)])
         row = lambda surprise: (*counts, *[12.0] * 4, 48 * surprise)  # noqa: E731
-        calls = [LossCall("cross_entropy", "mean", 0, 0, 48, ((), ()), classes=row(2.0 if i < 3 else 1.0)) for i in range(40)]
+        calls = [LossCall("cross_entropy", "mean", 0, 48, ((), ()), classes=row(2.0 if i < 3 else 1.0)) for i in range(40)]
         place, memory = Place(rank=rank, world_size=2), dict[str, Any]()
-        at = lambda i: Evidence(i, place, SimpleNamespace(losses=(calls[i],)), None, AuditPlan(), memory=dict(memory))  # noqa: E731
+        at = lambda i: Evidence(i, place, Facts(LossCalls((calls[i],))), None, AuditPlan(), memory=dict(memory))  # noqa: E731
         for i in range(39):
             memory["absent_classes"] = absent_classes.remember(at(i))
         return at(39)

@@ -7,9 +7,11 @@ import torch
 from torch import nn
 
 import trainprobe
-from trainprobe.engine.core.facts import Base, ModelFacts, Progress, StepFacts
 from trainprobe.engine.core.records import Place
-from trainprobe.monitor.audit.evidence import Evidence, History, Streak, Tensors
+from trainprobe.monitor.audit.evidence import AuditHistory, Evidence, Streak, Tensors
+from trainprobe.monitor.audit.facts import Facts
+from trainprobe.monitor.audit.facts.model import Training
+from trainprobe.monitor.audit.facts.updates import BaseRate, Progress, UpdateCounts, UsedGroups
 from trainprobe.monitor.audit.plan import validate
 from trainprobe.monitor.audit.relations import reached_rate, schedulers_stepped
 
@@ -210,16 +212,14 @@ def test_a_group_that_a_schedule_by_hand_leaves_out_is_found(tmp_path, how):
 
 def evidence(rate, *, base=1e-3, unstepped=True, progress, step=70, history=None):
     """Return evidence of a step that updated at a rate."""
-    model = ModelFacts()
-    facts = StepFacts(
-        model, model, updates=1, rates=(rate,), bases=(Base(0, base, unstepped),), progress=progress, ordinal=step
-    )
+    used = UsedGroups(rates=(rate,), bases=(BaseRate(0, base, unstepped),), progress=progress)
+    facts = Facts(Training(ordinal=step), UpdateCounts(1), used)
     return Evidence(step, Place(), facts, Tensors(), validate(True), history=history or standing(rate))
 
 
 def standing(rate, looks=5, peak=None):
     """Return a history in which a rate stood at so many audited steps."""
-    return History(streaks={("rate", "0"): Streak(rate, looks, 0)}, peaks=(rate if peak is None else peak,))
+    return AuditHistory(streaks={("rate", "0"): Streak(rate, looks, 0)}, peaks=(rate if peak is None else peak,))
 
 
 def test_a_scheduler_that_is_never_stepped_is_found_once_an_epoch_has_ended():

@@ -10,9 +10,12 @@ from benchmarks.bugs.loops import Averaged, Vision
 from benchmarks.bugs.modern_loops import Diffusion, Distilled, Patches, Streamed
 from benchmarks.bugs.token_loops import MainGradients, Policy, Routed, ScaledTwice, Translator
 from tests.monitor.audit.trained import assert_found, assert_found_on_two_ranks, findings
-from trainprobe.engine.core.facts import Clip, ModelFacts, Reduction, StepFacts
 from trainprobe.engine.core.records import Place
 from trainprobe.monitor.audit.evidence import Evidence, Tensors
+from trainprobe.monitor.audit.facts import Facts
+from trainprobe.monitor.audit.facts.calls import TrainingCalls
+from trainprobe.monitor.audit.facts.gradients import Backwards, Clip, ClippedGradients, Reduction, Reductions, UsedGradients
+from trainprobe.monitor.audit.facts.updates import UpdateCounts
 from trainprobe.monitor.audit.messages import key_of
 from trainprobe.monitor.audit.peers import Peer
 from trainprobe.monitor.audit.plan import AuditPlan
@@ -213,9 +216,10 @@ def test_healthy_loops_near_to_a_fault_raise_no_alarm(tmp_path, style):
     [(0.5, 0, 0), (1.0, 0, 1), (0.25, 0, 1), (0.44, 0, 0), (0.44, 1, 1), (0.51, 1, 0)],
 )
 def test_another_divisor_of_all_gradients_is_told_and_the_factor_of_a_loop_that_clips_by_itself_is_not(factor, clips, alarms):
-    names, model = ("a", "b", "c", "d"), ModelFacts()
+    names = ("a", "b", "c", "d")
     reductions = tuple(Reduction(name, 1.0, 2 * factor, 2 * factor) for name in names)
-    facts = StepFacts(model, model, backwards=1, updates=1, reductions=reductions, clips=(Clip(frozenset(names), 1.0),) * clips)
+    clipped = ClippedGradients((Clip(frozenset(names), 1.0),) * clips)
+    facts = Facts(Backwards(1), UpdateCounts(1), Reductions(reductions), clipped)
     told = {key_of(name, "arrived"): 1.0 for name in names}
     numbers = dict.fromkeys(("loss", "differentiated"), float("nan"))
     peers = tuple(Peer(rank, {"dp": rank}, numbers, {}, (), {}, told) for rank in range(2))
@@ -230,6 +234,6 @@ def test_another_divisor_of_all_gradients_is_told_and_the_factor_of_a_loop_that_
 def test_a_mean_that_the_last_micro_batch_happens_to_equal_is_not_taken_for_it_alone(losses, reported, alarms):
     """On two ranks nobody knows whether two micro-batches or two ranks are averaged over."""
     place = Place(0, 2, {"dp": (0, 2)})
-    facts = StepFacts(ModelFacts(), ModelFacts(), batches=(1, 2), differentiated=losses, updates=1)
+    facts = Facts(TrainingCalls((1, 2)), UsedGradients(differentiated=losses), UpdateCounts(1))
     evidence = Evidence(9, place, facts, Tensors(), AuditPlan(), scalars={"loss": reported})
     assert ["last of 2 micro-batches" in f.message for f in reported_loss.check(evidence)] == [True] * alarms

@@ -3,57 +3,67 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
 import inspect
+import itertools
 import os
 import shutil
 import subprocess
 import sys
 import textwrap
 import types
-from dataclasses import fields
+import typing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import trainprobe
+from tests.monitor.audit.read_facts import facts_read
 from tests.monitor.audit.trained import train_one
-from trainprobe.engine.capture.audit import observers
-from trainprobe.engine.core.facts import StepFacts
+from trainprobe.monitor.audit import observers
 from trainprobe.monitor.audit.relations import load_relation, relation_names
 
-HERE = "trainprobe.monitor.audit"
 KINDS = observers._kinds()
 BY_CLASS = {kind: name for name, kind in KINDS.items()}
 # what `Audit` and `Evidence` make of the facts of several steps, and what ranks send each other → the facts
 DERIVED = {
-    "updated_once": "updates repeated",
-    "follows": "updates_between",
-    "stalled": "updates backwards",
-    "ever_reached": "reached unreached",
-    "always_reached": "reached unreached",
-    "resumed": "saved",
-    "resharded": "saved loaded",
-    "batches_before": "batches",
-    **{f"streak {kind}": f"{fact} updates" for kind, fact in (("scalar", "dependent"), ("rate", "rates"))},
-    **{f"streak {kind}": f"{fact} updates" for kind, fact in (("unreached", "unreached"), ("moves", "begun buffers"))},
-    **{f"peer {fact}": fact for fact in ("tokens", "differentiated", "random", "region", "drawn", "whole_numbers")},
+    "batches": "TrainingCalls.batches",
+    "follows": "UpdateCounts.between",
+    "resumed": "Saves.saved",
+    "resharded": "Saves.saved Saves.loaded Saves.saved_by_ranks",
+    "streak scalar": "DependentScalars.names UpdateCounts.updates",
+    "streak rate": "UsedGroups.rates UpdateCounts.updates",
+    "streak unreached": "UsedGradients.unreached UpdateCounts.updates",
+    "streak moves": "BufferStates.begun BufferStates.updated UpdateCounts.updates",
+    **{f"peer {fact}": f"TrainingCalls.{fact}" for fact in ("tokens", "drawn", "whole_numbers")},
+    "peer random": "RandomFingerprints.ended",
+    "peer region": "RandomFingerprints.region",
+    "peer differentiated": "UsedGradients.differentiated",
 }
 # relations that use a fact where another relation has it looked at, and do without it elsewhere
-WHERE_IT_IS = {
-    "finite_together": {"reductions"},
-    **{key: {"saved", "loaded", "randoms", "saved_by_ranks"} for key in ("resumed", "settings")},
-}
+WHERE_IT_IS = {"finite_together": {"Reductions"}, "resumed": {"Saves"}, "settings": {"Saves"}}
+
+
+def test_each_observer_returns_a_fact_of_its_own_with_a_default_and_a_line_for_each_field():
+    kinds = {name: fact_of(kind) for name, kind in KINDS.items()}
+    assert len(set(kinds.values())) == len(KINDS)
+    for kind in kinds.values():
+        kind()
+        assert kind.__dataclass_params__.frozen
+        body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0].body
+        for node, behind in itertools.pairwise(body):
+            assert not isinstance(node, ast.AnnAssign) or isinstance(behind, ast.Expr), (kind, ast.unparse(node))
+        assert isinstance(body[-1], ast.Expr | ast.FunctionDef), kind
 
 
 def test_a_relation_names_the_observers_of_the_facts_that_it_reads():
-    given = {fact: name for name, kind in KINDS.items() for fact in facts_of(kind)}
-    assert set(given) | {"set_up", "model", "ordinal", "others"} == {field.name for field in fields(StepFacts)}
+    given = {fact_of(kind).__name__: name for name, kind in KINDS.items()}
     for name in relation_names():
         module = load_relation(name)
-        read = {fact for found in words_of(module) for fact in DERIVED.get(found, found).split() if fact in given}
-        needed = {given[fact] for fact in read - WHERE_IT_IS.get(name, set())}
+        needed = {given[fact] for fact in kinds_read(module) - WHERE_IT_IS.get(name, set())}
         missing = needed - closure(module.OBSERVERS)
         assert not missing, f"{name} reads what {missing} see"
 
@@ -62,10 +72,17 @@ def test_a_relation_names_only_observers_that_are_there_and_whose_facts_it_reads
     for name in relation_names():
         module = load_relation(name)
         assert set(KINDS) >= module.OBSERVERS, name
-        read = words_of(module)
-        read |= {fact for found in read for fact in DERIVED.get(found, "").split()}
-        unread = {one for one in module.OBSERVERS if facts_of(KINDS[one]) and not facts_of(KINDS[one]) & read}
+        unread = {one for one in module.OBSERVERS if fact_of(KINDS[one]).__name__ not in kinds_read(module)}
         assert not unread - ({"backward_starts"} if name == "declared_loss" else set()), f"{name} reads nothing of {unread}"
+
+
+def test_each_field_of_a_fact_is_read():
+    """By a relation, or by what hands facts to relations: the audit, which compares the ranks, and its evidence."""
+    beside = [importlib.import_module(f"trainprobe.monitor.audit.{name}") for name in ("audit", "evidence", "history")]
+    beside += [importlib.import_module(f"trainprobe.monitor.audit.{name}") for name in ("class_shares", "recurrences")]
+    read = {word for module in (*map(load_relation, relation_names()), *beside) for word in read_of(module)}
+    fields = {f"{kind.__name__}.{field.name}" for kind in map(fact_of, KINDS.values()) for field in dataclasses.fields(kind)}
+    assert fields - read - {f"UpdateCounts.{name}" for name in ("repeated",)} == set()  # `once` reads it
 
 
 def test_each_observer_is_named_by_a_relation():
@@ -77,44 +94,20 @@ def closure(names):
     return {BY_CLASS[kind] for kind in observers._closure(names)}
 
 
-def facts_of(kind: type) -> set[str]:
-    """The names of the facts that an observer returns, as its source has them."""
-    sources = [getattr(kind, event) for event in ("facts", "late") if event in vars(kind)]
-    found = set[str]()
-    for source in sources:
-        body = ast.parse(textwrap.dedent(inspect.getsource(source)))
-        found |= {key.value for node in ast.walk(body) if isinstance(node, ast.Dict) for key in node.keys if _is_text(key)}
-        found |= {item.value for node in ast.walk(body) if isinstance(node, ast.Tuple) for item in node.elts if _is_text(item)}
-    return found & {field.name for field in fields(StepFacts)}
+def fact_of(kind: type) -> Any:
+    """The class of the fact that an observer returns."""
+    return typing.get_type_hints(kind.facts)["return"]  # pyright: ignore
 
 
-def words_of(module: types.ModuleType) -> set[str]:
-    """The attributes that a relation reads, itself and in the functions that it imports from beside it."""
-    found = set[str]()
-    for node in ast.walk(ast.parse(inspect.getsource(module))):
-        found |= _words(node)
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(HERE):
-            there = importlib.import_module(node.module or "")
-            for name in (alias.name for alias in node.names):
-                if isinstance(getattr(there, name), types.FunctionType):
-                    source = ast.parse(inspect.getsource(getattr(there, name)))
-                    found |= {word for inner in ast.walk(source) for word in _words(inner)}
-    return found
+def read_of(module: types.ModuleType) -> set[str]:
+    """Each "Class.field" of a fact that a module reads, itself or by what is made of it."""
+    return {fact for found in facts_read(module) for fact in DERIVED.get(found, found).split() if "." in fact}
 
 
-def _words(node: ast.AST) -> set[str]:
-    if isinstance(node, ast.Attribute):
-        return {node.attr} if ast.unparse(node.value).split(".")[-1] in ("facts", "evidence", "before") else set()
-    if isinstance(node, ast.Subscript) and ast.unparse(node.value).endswith((".marks", ".numbers")) and _is_text(node.slice):
-        return {f"peer {node.slice.value}"}  # pyright: ignore
-    if isinstance(node, ast.Call) and ast.unparse(node.func).endswith((".streak", "streaks.get")):
-        first = node.args[0].elts[0] if isinstance(node.args[0], ast.Tuple) else node.args[0]
-        return {f"streak {first.value}"} if _is_text(first) else set()
-    return set()
-
-
-def _is_text(node: ast.AST | None) -> bool:
-    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+def kinds_read(module: types.ModuleType) -> set[str]:
+    """The classes of the observers' facts that a module reads."""
+    known = {fact_of(kind).__name__ for kind in KINDS.values()}
+    return {fact.partition(".")[0] for fact in read_of(module)} & known
 
 
 @pytest.mark.parametrize(
@@ -141,10 +134,11 @@ def test_what_no_relation_of_the_plan_names_is_not_installed(tmp_path, only, the
 
 
 OBSERVER = '''"""How many rows the model was called with."""
-from trainprobe.engine.capture.audit.observers import Observer
-from trainprobe.engine.capture.audit.observers.model_calls import ModelCalls
+from trainprobe.monitor.audit.observers import Observer
+from trainprobe.monitor.audit.observers.model_calls import ModelCalls
+from trainprobe.monitor.audit.relations.rows_stay import Rows
 
-class Rows(Observer):
+class RowCounter(Observer):
     """Counts."""
     needs = (ModelCalls,)
     rows = 0
@@ -155,17 +149,22 @@ class Rows(Observer):
     def model_called(self, model, named):
         self.rows += next(iter(named.values())).shape[0]
 
-    def facts(self, step_data):
-        return {"rows": self.rows}
+    def facts(self, step_data) -> Rows:
+        return Rows(self.rows)
 '''
 RELATION = '''"""A batch has as many rows as the one before."""
+from dataclasses import dataclass
+
 COST, OBSERVERS, EVERY, STAGE = frozenset({"host"}), frozenset({"rows"}), 1, "data"
 
-def remember(evidence):
-    return evidence.seen("rows", 0)
+@dataclass(frozen=True)
+class Rows:
+    """Rows of what the model was called with."""
+    count: int = 0
+    """In all micro-batches."""
 
 def check(evidence):
-    was, rows = evidence.remembered("rows_stay", None), evidence.seen("rows", 0)
+    was, rows = evidence.before and evidence.before.of(Rows).count, evidence.of(Rows).count
     return [evidence.finding("rows_stay", f"{rows} rows after {was}")] if was not in (None, rows) else []
 '''
 
@@ -188,9 +187,23 @@ def test_a_new_fact_takes_an_observer_and_a_relation_and_no_other_file(tmp_path)
     """Both are laid into their folders in a copy of the package, and a training with a shorter last batch is found."""
     package = Path(trainprobe.__file__).parent
     shutil.copytree(package, tmp_path / "trainprobe", copy_function=os.symlink)
-    (tmp_path / "trainprobe/engine/capture/audit/observers/rows.py").write_text(OBSERVER)
+    (tmp_path / "trainprobe/monitor/audit/observers/rows.py").write_text(OBSERVER)
     (tmp_path / "trainprobe/monitor/audit/relations/rows_stay.py").write_text(RELATION)
     command = [sys.executable, "-c", TRAINING, str(tmp_path / "out")]
     run = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert f"[('rows_stay', 3, '2 rows after 4')] {tmp_path}/trainprobe/__init__.py" in run.stderr
+
+
+def test_call_stacks_of_recorded_operators_show_no_line_of_the_audit(tmp_path):
+    """Observers stand around the functions that they replace, such as the operators of a tensor."""
+    model = torch.nn.Linear(3, 1)
+    plan = {"level": "mix", "sinks": ["memory"], "audit": {"every": 1}, "on_error": "raise"}
+    with trainprobe.watch(model, torch.optim.SGD(model.parameters(), 0.1), output=tmp_path / "out", **plan) as probe:
+        probe.begin_step()
+        (model(torch.ones(2, 3)) * torch.ones(2, 1)).sum().backward()
+        step_data = probe.end_step()
+    lines = {line for call in step_data.calls if call.kind == "op" for line in step_data.stacks[call.stack]}
+    assert any(__file__ in line for line in lines)
+    package = f"{Path(trainprobe.__file__).parent}/"
+    assert [line for line in lines if package in line] == []

@@ -15,10 +15,12 @@ from torch.distributions import Categorical, Normal
 
 import trainprobe
 from tests.distributed.launch import launch
-from trainprobe.engine.capture.audit.set_up import model_facts
-from trainprobe.engine.core.facts import ModelFacts, StepFacts
 from trainprobe.engine.core.records import Place
+from trainprobe.monitor.audit.capture.set_up import model_facts
 from trainprobe.monitor.audit.evidence import Evidence, Tensors
+from trainprobe.monitor.audit.facts import Facts
+from trainprobe.monitor.audit.facts.model import ModelFacts, Training
+from trainprobe.monitor.audit.facts.updates import BufferStates, UpdateCounts
 from trainprobe.monitor.audit.messages import key_of
 from trainprobe.monitor.audit.peers import Peer
 from trainprobe.monitor.audit.plan import validate
@@ -188,7 +190,7 @@ def test_an_average_whose_statistics_stand_still_is_found(tmp_path, how):
 def on_two_ranks(name, apart, **more):
     """Return evidence of rank 0, where a buffer was equal on both ranks at first."""
     model = ModelFacts(**more)
-    facts = StepFacts(model, model, updates=1, begun={name: 1})
+    facts = Facts(Training(model, model), UpdateCounts(1), BufferStates({name: 1}))
     peer = Peer(0, {"dp": 0}, {}, {}, (), {key_of(name, "begun"): (1, 0.0)}, {}, {})
     other = replace(peer, rank=1, axes={"dp": 1}, rows={key_of(name, "begun"): (2 if apart else 1, 0.0)})
     place = Place(0, 2, {"dp": (0, 2)})
@@ -216,10 +218,11 @@ def test_buffers_that_are_alike_or_may_differ_are_no_finding(healthy):
 
 @pytest.mark.parametrize(("rank", "rules"), [(0, ["untouched_between_steps"]), (1, [])])
 def test_running_statistics_that_a_wrapper_hands_over_before_a_forward_are_judged_where_they_come_from(rank, rules):
-    model = ModelFacts()
-    before, now = (StepFacts(model, model, updates=1, ordinal=i, begun={"n.running_mean": 3 * i}) for i in (0, 1))
+    name, counts = "n.running_mean", UpdateCounts(1)
+    before = Facts(Training(ordinal=0), counts, BufferStates({name: 0}, {name: 1}))
+    now = Facts(Training(ordinal=1), counts, BufferStates({name: 3}))
     place = Place(rank, 2, {"dp": (rank, 2)})
-    earlier = Evidence(0, place, replace(before, buffers={"n.running_mean": 1}), Tensors(), validate(True))
+    earlier = Evidence(0, place, before, Tensors(), validate(True))
     found = untouched_between_steps.check(Evidence(1, place, now, Tensors(), validate(True), before=earlier))
     assert [finding.rule for finding in found] == rules
 

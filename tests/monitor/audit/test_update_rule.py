@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import trainprobe
-from trainprobe.engine.capture.audit.observers.update_rules import adam, adamw, sgd
+from trainprobe.monitor.audit.observers.update_rules import adam, adamw, sgd
 
 KINDS = {
     "Adam": (torch.optim.Adam, {"lr": 1e-2}),
@@ -119,7 +119,7 @@ def test_an_update_that_its_rule_does_not_give_is_found_in_its_parameter_at_once
 
 
 def test_parameters_take_turns_where_they_are_too_many_for_one_step(tmp_path, monkeypatch):
-    from trainprobe.engine.capture.audit.observers import update_rules
+    from trainprobe.monitor.audit.observers import update_rules
 
     monkeypatch.setattr(update_rules, "_ELEMENTS", 80)  # the first weight has 72 elements, and with its bias 84
     found = audited(tmp_path / "out", lambda ps: after_the_kernel(ps, lambda p: p[2].add_(1e-3)), steps=6)

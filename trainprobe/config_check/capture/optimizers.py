@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from trainprobe.config_check.capture.patches import Patches
 from trainprobe.config_check.capture.plain_values import plain
 from trainprobe.config_check.capture.setting_files import ASTRAY, flat, source
-from trainprobe.engine.capture.audit.set_up import optimizer_of, updates_the_same
+from trainprobe.engine.capture.optimizers import optimizer_of, updates_the_same
 from trainprobe.engine.core.guard import Guard
 
 _NOT_SETTINGS = frozenset({"params", "param_names"})

@@ -14,13 +14,12 @@ from torch._C import DisableTorchFunction
 from trainprobe.engine.capture.requests import StatesRequest
 from trainprobe.engine.capture.saved_shards import HeldShards, shards_of
 from trainprobe.engine.capture.turns import Turns
-from trainprobe.engine.core.facts import SavedShard
 from trainprobe.engine.core.flat_parameters import FlatSlice, flat_slices_of, handles_of
 from trainprobe.engine.core.guard import attempt
 from trainprobe.engine.core.held_parameters import parameters_in
 from trainprobe.engine.core.naming import chunks_of
 from trainprobe.engine.core.records import Call, StepData, Value
-from trainprobe.engine.core.shards import ShardOf
+from trainprobe.engine.core.shards import SavedShard, ShardOf
 from trainprobe.engine.core.sources import SORTS, Part, PlainSource, Source, sort_of
 from trainprobe.engine.core.unscaling import Scaled, unscale
 from trainprobe.engine.stats.partials import CHECKSUM, STATS

@@ -32,6 +32,20 @@ class Shard:
         return told if self.within is None else {**told, "within": self.within.described()}
 
 
+@dataclass(frozen=True, slots=True)
+class SavedShard:
+    """A piece of a logical tensor, with its share in the fingerprint of the whole."""
+
+    place: int
+    """Digest of the rectangle that it is; 0 of the whole."""
+    count: int
+    """Its elements."""
+    whole: int
+    """Elements of the logical tensor."""
+    share: int
+    """Its share in the fingerprint of the logical tensor (`engine.stats.checksum`)."""
+
+
 ShardOf = Callable[[Any], Shard | None]
 
 

@@ -24,6 +24,7 @@ _HIDDEN = (
     "mindspore/graph/api.py",
     "mindspore/common/api.py",
     "trainprobe/engine/",
+    "trainprobe/monitor/audit/",
     "trainprobe/integrations/",
     "trainprobe/probe.py",
     "trainprobe/watching.py",

@@ -7,20 +7,23 @@ plan alone: every rank issues it at the same ones. A rank whose probe has stoppe
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from trainprobe.engine.core.facts import SavedTensors, StepFacts
 from trainprobe.engine.core.findings import Cause, Count, cause_of, counted_all
 from trainprobe.engine.core.gathering import Payload
 from trainprobe.engine.core.guard import Part, simply
 from trainprobe.engine.core.records import Finding, Place, StepData
-from trainprobe.monitor.audit.evidence import Evidence, History, Tensors, tensors_of
+from trainprobe.monitor.audit.evidence import AuditHistory, Evidence, Tensors, tensors_of
+from trainprobe.monitor.audit.facts import Facts
+from trainprobe.monitor.audit.facts.calls import RandomFingerprints, TrainingCalls
+from trainprobe.monitor.audit.facts.gradients import Projections, Reductions
+from trainprobe.monitor.audit.facts.saves import Save, Saves
+from trainprobe.monitor.audit.facts.updates import BufferStates, Schedules, UpdateCounts, UsedGroups
 from trainprobe.monitor.audit.history import handed_over, learned, stepped_here
 from trainprobe.monitor.audit.messages import Rows, decode, digest, encode, key_of, out_of_service
-from trainprobe.monitor.audit.peers import Peer, Share
+from trainprobe.monitor.audit.peers import GradientShare, Peer
 from trainprobe.monitor.audit.plan import AuditPlan
 from trainprobe.monitor.audit.relations import load_relation
 from trainprobe.monitor.audit.relations.replicated_buffers import is_shared
@@ -36,8 +39,6 @@ from trainprobe.monitor.audit.replication import (
 from trainprobe.monitor.audit.resharded import Resharded, as_pieces, is_resharded, rows_of, what_was_loaded
 from trainprobe.monitor.scalar_names import scalar
 
-_REMEMBERED = 32  # steps whose batches are remembered
-_STEADY = 3  # audited steps in a row after which a gradient is expected
 _GRAVITY = {"info": 0, "warning": 1, "error": 2}
 _OF_RANKS_ALIKE = ("untouched_between_steps",)  # others hand over weights, or an average of them, behind an update
 Gather = Callable[[Payload], list[Payload]]
@@ -51,7 +52,7 @@ class Audit:
     assumed: neither the caller nor a wrapper says what the ranks share. own_loop: the loop is the user's own, not a trainer's.
     """
 
-    def __init__(self, plan: AuditPlan, take: Callable[[StepData], StepFacts], gather: Gather | None) -> None:
+    def __init__(self, plan: AuditPlan, take: Callable[[StepData], Facts], gather: Gather | None) -> None:
         self.plan = plan
         self.certain: frozenset[str] = frozenset()
         self.assumed = False
@@ -61,12 +62,9 @@ class Audit:
         self._take = take
         self.gather = gather
         self._replicated: dict[str, frozenset[str]] = {}
-        self._batches: deque[tuple[int, ...]] = deque(maxlen=_REMEMBERED)
-        self._moving, self._stalled = 0, 0  # audited steps that updated, and those in a row since that did not
-        self._reached: dict[str, int] = {}  # parameter → audited steps in a row at which it had a gradient; -1 once it had none
-        self._resumed: SavedTensors | None = None  # what was loaded, until its schedule has been looked at
+        self._resumed: Save | None = None  # what was loaded, until its schedule has been looked at
         self._resharded: Resharded | None = None  # what was loaded in another layout, until the ranks have compared it
-        self._history = History()
+        self._history = AuditHistory()
         self._memory: dict[str, Any] = {}  # by the names of the relations that remember something
         self._answered = -1  # the last step at which this rank took part in the collective
         self._violated: dict[str, list[Finding]] = {}  # relations that did not hold when they were last checked
@@ -82,7 +80,8 @@ class Audit:
         if not step_data.complete or not ("audit" in step_data.programs or due):
             return []
         facts = self._take(step_data)
-        if facts.loaded is not None or facts.saved or self._resumed or self._resharded:  # whenever something was loaded
+        saves = facts.of(Saves)
+        if saves.loaded is not None or saves.saved or self._resumed or self._resharded:  # whenever something was loaded
             due = (*due, *(name for name in ("resumed", "saved_and_loaded") if self.plan.interval(name) and name not in due))
         if not due:
             return []
@@ -108,7 +107,7 @@ class Audit:
             found += fresh
         return found
 
-    def late(self, facts: StepFacts, step: int, place: Place) -> list[Finding]:
+    def late(self, facts: Facts, step: int, place: Place) -> list[Finding]:
         """Judge what was seen after the last audited step: evaluations."""
         return self.judge(Evidence(step, place, facts, Tensors(), self.plan), ("evaluation",))
 
@@ -127,15 +126,15 @@ class Audit:
 
     # ---- evidence ------------------------------------------------------------------------------------------------
 
-    def evidence(self, step_data: StepData, facts: StepFacts, due: Sequence[str]) -> Evidence:
+    def evidence(self, step_data: StepData, facts: Facts, due: Sequence[str]) -> Evidence:
         """Gather all that the relations may look at, and remember it for the next step."""
-        tensors = tensors_of(step_data)
-        if facts.loaded is not None:
+        saves, schedules, tensors = facts.of(Saves), facts.of(Schedules).schedules, tensors_of(step_data)
+        if saves.loaded is not None:
             self._resharded = self._take_resharded(facts, tensors, step_data)
-        if facts.saved:
-            self._resumed = came_back(facts.saved, tensors)
-        if self._resharded is not None and self._resharded.schedules is None and facts.schedules:
-            self._resharded = replace(self._resharded, schedules=() if self._resumed is not None else facts.schedules)
+        if saves.saved:
+            self._resumed = came_back(saves.saved, tensors)
+        if self._resharded is not None and self._resharded.schedules is None and schedules:
+            self._resharded = replace(self._resharded, schedules=() if self._resumed is not None else schedules)
         draft = Evidence(
             step_data.step,
             step_data.place,
@@ -144,12 +143,8 @@ class Audit:
             self.plan,
             step_data.scalars,
             self.last,
-            batches_before=tuple(self._batches),
-            ever_reached=frozenset(self._reached),
-            always_reached=frozenset(name for name, times in self._reached.items() if times >= _STEADY),
             resumed=self._resumed,
             resharded=self._resharded,
-            stalled=self._count_stalled(facts),
             history=self._history,
             memory=dict(self._memory),
             assumed=self.assumed,
@@ -167,8 +162,6 @@ class Audit:
         self._memory |= {
             name: self.part(_part_of(name), remember, evidence) for name, remember in _functions(self.plan, "remember").items()
         }
-        self._batches.append(facts.batches)
-        self._count_reached(facts)
         self._forget_load(evidence)
         if any("fingerprints" in load_relation(name).COST for name in due) or self.last is None:
             self.last = replace(evidence, before=None)
@@ -183,42 +176,32 @@ class Audit:
         ]
         return {key: row for rows in rows_of_relations for key, row in rows.items()}
 
-    def _take_resharded(self, facts: StepFacts, tensors: Tensors, step_data: StepData) -> Resharded | None:
+    def _take_resharded(self, facts: Facts, tensors: Tensors, step_data: StepData) -> Resharded | None:
         """Return what was loaded before this step, where ranks or cuts are others than when this rank saved."""
-        pieces, world = as_pieces(held(tensors), facts.loaded or {}), step_data.place.world_size
-        own = facts.saved[-1] if facts.saved else None
+        saves = facts.of(Saves)
+        pieces, world = as_pieces(held(tensors), saves.loaded or {}), step_data.place.world_size
+        own = saves.saved[-1] if saves.saved else None
         cut = is_resharded(own, pieces)
         if not cut and own is not None and own.world == world:
             return None
-        return Resharded(step_data.step, pieces, cut, facts.saved_by_ranks(), not self._compares(world), facts.batches)
+        return Resharded(
+            step_data.step,
+            pieces,
+            cut,
+            saves.saved_by_ranks(),
+            not self._compares(world),
+            facts.of(TrainingCalls).batches,
+        )
 
     def _forget_load(self, evidence: Evidence) -> None:
         """Let go of what was loaded once it has been judged; of its schedules only when one was seen."""
-        resharded, seen = evidence.resharded, bool(evidence.facts.schedules)
+        resharded, seen = evidence.resharded, bool(evidence.of(Schedules).schedules)
         if resharded is not None and resharded.judgeable(evidence.peers):
             self._resumed = self._resumed or (
                 what_was_loaded(resharded, evidence.peers) if resharded.schedules is None else None
             )
             self._resharded = None
         self._resumed = None if seen else self._resumed
-
-    def _count_stalled(self, facts: StepFacts) -> int:
-        """Return how many audited steps in a row have run backward and not updated, after some that did."""
-        if facts.updates:
-            self._moving, self._stalled = self._moving + 1, 0
-        elif facts.backwards and self._moving >= _STEADY:
-            self._stalled += 1
-        elif facts.backwards:
-            self._moving = -1 << 30  # not every step updates: gradients are accumulated over several
-        return self._stalled
-
-    def _count_reached(self, facts: StepFacts) -> None:
-        """Learn which parameters have a gradient at each audited step."""
-        for name in facts.reached:
-            times = self._reached.get(name, 0)
-            self._reached[name] = times + 1 if times >= 0 else -1
-        for name in self._reached.keys() & set(facts.unreached):
-            self._reached[name] = -1
 
     def _compare(self, draft: Evidence) -> tuple[Peer, ...]:
         """Send this rank's message and return everybody's; nothing where a rank has stopped or is at another step."""
@@ -236,6 +219,7 @@ class Audit:
 
     def _learn(self, draft: Evidence, peers: Sequence[Peer]) -> None:
         """Find out over which axes the value of each new parameter, and each new buffer, is replicated."""
+        buffers = draft.of(BufferStates)
         new = {name: key_of(name, "value") for name in draft.tensors.names if name not in self._replicated}
         gradients = [key_of(name, "grad") for name in new if (name, "grad") in draft.tensors]
         seen = replicas_at_first([*new.values(), *gradients], draft.axes, peers, draft.place.rank) if new else {}
@@ -248,8 +232,8 @@ class Audit:
                     continue  # once it has a gradient, that tells
                 over -= unsure - seen[key_of(name, "grad")]
             self._replicated[name] = declared if declared is not None else over | (self.certain & set(draft.axes))
-        fresh = {f"buffer {name}": key_of(name, "buffer") for name in draft.facts.buffers}
-        fresh |= {f"begun {name}": key_of(name, "begun") for name in draft.facts.begun if is_shared(name)}
+        fresh = {f"buffer {name}": key_of(name, "buffer") for name in buffers.updated}
+        fresh |= {f"begun {name}": key_of(name, "begun") for name in buffers.begun if is_shared(name)}
         fresh = {name: key for name, key in fresh.items() if name not in self._replicated}
         seen = replicas_at_first(fresh.values(), draft.axes, peers, draft.place.rank) if fresh else {}
         self._replicated |= {name: seen[key] for name, key in fresh.items()}
@@ -270,7 +254,9 @@ def _check(name: str, evidence: Evidence) -> list[Finding]:
 
 
 def _message(draft: Evidence, replicated: Mapping[str, frozenset[str]], shared: Rows) -> Peer:
-    seen, facts, place = draft.tensors, draft.facts, draft.place
+    seen, place, model = draft.tensors, draft.place, draft.model
+    calls, buffers = draft.of(TrainingCalls), draft.of(BufferStates)
+    groups, random = draft.of(UsedGroups), draft.of(RandomFingerprints)
     rows: dict[int, tuple[int, float]] = {}
     counter = float("nan")
     for name, slot in seen.rows:
@@ -279,37 +265,37 @@ def _message(draft: Evidence, replicated: Mapping[str, frozenset[str]], shared: 
         rows[key_of(name, slot)] = (seen.checksum(name, slot) or 0, seen.number(name, slot, "norm"))
         if slot == "step":
             counter = max(counter, seen.number(name, slot, "mean")) if counter == counter else seen.number(name, slot, "mean")
-    for name, checksum in facts.buffers.items():
+    for name, checksum in buffers.updated.items():
         rows[key_of(name, "buffer")] = (checksum, 0.0)
-    rows |= {key_of(name, "begun"): (checksum, 0.0) for name, checksum in facts.begun.items() if is_shared(name)}
-    rows |= {key_of(name, "rests"): (1, 0.0) for name, training in facts.model.modes.items() if not training}
-    rows |= {key_of(p.name, "frozen"): (1, 0.0) for p in facts.model.parameters if not p.trainable}
+    rows |= {key_of(name, "begun"): (checksum, 0.0) for name, checksum in buffers.begun.items() if is_shared(name)}
+    rows |= {key_of(name, "rests"): (1, 0.0) for name, training in model.modes.items() if not training}
+    rows |= {key_of(p.name, "frozen"): (1, 0.0) for p in model.parameters if not p.trainable}
     rows |= stepped_here(draft) | shared
     own = _total(draft, "grad"), _total(draft, "grad_unclipped")
     numbers = {
-        "lr": facts.rates[0] if facts.rates else float("nan"),
+        "lr": groups.rates[0] if groups.rates else float("nan"),
         "loss_scale": _or_nan(scalar(draft.scalars, "loss scale")),
         "counter": counter,
         "reported_norm": _or_nan(scalar(draft.scalars, "gradient norm")),
         "coefficient": math.sqrt(own[0] / own[1]) if own[1] > 0 else float("nan"),
         "loss": _or_nan(scalar(draft.scalars, "loss")),
-        "updates": float(facts.updates),
-        "tokens": float(sum(facts.tokens)),
+        "updates": float(draft.of(UpdateCounts).updates),
+        "tokens": float(sum(calls.tokens)),
         "differentiated": differentiated(draft),
     }
     marks = {
-        "modes": digest(repr(sorted(facts.model.modes.items()))),
-        "trainable": digest(repr([(p.name, p.trainable) for p in facts.model.parameters])),
-        "random": facts.random,
-        "region": facts.region,
-        "drawn": int(facts.drawn),
-        "whole_numbers": int(facts.whole_numbers),
+        "modes": digest(repr(sorted(model.modes.items()))),
+        "trainable": digest(repr([(p.name, p.trainable) for p in model.parameters])),
+        "random": random.ended,
+        "region": random.region,
+        "drawn": int(calls.drawn),
+        "whole_numbers": int(calls.whole_numbers),
     }
     rows |= rows_of(draft.resharded) if draft.resharded is not None else {}
     axes = {axis: index for axis, (index, _) in place.axes.items()}
-    products = {key_of(p.name, "both"): p.both for p in facts.projections}
-    products |= {key_of(r.name, "arrived"): r.arrived for r in facts.reductions}
-    return Peer(place.rank, axes, numbers, marks, facts.batches, rows, products, _shares(draft, replicated))
+    products = {key_of(p.name, "both"): p.both for p in draft.of(Projections).projections}
+    products |= {key_of(r.name, "arrived"): r.arrived for r in draft.of(Reductions).reductions}
+    return Peer(place.rank, axes, numbers, marks, calls.batches, rows, products, _shares(draft, replicated))
 
 
 def _or_nan(value: float | None) -> float:
@@ -320,9 +306,9 @@ def _total(draft: Evidence, slot: str) -> float:
     return sum(draft.tensors.number(name, slot, "norm") ** 2 for name in draft.tensors.with_slot(slot))
 
 
-def _shares(draft: Evidence, replicated: Mapping[str, frozenset[str]]) -> dict[int, Share]:
+def _shares(draft: Evidence, replicated: Mapping[str, frozenset[str]]) -> dict[int, GradientShare]:
     """Return key of each gradient that this rank holds → its share, before and after clipping."""
-    seen, shares = draft.tensors, dict[int, Share]()
+    seen, shares = draft.tensors, dict[int, GradientShare]()
     constants = constants_with_matrices(draft.model.parameters, seen)
     for name in seen.with_slot("grad"):
         clipped = seen.number(name, "grad", "norm")
@@ -331,7 +317,7 @@ def _shares(draft: Evidence, replicated: Mapping[str, frozenset[str]]) -> dict[i
         doubted = over is None and (name in constants or "pp" in draft.axes)
         rectangle = seen.pieces.get((name, "grad"), seen.pieces.get((name, "value"), ""))
         piece = digest(rectangle) if rectangle else 0
-        shares[key_of(name, "grad")] = Share(key_of(name, "value"), over, unclipped, clipped, doubted, piece)
+        shares[key_of(name, "grad")] = GradientShare(key_of(name, "value"), over, unclipped, clipped, doubted, piece)
     return shares
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from trainprobe.engine.core.facts import StepFacts
+from trainprobe.monitor.audit.evidence import Evidence
+from trainprobe.monitor.audit.facts.calls import LossCalls
 
 WINDOW = 15  # audited steps that are compared with as many before them
 _FIRST = 3  # audited steps from whose targets' log-probability a training starts
@@ -56,12 +57,12 @@ class ClassShares:
         return _mean_log(self.last[-WINDOW:] if latest else self.last[:-WINDOW])
 
 
-def observed(known: ClassShares | None, facts: StepFacts) -> ClassShares | None:
+def observed(known: ClassShares | None, evidence: Evidence) -> ClassShares | None:
     """Return what is known with one more audited step; None where its losses are not all of one kind over the same classes.
 
     A step without a loss function leaves it as it is.
     """
-    calls = facts.losses
+    calls = evidence.of(LossCalls).losses
     if not calls:
         return known
     if len({(call.kind, len(call.classes)) for call in calls}) > 1 or calls[0].kind not in _KINDS or not calls[0].classes:

@@ -9,10 +9,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from trainprobe.engine.core.facts import ModelFacts, SavedTensors, StepFacts
 from trainprobe.engine.core.records import Finding, Place, Site, StepData
 from trainprobe.engine.stats import finish
 from trainprobe.engine.stats.partials import column
+from trainprobe.monitor.audit.facts import Facts, T
+from trainprobe.monitor.audit.facts.calls import DependentScalars, TrainingCalls
+from trainprobe.monitor.audit.facts.gradients import UsedGradients
+from trainprobe.monitor.audit.facts.model import ModelFacts, Training
+from trainprobe.monitor.audit.facts.saves import Save
+from trainprobe.monitor.audit.facts.updates import BufferStates, UpdateCounts, UsedGroups
 from trainprobe.monitor.audit.peers import Key, Peer
 from trainprobe.monitor.audit.resharded import Resharded
 from trainprobe.monitor.scalar_names import role_of
@@ -115,7 +120,7 @@ def _rectangle(shard: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Streak:
-    """A value that was the same at so many audited steps in a row. since: the first of them, as `StepFacts.ordinal`."""
+    """A value that was the same at so many audited steps in a row. since: the first of them, as `Evidence.ordinal`."""
 
     value: float | bool
     count: int
@@ -123,7 +128,7 @@ class Streak:
 
 
 @dataclass(frozen=True, slots=True)
-class History:
+class AuditHistory:
     """What the audited steps before have shown of this training, as far as several relations need it.
 
     What one relation alone needs of them is in `Evidence.memory`. handed_over: parameters that the optimizers of some ranks of
@@ -141,70 +146,85 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """All that the relations may look at; nothing in it can be changed, and nothing of it is on a device.
-
-    before: the evidence of the audited step before this one, without its own `before`. peers: every rank, this one included;
-    empty where ranks were not compared. replicated: parameter, "buffer NAME" or "begun NAME" → axes over which its value is
-    replicated; `over` answers for each tensor. norms: logical norm of all gradients, over all ranks, "unclipped" and "clipped",
-    where it is known. ever_reached, always_reached: parameters that had a gradient at an audited step before, and at each of at
-    least three. resumed: the save that was loaded before this step, or before no scheduler was seen since. resharded: what was
-    loaded in another layout than it was saved in, until the ranks have compared it. stalled: audited steps in a row, this one
-    included, that ran backward and did not update, after at least three that did. history: what several relations learned
-    from the audited steps before; memory: what each relation remembers of them, by its name. assumed: the position of the
-    ranks on the parallel axes was not given; all are taken for data parallel. own_loop: the loop is the user's own, not a
-    trainer's.
-    """
+    """All that the relations may look at; nothing in it can be changed, and nothing of it is on a device."""
 
     step: int
+    """The number of the step."""
     place: Place
-    facts: StepFacts
+    """This rank."""
+    facts: Facts
+    """What the observers established: ask by `of`."""
     tensors: Tensors
+    """Parameters, gradients and optimizer states around the update."""
     plan: AuditPlan
+    """The `audit` section of the plan."""
     scalars: Mapping[str, float] = field(default_factory=dict[str, float])
+    """What the program reported: loss, gradient norm …"""
     before: Evidence | None = None
+    """Of the audited step before this one, without its own `before`."""
     peers: tuple[Peer, ...] = ()
+    """Every rank, this one included; empty where ranks were not compared."""
     replicated: Mapping[str, frozenset[str]] = field(default_factory=dict[str, frozenset[str]])
+    """Parameter, "buffer NAME" or "begun NAME" → axes over which its value is replicated; `over` answers for each tensor."""
     norms: Mapping[str, float] = field(default_factory=dict[str, float])
-    batches_before: tuple[tuple[int, ...], ...] = ()
-    ever_reached: frozenset[str] = frozenset()
-    always_reached: frozenset[str] = frozenset()
-    resumed: SavedTensors | None = None
+    """Logical norm of all gradients over all ranks, "unclipped" and "clipped", and "own" of this rank, where it is known."""
+    resumed: Save | None = None
+    """The save that was loaded before this step, or before a step since which no scheduler was seen."""
     resharded: Resharded | None = None
-    stalled: int = 0
-    history: History = field(default_factory=History)
+    """What was loaded in another layout than it was saved in, until the ranks have compared it."""
+    history: AuditHistory = field(default_factory=AuditHistory)
+    """What several relations learned from the audited steps before."""
     memory: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Relation → what it remembers of them."""
     assumed: bool = False
+    """The position of the ranks on the parallel axes was not given; all are taken for data parallel."""
     own_loop: bool = False
+    """The loop is the user's own, not a trainer's."""
+
+    def of(self, kind: type[T]) -> T:
+        """Return the fact of a class that was established of this step; one with its defaults where nothing was seen."""
+        return self.facts.of(kind)
 
     @property
     def model(self) -> ModelFacts:
         """The model as it is now."""
-        return self.facts.model
+        return self.of(Training).model
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """Fingerprint of what the model was called with, one for each micro-batch."""
+        return self.of(TrainingCalls).batches
+
+    @property
+    def set_up(self) -> ModelFacts:
+        """The model as it was set up."""
+        return self.of(Training).set_up
+
+    @property
+    def ordinal(self) -> int:
+        """How many steps had begun with this one."""
+        return self.of(Training).ordinal
 
     def remembered(self, relation: str, otherwise: Any) -> Any:
         """Return what a relation returned from `remember` at the audited step before; `otherwise` at the first one."""
         return self.memory.get(relation, otherwise)
 
-    def seen(self, fact: str, otherwise: Any) -> Any:
-        """Return a fact of this step that has no field in `StepFacts`; `otherwise` where its observer saw nothing."""
-        return self.facts.others.get(fact, otherwise)
-
     @property
     def follows(self) -> bool:
         """Whether the audited step before is the very step before, and no optimizer stepped outside of both."""
-        return self.passed == 1 and not self.facts.updates_between
+        return self.passed == 1 and not self.of(UpdateCounts).between
 
     @property
     def passed(self) -> int:
         """How many steps passed since the audited step before; 0 where there was none."""
         if self.before is None:
             return 0
-        return self.facts.ordinal - self.before.facts.ordinal or self.step - self.before.step
+        return self.ordinal - self.before.ordinal or self.step - self.before.step
 
     def streak(self, kind: str, name: str) -> Streak | None:
         """Return the streak that a thing is in with this step; None where it is not known now."""
         now = streaks_now(self).get((kind, name))
-        return None if now is None else _prolonged(self.history.streaks.get((kind, name)), now, self.facts.ordinal)
+        return None if now is None else _prolonged(self.history.streaks.get((kind, name)), now, self.ordinal)
 
     @property
     def axes(self) -> frozenset[str]:
@@ -266,7 +286,7 @@ def without_gradient(
 
     Nothing where name is empty, or where the step made no update, whose gradients may serve something else.
     """
-    if not name or not evidence.facts.updates:
+    if not name or not evidence.of(UpdateCounts).updates:
         return []
     return [evidence.finding(rule, text, name, "grad", severity="warning", next=next, measured=measured, expected=expected)]
 
@@ -277,21 +297,23 @@ def streaks_now(evidence: Evidence) -> dict[tuple[str, str], float | bool]:
     Loss, gradient norm and whatever depends on the weights as reported, the rates in use, parameters that an update found
     without a gradient, and whether each buffer moved between the first forward and the update.
     """
-    facts = evidence.facts
+    buffers = evidence.of(BufferStates)
     now: dict[tuple[str, str], float | bool] = {
         ("scalar", name): value
         for name, value in evidence.scalars.items()
-        if role_of(name) in ("loss", "gradient norm") or name in facts.dependent
+        if role_of(name) in ("loss", "gradient norm") or name in evidence.of(DependentScalars).names
     }
-    now |= {("rate", str(i)): rate for i, rate in enumerate(facts.rates)}
-    now |= {("unreached", name): True for name in facts.unreached}
-    return now | {("moves", name): facts.buffers[name] != was for name, was in facts.begun.items() if name in facts.buffers}
+    now |= {("rate", str(i)): rate for i, rate in enumerate(evidence.of(UsedGroups).rates)}
+    now |= {("unreached", name): True for name in evidence.of(UsedGradients).unreached}
+    return now | {
+        ("moves", name): buffers.updated[name] != was for name, was in buffers.begun.items() if name in buffers.updated
+    }
 
 
 def streaks_with(evidence: Evidence) -> dict[tuple[str, str], Streak]:
     """Return all streaks with this step; without an update they stay what they were."""
-    known, at = evidence.history.streaks, evidence.facts.ordinal
-    if not evidence.facts.updates:
+    known, at = evidence.history.streaks, evidence.ordinal
+    if not evidence.of(UpdateCounts).updates:
         return dict(known)
     return {key: _prolonged(known.get(key), value, at) for key, value in streaks_now(evidence).items()}
 

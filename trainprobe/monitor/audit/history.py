@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trainprobe.monitor.audit.evidence import Evidence, History, along, streaks_with, untrained_parameters
+from trainprobe.monitor.audit.evidence import AuditHistory, Evidence, along, streaks_with, untrained_parameters
+from trainprobe.monitor.audit.facts.updates import UsedGroups
 from trainprobe.monitor.audit.messages import key_of
 
 STEADY = 3  # audited steps in a row after which something is expected to stay as it is
 
 
-def learned(evidence: Evidence) -> History:
+def learned(evidence: Evidence) -> AuditHistory:
     """Return what is known of the training after this step."""
     return replace(evidence.history, driven=_driven(evidence), streaks=streaks_with(evidence), peaks=_peaks(evidence))
 
 
 def _peaks(evidence: Evidence) -> tuple[float, ...]:
-    rates, peaks = evidence.facts.rates, evidence.history.peaks
+    rates, peaks = evidence.of(UsedGroups).rates, evidence.history.peaks
     return tuple(map(max, rates, peaks)) if len(rates) == len(peaks) else rates or peaks
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from trainprobe.engine.core.gathering import Payload
 from trainprobe.engine.core.topology import AXES as _AXES
-from trainprobe.monitor.audit.peers import Peer, Share
+from trainprobe.monitor.audit.peers import GradientShare, Peer
 
 AXES = (*_AXES, "etp")
 NUMBERS = (
@@ -96,10 +96,10 @@ def _axes_bits(over: frozenset[str] | None) -> int:
     return _UNKNOWN if over is None else sum(1 << i for i, axis in enumerate(AXES) if axis in over)
 
 
-def _share(words: Sequence[int]) -> Share:
+def _share(words: Sequence[int]) -> GradientShare:
     value, bits, unclipped, clipped, piece = words
     over = None if bits & _UNKNOWN else frozenset(axis for i, axis in enumerate(AXES) if bits >> i & 1)
-    return Share(value, over, _number(unclipped), _number(clipped), bool(bits & _DOUBTED), piece)
+    return GradientShare(value, over, _number(unclipped), _number(clipped), bool(bits & _DOUBTED), piece)
 
 
 def _bits(number: float) -> int:

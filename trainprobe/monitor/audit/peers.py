@@ -9,7 +9,7 @@ Key = tuple[str, str]  # name of the parameter, slot
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class GradientShare:
     """A rank's piece of one gradient. value: key of the parameter's value. over: axes over which others hold the same piece,
     None if not known yet. unclipped, clipped: its norm before and after clipping. doubted: equal values alone do not show
     that it is replicated. piece: a digest of the rectangle that it is, the same for the same one; 0 where it is the whole.
@@ -37,4 +37,4 @@ class Peer:
     batches: tuple[int, ...]
     rows: Mapping[int, tuple[int, float]]
     projections: Mapping[int, float]
-    gradients: Mapping[int, Share] = field(default_factory=dict[int, Share])
+    gradients: Mapping[int, GradientShare] = field(default_factory=dict[int, GradientShare])

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainprobe.monitor.audit.evidence import Evidence
+from trainprobe.monitor.audit.facts.updates import UpdateCounts, UsedGroups
 
 F64 = npt.NDArray[np.float64]
 Key = tuple[int, str]  # parameter group, slot
@@ -60,7 +61,7 @@ class Equations(NamedTuple):
 
 def learned(evidence: Evidence, known: Mapping[Key, Recurrence]) -> dict[Key, Recurrence]:
     """Return the recurrences that hold in this step, and at how many audited steps in a row they did."""
-    found = dict(known) if not evidence.facts.updates else dict[Key, Recurrence]()
+    found = dict(known) if not evidence.of(UpdateCounts).updates else dict[Key, Recurrence]()
     for key, equations in equations_of(evidence).items():
         for squared in (False, True):
             factors = equations.solved(squared)
@@ -74,10 +75,10 @@ def learned(evidence: Evidence, known: Mapping[Key, Recurrence]) -> dict[Key, Re
 def equations_of(evidence: Evidence) -> dict[Key, Equations]:
     """Return the finite sums of every slot of state whose rule is not known, of groups in which four parameters have it."""
     seen, out = evidence.tensors, dict[Key, Equations]()
-    if not evidence.facts.updated_once:
+    if not evidence.of(UpdateCounts).once:
         return out
     slots = dict.fromkeys(slot for _, slot in seen.rows if (slot + "_after") not in ("value_after", "main_value_after"))
-    for i, group in enumerate(evidence.facts.groups):
+    for i, group in enumerate(evidence.of(UsedGroups).groups):
         for slot in () if group.kind in _KNOWN else slots:
             names = [
                 name for name in seen.with_slot(f"{slot}_after") if name in group.names and _is_plain(evidence, name, slot)

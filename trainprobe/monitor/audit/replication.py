@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from trainprobe.engine.core.facts import ParameterFact
 from trainprobe.monitor.audit.evidence import Tensors
-from trainprobe.monitor.audit.peers import Peer, Share
+from trainprobe.monitor.audit.facts.model import ParameterFact
+from trainprobe.monitor.audit.peers import GradientShare, Peer
 
 _DATA = frozenset({"dp"})
 
@@ -47,7 +47,7 @@ def with_known_shares(peers: Sequence[Peer], axes: Collection[str], certain: fro
         unknown |= {key for key, share in peer.gradients.items() if share.doubted}
         if unknown:
             learned = replicas_at_first(unknown, axes, peers, peer.rank)
-            shares: Mapping[int, Share] = {
+            shares: Mapping[int, GradientShare] = {
                 key: replace(s, over=_learned(key, s, learned) | (certain & frozenset(axes))) if s.over is None else s
                 for key, s in peer.gradients.items()
             }
@@ -56,7 +56,7 @@ def with_known_shares(peers: Sequence[Peer], axes: Collection[str], certain: fro
     return tuple(out)
 
 
-def _learned(key: int, share: Share, learned: Mapping[int, frozenset[str]]) -> frozenset[str]:
+def _learned(key: int, share: GradientShare, learned: Mapping[int, frozenset[str]]) -> frozenset[str]:
     return learned[share.value] & learned[key] if share.doubted else learned[share.value]
 
 
@@ -94,7 +94,7 @@ def logical_norms(peers: Sequence[Peer], axes: Collection[str], keys: Collection
     Shares of one gradient whose ranks differ in replicated axes alone count as one, by their mean square; so do equal pieces
     on ranks that differ in `dp` (hybrid sharding: both dimensions of its mesh are data parallel). keys: only these gradients.
     """
-    groups: dict[tuple[int, int, tuple[int, ...]], list[Share]] = {}
+    groups: dict[tuple[int, int, tuple[int, ...]], list[GradientShare]] = {}
     for peer in peers:
         for key, share in peer.gradients.items():
             if keys is None or key in keys:

@@ -12,8 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from trainprobe.engine.core.facts import SavedShard, SavedTensors, Schedule
+from trainprobe.engine.core.shards import SavedShard
 from trainprobe.engine.stats.checksum import MASK
+from trainprobe.monitor.audit.facts.saves import Save
+from trainprobe.monitor.audit.facts.updates import SchedulerState
 from trainprobe.monitor.audit.messages import key_of
 from trainprobe.monitor.audit.peers import Key, Peer
 
@@ -34,10 +36,10 @@ class Resharded:
     step: int
     pieces: Mapping[Key, SavedShard]
     cut: bool = True
-    saves: Mapping[int, Sequence[SavedTensors]] = field(default_factory=dict[int, Sequence[SavedTensors]])
+    saves: Mapping[int, Sequence[Save]] = field(default_factory=dict[int, Sequence[Save]])
     alone: bool = False
     batches: tuple[int, ...] = ()
-    schedules: tuple[Schedule, ...] | None = None
+    schedules: tuple[SchedulerState, ...] | None = None
 
     def judgeable(self, peers: Sequence[Peer]) -> bool:
         """Tell whether every rank that sends has sent: `peers` are those that did, none if ranks were not compared."""
@@ -58,7 +60,7 @@ def as_pieces(whole: Mapping[Key, int], cut: Mapping[Key, SavedShard]) -> dict[K
     return {key: cut.get(key, SavedShard(0, 0, 0, fingerprint)) for key, fingerprint in whole.items()}
 
 
-def is_resharded(saved: SavedTensors | None, now: Mapping[Key, SavedShard]) -> bool:
+def is_resharded(saved: Save | None, now: Mapping[Key, SavedShard]) -> bool:
     """Tell whether something is cut in another way now than when it was saved; True for a rank that saved nothing."""
     if saved is None:
         return True
@@ -128,13 +130,13 @@ def match(saves: Mapping[Moment, Mapping[Key, int | None]], resharded: Resharded
     return max(matches, key=lambda m: m.share, default=None)
 
 
-def what_was_loaded(resharded: Resharded, peers: Sequence[Peer]) -> SavedTensors | None:
+def what_was_loaded(resharded: Resharded, peers: Sequence[Peer]) -> Save | None:
     """Return rank 0's part of the save that was loaded; None where that is unknown, as on all other ranks."""
     best = match(saves_of_all(resharded), resharded, peers) if resharded.saves else None
     return None if best is None or best.share < ENOUGH else _saved_at(best.moment, resharded.saves[0])
 
 
-def data_of_save(resharded: Resharded, saved: SavedTensors) -> list[tuple[int, frozenset[int]]]:
+def data_of_save(resharded: Resharded, saved: Save) -> list[tuple[int, frozenset[int]]]:
     """Return (step, fingerprints of its data on all ranks) of each step whose data was remembered when this was saved."""
     seen: dict[int, set[int]] = {}
     for saves in resharded.saves.values():
@@ -171,7 +173,7 @@ def newest(resharded: Resharded) -> tuple[Moment, int]:
     return moment, sum(_saved_at(moment, saves) is not None for saves in resharded.saves.values())
 
 
-def _saved_at(moment: Moment, saves: Sequence[SavedTensors]) -> SavedTensors | None:
+def _saved_at(moment: Moment, saves: Sequence[Save]) -> Save | None:
     return next((saved for saved in reversed(saves) if (saved.step, saved.world) == moment), None)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from trainprobe.engine.core.records import Finding, StepData
 from trainprobe.monitor.audit.audit import Audit
+from trainprobe.monitor.audit.facts.gradients import Backwards
 
 _SENTENCE = (
     "Not judged: whether the gradient is that of the whole batch's loss (`probe.declare_loss` makes it known, docs/audit.md)."
@@ -24,7 +25,7 @@ class Undeclared:
     def __call__(self, step_data: StepData) -> list[Finding]:
         """Look at the first step that ran backward and at which the relation was due; find nothing."""
         last = self._audit.last
-        if self._silent or last is None or last.step != step_data.step or not last.facts.backwards:
+        if self._silent or last is None or last.step != step_data.step or not last.of(Backwards).count:
             return []
         if "declared_loss" in self._audit.plan.due(step_data.step):
             self._silent = True

@@ -7,7 +7,7 @@ The module of a relation holds
     EVERY     at each how many steps it is checked unless the plan says otherwise
     STAGE     where in a step a violation arises: see `STAGES`; findings of one step are reported in this order, so that the
               cause comes first
-    OBSERVERS the files of `engine.capture.audit.observers` whose facts it reads; those that no relation of a plan names are
+    OBSERVERS the files of `monitor.audit.observers` whose facts it reads; those that no relation of a plan names are
               not there in its run. A relation of another package that names none has all
     check     a pure function of the evidence of one rank: check(evidence) -> list[Finding]
 
@@ -15,6 +15,7 @@ and may hold
 
     remember  what `check` has to know of this audited step at the next one: remember(evidence) -> Any. It is given to both as
               `evidence.remembered(NAME, otherwise)`
+    PYTORCH_ONLY  why MindSpore cannot judge it, if it cannot
     shares    what this rank sends to the others where ranks are compared: shares(evidence) -> {key: (fingerprint, number)},
               with keys by `messages.key_of`. It arrives as `Peer.rows`
 

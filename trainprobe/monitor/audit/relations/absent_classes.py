@@ -24,6 +24,7 @@ from __future__ import annotations
 from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.class_shares import WINDOW, ClassShares, observed
 from trainprobe.monitor.audit.evidence import Evidence
+from trainprobe.monitor.audit.facts.calls import LossCalls
 from trainprobe.monitor.audit.messages import Rows, key_of
 
 COST = frozenset({"host", "ranks"})
@@ -42,7 +43,7 @@ _FEW = 10  # one class in so many
 def check(evidence: Evidence) -> list[Finding]:
     """Find the class that takes the most probability of those that were never a target."""
     shares = remember(evidence)
-    if shares is None or not evidence.facts.losses:
+    if shares is None or not evidence.of(LossCalls).losses:
         return []
     taking = [c for c in _taking(shares) if _nowhere_a_target(shares, c, evidence)]
     if not taking:
@@ -77,7 +78,7 @@ def check(evidence: Evidence) -> list[Finding]:
 
 def remember(evidence: Evidence) -> ClassShares | None:
     """Return how often each class was a target and what probability it had, while all losses are over the same classes."""
-    return observed(evidence.remembered("absent_classes", None), evidence.facts)
+    return observed(evidence.remembered("absent_classes", None), evidence)
 
 
 def shares(evidence: Evidence) -> Rows:

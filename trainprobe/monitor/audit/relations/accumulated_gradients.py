@@ -14,6 +14,7 @@ from __future__ import annotations
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.core.words import and_more
 from trainprobe.monitor.audit.evidence import Evidence
+from trainprobe.monitor.audit.facts.gradients import KeptGradients, UsedGradients
 
 COST = frozenset({"fingerprints"})
 OBSERVERS = frozenset({"gradient_use", "left_gradients"})
@@ -23,8 +24,8 @@ STAGE = "backward"
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find gradients that were added up over different weights."""
-    mixed = evidence.facts.mixed
-    names = [name for name in mixed if name not in evidence.facts.left]  # `cleared_gradients` reports those
+    mixed = evidence.of(UsedGradients).mixed
+    names = [name for name in mixed if name not in evidence.of(KeptGradients).left]  # `cleared_gradients` reports those
     if not names:
         return []
     text = (

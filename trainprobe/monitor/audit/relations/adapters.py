@@ -12,17 +12,19 @@ from __future__ import annotations
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.core.words import and_more
 from trainprobe.monitor.audit.evidence import Evidence
+from trainprobe.monitor.audit.facts.updates import UpdateCounts
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"updates"})
 EVERY = 10
 STAGE = "set-up"
+PYTORCH_ONLY = "adapters are known of PEFT, which is for PyTorch"
 
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find a model whose active adapters are all frozen."""
     active = [p for p in evidence.model.parameters if p.name in evidence.model.adapters]
-    if not active or not evidence.facts.updates or any(p.trainable or p.owned for p in active):
+    if not active or not evidence.of(UpdateCounts).updates or any(p.trainable or p.owned for p in active):
         return []
     names = [p.name for p in active]
     text = (

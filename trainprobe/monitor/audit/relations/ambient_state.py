@@ -12,6 +12,9 @@ the same code in the same place cannot violate this.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
 from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
 
@@ -19,19 +22,28 @@ COST = frozenset({"host"})
 OBSERVERS = frozenset({"ambient_state"})
 EVERY = 10
 STAGE = "update"
+PYTORCH_ONLY = "it is about global switches of torch"
+
+
+@dataclass(frozen=True, slots=True)
+class Ambient:
+    """What holds for the whole thread where the first update of a step begins."""
+
+    states: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Name → state, in words: autocast, grad mode, default dtype …"""
 
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find the first of them that changed, or an update under autocast."""
-    before = evidence.before.facts.ambient if evidence.before is not None else {}
-    for name, now in evidence.facts.ambient.items():
+    before = evidence.before.of(Ambient).states if evidence.before is not None else {}
+    for name, now in evidence.of(Ambient).states.items():
         was = before.get(name, now)
         if was != now:
             step = evidence.before.step if evidence.before is not None else 0
             text = f"{name} at the update is {now} and was {was} at step {step}: something set it and did not restore it"
             hint = "look for what sets it between these steps (an evaluation, a callback, an import), and restore it there"
             return [_finding(evidence, name, text, now, was, hint)]
-    now = evidence.facts.ambient.get("autocast", "off")
+    now = evidence.of(Ambient).states.get("autocast", "off")
     if now != "off":
         text = (
             f"autocast ({now}) is on at the update: matrix products of the optimizer, and of a backward pass in the same place"

@@ -12,10 +12,10 @@ loss is written by hand, or there are as many rows as moments, nothing is judged
 
 from __future__ import annotations
 
-from trainprobe.engine.core.facts import SequenceInput, StepFacts
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.core.words import and_more
 from trainprobe.monitor.audit.evidence import Evidence
+from trainprobe.monitor.audit.facts.calls import GivenInputs, LossCalls, SequenceInput
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"loss_inputs", "module_inputs"})
@@ -26,8 +26,8 @@ STAGE = "forward"
 def check(evidence: Evidence) -> list[Finding]:
     """Find layers that mix the rows of the batch."""
     before = evidence.before
-    known = {s.name for s in _wrong(before.facts)} if before is not None else set[str]()
-    wrong = [s for s in _wrong(evidence.facts) if s.name in known]
+    known = {s.name for s in _wrong(before)} if before is not None else set[str]()
+    wrong = [s for s in _wrong(evidence) if s.name in known]
     if not wrong:
         return []
     first, names = wrong[0], [s.name for s in wrong]
@@ -53,11 +53,11 @@ def check(evidence: Evidence) -> list[Finding]:
     ]
 
 
-def _wrong(facts: StepFacts) -> list[SequenceInput]:
-    targets = [call.shapes[1] for call in facts.losses]
+def _wrong(evidence: Evidence) -> list[SequenceInput]:
+    targets = [call.shapes[1] for call in evidence.of(LossCalls).losses]
     if not targets or any(len(shape) not in (1, 2) for shape in targets):
         return []
-    return [s for s in facts.sequences if _is_swapped(s, targets)]
+    return [s for s in evidence.of(GivenInputs).sequences if _is_swapped(s, targets)]
 
 
 def _is_swapped(seen: SequenceInput, targets: list[tuple[int, ...]]) -> bool:

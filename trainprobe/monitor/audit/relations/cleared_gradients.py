@@ -14,9 +14,13 @@ loop over micro-batches; by `set_requires_gradient_sync` that is off for the las
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.core.words import and_more
 from trainprobe.monitor.audit.evidence import Evidence
+from trainprobe.monitor.audit.facts.gradients import Backwards, KeptGradients, UsedGradients
+from trainprobe.monitor.audit.facts.updates import UpdateCounts
 
 COST = frozenset({"fingerprints"})
 OBSERVERS = frozenset({"backward_starts", "gradient_use", "left_gradients", "updates", "waiting_gradients"})
@@ -25,18 +29,27 @@ STAGE = "backward"
 _STEADY = 3
 
 
+@dataclass(frozen=True, slots=True)
+class UnreducedGradients:
+    """Gradients that `fully_shard` had not reduced when the optimizer stepped."""
+
+    names: tuple[str, ...] = ()
+    """Their parameters."""
+
+
 def check(evidence: Evidence) -> list[Finding]:
     """Find gradients that the optimizer has used already."""
+    counts = evidence.of(UpdateCounts)
     before = evidence.before
-    if evidence.facts.discarded and evidence.facts.updates:
-        again = before is not None and before.facts.discarded > 0
+    if evidence.of(UsedGradients).discarded and counts.updates:
+        again = before is not None and before.of(UsedGradients).discarded > 0
         return [_discarded(evidence, again)] if again or evidence.remembered("cleared_gradients", 0) >= _STEADY else []
-    if evidence.facts.waiting and evidence.facts.updates:
+    if evidence.of(UnreducedGradients).names and counts.updates:
         return [_waiting(evidence)]
-    left = evidence.facts.left
-    if not left or before is None or not (before.facts.updates and evidence.facts.updates):
+    left = evidence.of(KeptGradients).left
+    if not left or before is None or not (before.of(UpdateCounts).updates and counts.updates):
         return []
-    if evidence.follows and not before.facts.closure:
+    if evidence.follows and not before.of(UsedGradients).closure:
         left = {name: seen for name, seen in left.items() if before.tensors.checksum(name, "grad") == seen[0]}
     if not left:
         return []
@@ -62,12 +75,12 @@ def check(evidence: Evidence) -> list[Finding]:
 
 def remember(evidence: Evidence) -> int:
     """Return how many audited steps in a row have updated with all gradients that came."""
-    kept = evidence.facts.updates and not evidence.facts.discarded
+    kept = evidence.of(UpdateCounts).updates and not evidence.of(UsedGradients).discarded
     return evidence.remembered("cleared_gradients", 0) + 1 if kept else 0
 
 
 def _discarded(evidence: Evidence, again: bool) -> Finding:
-    lost, passes = evidence.facts.discarded, evidence.facts.backwards
+    lost, passes = evidence.of(UsedGradients).discarded, evidence.of(Backwards).count
     text = (
         f"the gradients of {lost} of {passes} backward passes were cleared before an update used them"
         f"{', as at the audited step before' * again}: the update is that of the others alone"
@@ -85,7 +98,7 @@ def _discarded(evidence: Evidence, again: bool) -> Finding:
 
 
 def _waiting(evidence: Evidence) -> Finding:
-    names = list(evidence.facts.waiting)
+    names = list(evidence.of(UnreducedGradients).names)
     text = (
         f"the optimizer stepped while the gradient of {and_more(names, len(evidence.model.parameters))} waited to be reduced: "
         "fully_shard adds it to that of the next step"

@@ -14,12 +14,15 @@ import numpy as np
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.core.words import and_more
 from trainprobe.monitor.audit.evidence import Evidence, differs_over_ranks
+from trainprobe.monitor.audit.facts.gradients import ClippedGradients
+from trainprobe.monitor.audit.facts.updates import UpdateCounts
 from trainprobe.monitor.audit.relations.replicas import differs
 
 COST = frozenset({"host", "ranks"})
 OBSERVERS = frozenset({"clips", "updates"})
 EVERY = 10
 STAGE = "clipping"
+PYTORCH_ONLY = "no cell is known that clips: gradients are seen once, as the optimizer gets them"
 _OVER_PARAMETERS, _OVER_RANKS = 2e-3, 1e-4
 
 
@@ -29,8 +32,8 @@ def check(evidence: Evidence) -> list[Finding]:
 
 
 def _too_late(evidence: Evidence) -> list[Finding]:
-    late = next((c for c in evidence.facts.clips if not c.used and c.names and c.norm > c.limit), None)
-    if late is None or not evidence.facts.updates:
+    late = next((c for c in evidence.of(ClippedGradients).clips if not c.used and c.names and c.norm > c.limit), None)
+    if late is None or not evidence.of(UpdateCounts).updates:
         return []
     text = (
         f"gradients of norm {late.norm:.6g} were clipped to {late.limit:g} after the update that used them: "
@@ -45,7 +48,7 @@ def _too_late(evidence: Evidence) -> list[Finding]:
 
 
 def _over_parameters(evidence: Evidence) -> list[Finding]:
-    calls = dict.fromkeys(clip.names for clip in evidence.facts.clips)
+    calls = dict.fromkeys(clip.names for clip in evidence.of(ClippedGradients).clips)
     disjoint = len(calls) > 1 and len(frozenset[str]().union(*calls)) == sum(map(len, calls))
     together = list(calls) if disjoint else [frozenset(evidence.tensors.names)]  # each optimizer may clip by its own norm
     return [finding for names in together for finding in _in_one_call(evidence, names)]

@@ -12,22 +12,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainprobe.engine.core.facts import Projection
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.core.words import and_more
 from trainprobe.monitor.audit.evidence import Evidence, along, group_words
+from trainprobe.monitor.audit.facts.gradients import Projection, Projections
 from trainprobe.monitor.audit.messages import key_of
 
 COST = frozenset({"rerun", "ranks"})
 OBSERVERS = frozenset({"backward_starts", "declared_loss"})
 EVERY = 50
 STAGE = "whole gradient"
+PYTORCH_ONLY = "a loss can be declared to a PyTorch training only"
 AXES = frozenset({"dp", "cp"})
 
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find an applied gradient that is not that of the declared loss."""
-    mine = evidence.facts.projections
+    mine = evidence.of(Projections).projections
     if not mine:
         return []
     floor = (

@@ -11,16 +11,37 @@ workers that draw the same random numbers or each read a whole `IterableDataset`
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, along, group_words
+from trainprobe.monitor.audit.facts.calls import TrainingCalls
 
 COST = frozenset({"ranks"})
 OBSERVERS = frozenset({"loaders", "model_calls", "samplers", "updates"})
 EVERY = 10
+_REMEMBERED = 32  # audited steps whose data is remembered
 STAGE = "data"
 _KINDS = 3  # synthetic data may all be the same, but for the last batch of an epoch
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOut:
+    """What loaders with several workers have handed out."""
+
+    batches: int = 0
+    """How many, in the epochs that run now."""
+    workers: int = 0
+    """How many the last of these loaders has."""
+
+
+@dataclass(frozen=True, slots=True)
+class RepeatedEpochs:
+    """Epochs that a shuffling sampler began in the order of the one before."""
+
+    count: int = 0
+    """How many, since the last audited step."""
 
 
 def check(evidence: Evidence) -> list[Finding]:
@@ -37,7 +58,7 @@ def check(evidence: Evidence) -> list[Finding]:
 
 
 def _same_epochs(evidence: Evidence) -> list[Finding]:
-    if not evidence.facts.same_epochs:
+    if not evidence.of(RepeatedEpochs).count:
         return []
     text = "a new epoch has the order of the one before: the DistributedSampler shuffles, and was not given the new epoch"
     return [_finding(evidence, text, severity="warning", next="call sampler.set_epoch(epoch) before each epoch")]
@@ -45,10 +66,10 @@ def _same_epochs(evidence: Evidence) -> list[Finding]:
 
 def _stale(evidence: Evidence) -> list[Finding]:
     """Find activations that a later pipeline stage is handed a second time: weights move, so no two are ever equal."""
-    now, stage = evidence.facts.batches, evidence.place.axes.get("pp", (0, 1))[0]
-    earlier = {fingerprint for batches in evidence.batches_before for fingerprint in batches}
+    now, stage = evidence.batches, evidence.place.axes.get("pp", (0, 1))[0]
+    earlier = {fingerprint for batches in _before(evidence) for fingerprint in batches}
     again = next((i for i, fingerprint in enumerate(now) if fingerprint in earlier or fingerprint in now[:i]), None)
-    if not stage or again is None or evidence.facts.whole_numbers:
+    if not stage or again is None or evidence.of(TrainingCalls).whole_numbers:
         return []
     text = f"pipeline stage {stage} ran micro-batch {again} of step {evidence.step} on activations that it had received before"
     return [_finding(evidence, text, next="receive into a buffer of its own, and wait for it before the forward")]
@@ -62,7 +83,7 @@ def _over(evidence: Evidence, axis: str) -> list[Finding]:
         if peer.batches:
             ranks_of.setdefault(peer.batches, []).append(peer.rank)
     sharing = next((ranks for ranks in ranks_of.values() if len(ranks) > 1), None)
-    if sharing is None or not evidence.facts.batches:
+    if sharing is None or not evidence.batches:
         return []
     if len(group) == evidence.place.world_size and _tensor_parallel_guess(evidence):
         return []
@@ -98,8 +119,17 @@ def _same_over_tp(evidence: Evidence) -> list[Finding]:
     return [evidence.finding("distinct_data", text, "batch", "input", measured="different", expected="equal", kind="scalar")]
 
 
+def remember(evidence: Evidence) -> tuple[tuple[int, ...], ...]:
+    """Return the data of the last audited steps."""
+    return (*_before(evidence), evidence.batches)[-_REMEMBERED:]
+
+
+def _before(evidence: Evidence) -> tuple[tuple[int, ...], ...]:
+    return evidence.remembered("distinct_data", ())
+
+
 def _again(evidence: Evidence) -> list[Finding]:
-    now, seen = evidence.facts.batches, evidence.batches_before
+    now, seen = evidence.batches, _before(evidence)
     if not now or not evidence.follows or len(seen) < 3 or now != seen[-1] or len(set(seen)) < len(seen):
         return []
     text = f"step {evidence.step} trains on the data of step {evidence.step - 1} again, though no step before did so"
@@ -108,13 +138,14 @@ def _again(evidence: Evidence) -> list[Finding]:
 
 def _by_workers(evidence: Evidence) -> list[Finding]:
     """Find a batch that comes again though the loader has handed out another one, where not all batches are one."""
-    now, seen, facts, before = evidence.facts.batches, evidence.batches_before, evidence.facts, evidence.before
+    loader = evidence.of(HandedOut)
+    now, seen, before = evidence.batches, _before(evidence), evidence.before
     if before is None or not now or not evidence.follows or now != seen[-1] or len(set(seen)) < _KINDS:
         return []
-    if not 0 < before.facts.handed_out < facts.handed_out:
+    if not 0 < before.of(HandedOut).batches < loader.batches:
         return []
     text = (
-        f"step {evidence.step} trains on the data of step {before.step} again, though a loader with {facts.workers} workers "
+        f"step {evidence.step} trains on the data of step {before.step} again, though a loader with {loader.workers} workers "
         "handed out another batch: the workers draw the same random numbers, or each reads all of the data"
     )
     hint = (
@@ -124,8 +155,8 @@ def _by_workers(evidence: Evidence) -> list[Finding]:
 
 
 def _micro(evidence: Evidence) -> list[Finding]:
-    now = evidence.facts.batches
-    seen = [batches for batches in evidence.batches_before if len(batches) > 1]
+    now = evidence.batches
+    seen = [batches for batches in _before(evidence) if len(batches) > 1]
     if len(now) < 2 or len(set(now)) == len(now) or not seen or any(len(set(b)) < len(b) for b in seen):
         return []
     again = next(i for i, fingerprint in enumerate(now) if fingerprint in now[:i])

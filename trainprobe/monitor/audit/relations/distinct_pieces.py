@@ -20,6 +20,7 @@ COST = frozenset({"fingerprints", "ranks"})
 OBSERVERS: frozenset[str] = frozenset()
 EVERY = 10
 STAGE = "set-up"
+PYTORCH_ONLY = "which piece of a logical tensor a rank holds is not known"
 _ELEMENTS = 64  # fewer may well be equal
 
 

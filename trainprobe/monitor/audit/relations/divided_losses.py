@@ -15,6 +15,8 @@ from itertools import pairwise
 
 from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
+from trainprobe.monitor.audit.facts.gradients import Backwards, LossScales, UsedGradients
+from trainprobe.monitor.audit.facts.updates import UpdateCounts
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"backward_starts", "gradient_use", "loss_factors", "updates"})
@@ -25,10 +27,10 @@ _FLOOR = 1e-6
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find losses of micro-batches that are divided twice, or by another number than there are."""
-    divisors, passes = divisors_of(evidence), evidence.facts.backwards
+    divisors, passes = divisors_of(evidence), evidence.of(Backwards).count
     if not divisors:
         return []
-    if passes >= 2 and _twice(divisors, passes) and not any(s.of_sum for s in evidence.facts.scaled):
+    if passes >= 2 and _twice(divisors, passes) and not any(s.of_sum for s in evidence.of(LossScales).scaled):
         text = (
             f"the loss of each of {passes} micro-batches was divided by {passes} twice before backward: the gradient is "
             f"{passes} times too small"
@@ -48,9 +50,15 @@ def check(evidence: Evidence) -> list[Finding]:
 
 def divisors_of(evidence: Evidence) -> tuple[int, ...]:
     """Return the whole numbers above 1 by which every backward pass of an update had its loss divided, the last first."""
-    facts = evidence.facts
-    scaled = facts.scaled
-    if not scaled or len(scaled) != facts.backwards or facts.closure or facts.discarded or not facts.updated_once:
+    gradients = evidence.of(UsedGradients)
+    scaled = evidence.of(LossScales).scaled
+    if (
+        not scaled
+        or len(scaled) != evidence.of(Backwards).count
+        or gradients.closure
+        or gradients.discarded
+        or not evidence.of(UpdateCounts).once
+    ):
         return ()
     if any(other.factors != scaled[0].factors for other in scaled):
         return ()
@@ -60,7 +68,7 @@ def divisors_of(evidence: Evidence) -> tuple[int, ...]:
 
 def remember(evidence: Evidence) -> int:
     """Return how many micro-batches a step had that were divided by their number, as last seen; 0 where none was."""
-    passes = evidence.facts.backwards
+    passes = evidence.of(Backwards).count
     return passes if passes >= 2 and passes in divisors_of(evidence) else _known(evidence)
 
 

@@ -11,9 +11,9 @@ cannot violate this.
 
 from __future__ import annotations
 
-from trainprobe.engine.core.facts import LossCall
 from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
+from trainprobe.monitor.audit.facts.calls import LossCall, LossCalls
 from trainprobe.monitor.audit.relations.shifted_targets import predicts_next
 
 COST = frozenset({"host"})
@@ -24,8 +24,10 @@ STAGE = "data"
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find a token that ends texts and is never a target."""
-    calls = [call for call in evidence.facts.losses if predicts_next(call)]
-    before = [call for call in evidence.before.facts.losses if predicts_next(call)] if evidence.before is not None else []
+    calls = [call for call in evidence.of(LossCalls).losses if predicts_next(call)]
+    before = (
+        [call for call in evidence.before.of(LossCalls).losses if predicts_next(call)] if evidence.before is not None else []
+    )
     if not calls or not before or not all(map(_never_ends, (*calls, *before))):
         return []
     ends = sum(_of(call, "ends") for call in calls)

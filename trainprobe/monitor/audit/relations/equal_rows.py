@@ -11,9 +11,12 @@ an adapter, a zero convolution) get different gradients in their rows and cannot
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.core.words import and_more
 from trainprobe.monitor.audit.evidence import Evidence
+from trainprobe.monitor.audit.facts.updates import UpdateCounts
 
 COST = frozenset({"rerun", "fingerprints"})
 OBSERVERS = frozenset({"equal_rows", "updates"})
@@ -21,9 +24,17 @@ EVERY = 50
 STAGE = "update"
 
 
+@dataclass(frozen=True, slots=True)
+class EqualMatrices:
+    """Weight matrices without a difference between their rows."""
+
+    names: tuple[str, ...] = ()
+    """Parameters whose rows, and those of whose gradients, are all equal."""
+
+
 def check(evidence: Evidence) -> list[Finding]:
     """Find matrices whose rows are equal."""
-    names = [name for name in evidence.facts.equal_rows if _was_trained(evidence, name)]
+    names = [name for name in evidence.of(EqualMatrices).names if _was_trained(evidence, name)]
     if not names:
         return []
     text = (
@@ -47,7 +58,7 @@ def check(evidence: Evidence) -> list[Finding]:
 
 def _was_trained(evidence: Evidence, name: str) -> bool:
     before, seen = evidence.before, evidence.tensors
-    if before is None or not before.facts.updates or not before.tensors.number(name, "grad", "absmax") > 0:
+    if before is None or not before.of(UpdateCounts).updates or not before.tensors.number(name, "grad", "absmax") > 0:
         return False
     was, now = before.tensors.checksum(name, "value"), seen.checksum(name, "value")
     moved = was is not None and now is not None and was != now

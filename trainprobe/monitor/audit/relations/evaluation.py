@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainprobe.engine.core.facts import Evaluation
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.core.words import and_more
 from trainprobe.monitor.audit.evidence import Evidence
+from trainprobe.monitor.audit.facts.calls import Evaluation, TrainingCalls
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"model_calls"})
@@ -24,7 +24,7 @@ STAGE = "evaluation"
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find evaluations in which something of the training was alive."""
-    return next((found for seen in evidence.facts.evaluations if (found := _judge(evidence, seen))), [])
+    return next((found for seen in evidence.of(TrainingCalls).evaluations if (found := _judge(evidence, seen))), [])
 
 
 def _judge(evidence: Evidence, seen: Evaluation) -> list[Finding]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.core.words import and_more
 from trainprobe.monitor.audit.evidence import Evidence
+from trainprobe.monitor.audit.facts.updates import BufferStates
 
 COST = frozenset({"fingerprints"})
 OBSERVERS = frozenset({"buffers"})
@@ -25,8 +26,10 @@ def check(evidence: Evidence) -> list[Finding]:
     before = evidence.before
     if before is None:
         return []
-    sound = (before.facts.begun.keys() | before.facts.buffers.keys()) - set(before.facts.spoiled)
-    bad = [name for name in evidence.facts.spoiled if name in sound]
+    sound = (before.of(BufferStates).begun.keys() | before.of(BufferStates).updated.keys()) - set(
+        before.of(BufferStates).spoiled
+    )
+    bad = [name for name in evidence.of(BufferStates).spoiled if name in sound]
     if not bad:
         return []
     text = f"NaN in {and_more(bad)}, where there was none at step {before.step}"

@@ -14,6 +14,7 @@ import math
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.core.words import and_more
 from trainprobe.monitor.audit.evidence import Evidence
+from trainprobe.monitor.audit.facts.gradients import Reductions
 from trainprobe.monitor.audit.relations.loss_inputs import mean_of_nothing
 from trainprobe.monitor.scalar_names import scalar
 
@@ -29,11 +30,12 @@ def check(evidence: Evidence) -> list[Finding]:
 
 
 def _hidden(evidence: Evidence) -> list[Finding]:
-    lost = [r for r in evidence.facts.reductions if not math.isfinite(r.arrived) and math.isfinite(r.used)]
+    reductions = evidence.of(Reductions).reductions
+    lost = [r for r in reductions if not math.isfinite(r.arrived) and math.isfinite(r.used)]
     if not lost:
         return []
     text = (
-        f"the gradient that backward gave of {and_more([r.name for r in lost], len(evidence.facts.reductions))} was not "
+        f"the gradient that backward gave of {and_more([r.name for r in lost], len(reductions))} was not "
         "finite, and the one that is used is: something replaced what was not finite, and no scaler can see it"
     )
     hint = (

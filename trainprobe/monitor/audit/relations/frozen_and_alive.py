@@ -14,6 +14,8 @@ from __future__ import annotations
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.core.words import and_more
 from trainprobe.monitor.audit.evidence import Evidence
+from trainprobe.monitor.audit.facts.calls import TrainingCalls
+from trainprobe.monitor.audit.facts.updates import BufferStates, UpdateCounts
 
 COST = frozenset({"fingerprints"})
 OBSERVERS = frozenset({"buffers", "model_calls", "updates"})
@@ -24,16 +26,18 @@ _STATISTICS = ("running_mean", "running_var")
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find statistics that move in frozen parts, and dropout that is active in them."""
+    buffers = evidence.of(BufferStates)
     still = _still(evidence)
-    if not still or len(still) == len(evidence.model.parameters) or not evidence.facts.updates:
+    if not still or len(still) == len(evidence.model.parameters) or not evidence.of(UpdateCounts).updates:
         return []
-    facts = evidence.facts
-    moved = [name for name, was in facts.begun.items() if name.endswith(_STATISTICS) and facts.buffers.get(name, was) != was]
+    moved = [
+        name for name, was in buffers.begun.items() if name.endswith(_STATISTICS) and buffers.updated.get(name, was) != was
+    ]
     moved = [name for name in moved if _is_frozen(evidence, name.rpartition(".")[0], still)]
     if moved:
         text = f"{and_more(moved)} moves, though the parameters around it are frozen: that part is in training mode and drifts"
         return [_finding(evidence, text, moved, "buffer", "buffer")]
-    ran = {name for name, with_gradients in facts.called.items() if not with_gradients}
+    ran = {name for name, with_gradients in evidence.of(TrainingCalls).called.items() if not with_gradients}
     awake = [name for name in sorted(evidence.model.dropouts) if name in ran and _is_frozen(evidence, name, still)]
     if awake:
         text = f"dropout {and_more(awake)} is active in a frozen part that runs without gradients: its outputs are random"
@@ -46,7 +50,7 @@ def _still(evidence: Evidence) -> frozenset[str]:
     before, seen = evidence.before, evidence.tensors
     if before is None:
         return frozenset()
-    begun = {p.name for p in evidence.facts.set_up.parameters if not p.trainable}
+    begun = {p.name for p in evidence.set_up.parameters if not p.trainable}
     frozen = (p.name for p in evidence.model.parameters if not p.trainable and p.name in begun)
     same = ((name, before.tensors.checksum(name, "value_after"), seen.checksum(name, "value")) for name in frozen)
     return frozenset(name for name, was, now in same if was is not None and was == now)

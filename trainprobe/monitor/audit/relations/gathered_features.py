@@ -12,6 +12,8 @@ cannot violate this.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, without_gradient
 
@@ -21,9 +23,17 @@ EVERY = 10
 STAGE = "forward"
 
 
+@dataclass(frozen=True, slots=True)
+class GatheredTensor:
+    """A tensor that was gathered over the ranks without its gradient, and then multiplied with one that has a gradient."""
+
+    parameter: str = ""
+    """One on which the tensor depends; empty where there is no such tensor."""
+
+
 def check(evidence: Evidence) -> list[Finding]:
     """Find what was gathered without its gradient."""
-    name = evidence.facts.gathered
+    name = evidence.of(GatheredTensor).parameter
     text = (
         f"what all_gather brought of a tensor that depends on {name} has no gradient, on any rank, and is multiplied with one "
         "that has: the part of the gradient that flows through it is missing"

@@ -21,6 +21,7 @@ import numpy as np
 
 from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import HALF_UNITS, Evidence, differs_over_ranks
+from trainprobe.monitor.audit.facts.gradients import ClippedGradients
 from trainprobe.monitor.audit.messages import key_of
 from trainprobe.monitor.audit.relations.replicas import differs
 from trainprobe.monitor.audit.replication import logical_norms
@@ -40,7 +41,7 @@ def check(evidence: Evidence) -> list[Finding]:
     differing = _over_ranks(evidence)
     if differing:
         return differing
-    if any(clip.others for clip in evidence.facts.clips):
+    if any(clip.others for clip in evidence.of(ClippedGradients).clips):
         return []
     reported = scalar(evidence.scalars, "gradient norm")
     true = evidence.norms.get("unclipped")
@@ -54,7 +55,7 @@ def check(evidence: Evidence) -> list[Finding]:
         return []
     clipped = evidence.norms.get("clipped", true)
     if _accepted(evidence, reported, [clipped]):
-        return [_after_clipping(evidence, reported, true)] if len(evidence.facts.clips) == 1 else []
+        return [_after_clipping(evidence, reported, true)] if len(evidence.of(ClippedGradients).clips) == 1 else []
     scale = scalar(evidence.scalars, "loss scale") or 1.0
     if not any(evidence.tensors.with_slot("grad_unclipped")) and reported * scale > true:
         return _by_itself(evidence, reported, true)
@@ -82,7 +83,7 @@ def _format_of(norm: float) -> float:
 
 def _of_each_call(evidence: Evidence) -> list[tuple[float, float]]:
     """Return (norm found, true norm) of each call that clipped, where there were several and no gradient is in two of them."""
-    clips, seen = evidence.facts.clips, evidence.tensors
+    clips, seen = evidence.of(ClippedGradients).clips, evidence.tensors
     if len(clips) < 2 or sum(len(clip.names) for clip in clips) > len(frozenset[str]().union(*(c.names for c in clips))):
         return []
     out: list[tuple[float, float]] = []

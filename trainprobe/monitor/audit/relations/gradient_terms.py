@@ -10,6 +10,8 @@ term is a constant then, and counts in the reported loss while it trains nothing
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, without_gradient
 
@@ -19,9 +21,17 @@ EVERY = 10
 STAGE = "forward"
 
 
+@dataclass(frozen=True, slots=True)
+class ConstantTerm:
+    """A term of a loss that was made of a gradient without a graph."""
+
+    parameter: str = ""
+    """One on which the term depends; empty where there is no such term."""
+
+
 def check(evidence: Evidence) -> list[Finding]:
     """Find a term that is a constant."""
-    name = evidence.facts.gradient_term
+    name = evidence.of(ConstantTerm).parameter
     text = (
         "a term of a loss is made of a gradient that torch.autograd.grad returned without create_graph=True: it is a constant, "
         f"and does not train {name}, on which it depends"

@@ -16,6 +16,7 @@ COST = frozenset({"host"})
 OBSERVERS: frozenset[str] = frozenset()
 EVERY = 10
 STAGE = "backward"
+PYTORCH_ONLY = "hooks are compiled with a cell, and the tool does not read them"
 
 
 def check(evidence: Evidence) -> list[Finding]:

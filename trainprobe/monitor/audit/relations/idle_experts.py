@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.core.words import numbered
 from trainprobe.monitor.audit.evidence import Evidence
+from trainprobe.monitor.audit.facts.updates import UpdateCounts
 
 COST = frozenset({"fingerprints"})
 OBSERVERS = frozenset({"expert_gradients", "updates"})
@@ -29,9 +31,17 @@ _ROUTERS = frozenset({"router", "gate", "gating", "wg", "switch"})
 Experts = Mapping[str, Mapping[int, tuple[bool, ...]]]  # layer → expert → whether it got a gradient, at the last looks
 
 
+@dataclass(frozen=True, slots=True)
+class ReachedExperts:
+    """Which experts got a gradient, where one parameter holds those of all."""
+
+    reached: Mapping[str, tuple[bool, ...]] = field(default_factory=dict[str, tuple[bool, ...]])
+    """Parameter → whether each of its experts did."""
+
+
 def check(evidence: Evidence) -> list[Finding]:
     """Find experts that nothing is routed to."""
-    if not evidence.facts.updates:
+    if not evidence.of(UpdateCounts).updates:
         return []
     found: list[Finding] = []
     for layer, experts in remember(evidence).items():
@@ -45,7 +55,7 @@ def check(evidence: Evidence) -> list[Finding]:
 def remember(evidence: Evidence) -> Experts:
     """Return which experts got a gradient at the last audited steps with an update."""
     known: Experts = evidence.remembered("idle_experts", {})
-    if not evidence.facts.updates:
+    if not evidence.of(UpdateCounts).updates:
         return known
     now = _experts(evidence)
     return {
@@ -70,7 +80,7 @@ def _experts(evidence: Evidence) -> dict[str, dict[int, bool]]:
                 number = int(match[1])
                 experts[number] = experts.get(number, False) or evidence.tensors.number(name, "grad", "absmax") > 0
                 break
-    rows: Mapping[str, tuple[bool, ...]] = evidence.seen("expert_gradients", {})
+    rows: Mapping[str, tuple[bool, ...]] = evidence.of(ReachedExperts).reached
     for name, some in rows.items():
         layer = name.rpartition(".")[0]
         was = found.get(layer, {})

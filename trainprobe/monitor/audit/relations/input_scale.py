@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainprobe.engine.core.facts import InputScale
 from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
+from trainprobe.monitor.audit.facts.calls import GivenInputs, InputScale, TrainingCalls
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"module_inputs"})
@@ -31,7 +31,7 @@ _IN_A_ROW = 3
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find the first input whose bytes were divided twice."""
-    scale = next(filter(_is_divided_twice, evidence.facts.scales), None)
+    scale = next(filter(_is_divided_twice, evidence.of(GivenInputs).scales), None)
     if scale is None:
         return _nothing(evidence)
     text = (
@@ -56,15 +56,19 @@ def check(evidence: Evidence) -> list[Finding]:
 
 def remember(evidence: Evidence) -> int:
     """Return at how many audited steps in a row all inputs were zeros."""
-    facts = evidence.facts
-    zeros = bool(facts.scales) and not facts.whole_numbers and all(s.high == 0 and s.off == 0 for s in facts.scales)
+    given = evidence.of(GivenInputs)
+    zeros = (
+        bool(given.scales)
+        and not evidence.of(TrainingCalls).whole_numbers
+        and all(s.high == 0 and s.off == 0 for s in given.scales)
+    )
     return evidence.remembered("input_scale", 0) + 1 if zeros else 0
 
 
 def _nothing(evidence: Evidence) -> list[Finding]:
     if remember(evidence) < _IN_A_ROW:
         return []
-    names = " and ".join(scale.name for scale in evidence.facts.scales)
+    names = " and ".join(scale.name for scale in evidence.of(GivenInputs).scales)
     text = f"{names}, all that the model is given, has been zeros at {_IN_A_ROW} audited steps in a row"
     hint = "look at what loads and prepares the data: files that cannot be read, a buffer that is not filled yet"
     more: Any = {"kind": "scalar", "severity": "warning", "next": hint}

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from trainprobe.engine.core.facts import Schedule
 from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
+from trainprobe.monitor.audit.facts.updates import SchedulerState, Schedules, UpdateCounts, UsedGroups
 from trainprobe.monitor.scalar_names import scalar
 
 COST = frozenset({"host"})
@@ -29,7 +29,7 @@ _FLOOR = 1e-5
 def check(evidence: Evidence) -> list[Finding]:
     """Find rates that leave the schedule."""
     found: list[Finding] = []
-    for schedule in evidence.facts.schedules:
+    for schedule in evidence.of(Schedules).schedules:
         advanced = _too_often(evidence, schedule) or _before_the_optimizer(evidence, schedule)
         found += [finding for finding in (advanced, _not_declared(evidence, schedule)) if finding is not None]
     found += [finding for finding in (_not_planned(evidence), _not_reported(evidence)) if finding is not None]
@@ -45,7 +45,7 @@ class _Schedulers(NamedTuple):
 
 def remember(evidence: Evidence) -> _Schedulers:
     """Return which schedulers have kept to their optimizer, and which have set its rate."""
-    known, seen = _known(evidence), evidence.facts.schedules
+    known, seen = _known(evidence), evidence.of(Schedules).schedules
     paced = known.paced | {s.kind for s in seen if 0 < s.advances <= s.updates}
     return _Schedulers(paced, known.followed | {s.kind for s in seen if _follows(s)})
 
@@ -54,7 +54,7 @@ def _known(evidence: Evidence) -> _Schedulers:
     return evidence.remembered("learning_rate", _Schedulers())
 
 
-def _follows(schedule: Schedule) -> bool:
+def _follows(schedule: SchedulerState) -> bool:
     """Tell whether the rates in use are those that a scheduler declares."""
     pairs = zip(schedule.actual, schedule.rates, strict=False)
     return bool(schedule.rates) and not any(_differs(used, declared, max(schedule.rates)) for used, declared in pairs)
@@ -62,10 +62,10 @@ def _follows(schedule: Schedule) -> bool:
 
 def _steps(evidence: Evidence) -> int:
     """Return how many steps of the loop there were since the audited step before, or since the probe began."""
-    return evidence.facts.ordinal if evidence.before is None else evidence.passed
+    return evidence.ordinal if evidence.before is None else evidence.passed
 
 
-def _too_often(evidence: Evidence, schedule: Schedule) -> Finding | None:
+def _too_often(evidence: Evidence, schedule: SchedulerState) -> Finding | None:
     updates = max(schedule.updates, _steps(evidence))
     if schedule.advances <= updates:
         return None
@@ -80,10 +80,10 @@ def _too_often(evidence: Evidence, schedule: Schedule) -> Finding | None:
     return _finding(evidence, text, schedule.advances, updates, hint, "error" if changed else "warning")
 
 
-def _before_the_optimizer(evidence: Evidence, schedule: Schedule) -> Finding | None:
+def _before_the_optimizer(evidence: Evidence, schedule: SchedulerState) -> Finding | None:
     before, (advances, updates) = evidence.before, schedule.between
     most = max(updates, evidence.passed)
-    if before is None or not before.facts.updates or advances <= most:
+    if before is None or not before.of(UpdateCounts).updates or advances <= most:
         return None
     text = (
         f"{schedule.kind} advanced {advances} times between the updates of steps {before.step} and {evidence.step}: it is "
@@ -92,7 +92,7 @@ def _before_the_optimizer(evidence: Evidence, schedule: Schedule) -> Finding | N
     return _finding(evidence, text, advances, most, "step the scheduler after the optimizer, as at the steps before")
 
 
-def _not_declared(evidence: Evidence, schedule: Schedule) -> Finding | None:
+def _not_declared(evidence: Evidence, schedule: SchedulerState) -> Finding | None:
     if not schedule.rates or not schedule.actual or _follows(schedule) or schedule.kind not in _known(evidence).followed:
         return None
     size = max(schedule.rates)
@@ -105,9 +105,9 @@ def _not_declared(evidence: Evidence, schedule: Schedule) -> Finding | None:
 
 
 def _not_planned(evidence: Evidence) -> Finding | None:
-    if evidence.plan.schedule is None or not evidence.facts.rates:
+    if evidence.plan.schedule is None or not evidence.of(UsedGroups).rates:
         return None
-    used, declared = evidence.facts.rates[0], float(evidence.plan.schedule(evidence.step))
+    used, declared = evidence.of(UsedGroups).rates[0], float(evidence.plan.schedule(evidence.step))
     if not _differs(used, declared, declared):
         return None
     text = f"the learning rate {used:.9g} is not the {declared:.9g} that the plan declares for step {evidence.step}"
@@ -115,12 +115,22 @@ def _not_planned(evidence: Evidence) -> Finding | None:
 
 
 def _not_reported(evidence: Evidence) -> Finding | None:
-    facts, reported = evidence.facts, scalar(evidence.scalars, "learning rate")
-    known = [*facts.rates, *facts.rates_next, *(rate for schedule in facts.schedules for rate in schedule.rates)]
-    if reported is None or not facts.rates or not facts.updates or not all(_differs(reported, rate, rate) for rate in known):
+    used = evidence.of(UsedGroups)
+    reported = scalar(evidence.scalars, "learning rate")
+    known = [
+        *used.rates,
+        *used.rates_next,
+        *(rate for schedule in evidence.of(Schedules).schedules for rate in schedule.rates),
+    ]
+    if (
+        reported is None
+        or not used.rates
+        or not evidence.of(UpdateCounts).updates
+        or not all(_differs(reported, rate, rate) for rate in known)
+    ):
         return None
-    text = f"the reported learning rate {reported:.9g} is not the rate in use, {facts.rates[0]:.9g}"
-    return _finding(evidence, text, reported, facts.rates[0], "report the rate of optimizer.param_groups", "warning")
+    text = f"the reported learning rate {reported:.9g} is not the rate in use, {used.rates[0]:.9g}"
+    return _finding(evidence, text, reported, used.rates[0], "report the rate of optimizer.param_groups", "warning")
 
 
 def _differs(a: float, b: float, size: float) -> bool:

@@ -26,9 +26,9 @@ violate this.
 
 from __future__ import annotations
 
-from trainprobe.engine.core.facts import LossCall
 from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
+from trainprobe.monitor.audit.facts.calls import LossCall, LossCalls
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"loss_inputs"})
@@ -46,7 +46,7 @@ def check(evidence: Evidence) -> list[Finding]:
     before, empty = evidence.before, mean_of_nothing(evidence)
     if empty is not None or (before is not None and _all_ignored(evidence) and _all_ignored(before)):
         return [_nothing_to_learn(evidence, empty)]
-    for call in evidence.facts.losses:
+    for call in evidence.of(LossCalls).losses:
         problem = _wrong(call) or _twice_squashed(call, evidence) or _longer(call, evidence)
         if problem is not None:
             what, hint = problem
@@ -56,18 +56,18 @@ def check(evidence: Evidence) -> list[Finding]:
 
 def _all_ignored(evidence: Evidence) -> bool:
     """Tell whether a step has targets that are classes, and no loss has any other target than ignored ones."""
-    counts = [(call.count, call.number("valid")) for call in evidence.facts.losses]
+    counts = [(call.count, call.number("valid")) for call in evidence.of(LossCalls).losses]
     return any(count > 0 for count, _ in counts) and all(valid == 0 for _, valid in counts)
 
 
 def mean_of_nothing(evidence: Evidence) -> LossCall | None:
     """Return the first call that takes the mean over targets of which all are ignored: 0 / 0."""
-    means = (call for call in evidence.facts.losses if call.reduction in ("mean", "weighted") and call.count > 0)
+    means = (call for call in evidence.of(LossCalls).losses if call.reduction in ("mean", "weighted") and call.count > 0)
     return next((call for call in means if call.number("valid") == 0), None)
 
 
 def _nothing_to_learn(evidence: Evidence, empty: LossCall | None) -> Finding:
-    calls = evidence.facts.losses if empty is None else (empty,)
+    calls = evidence.of(LossCalls).losses if empty is None else (empty,)
     count, kind = sum(call.count for call in calls), calls[0].kind
     what = ", as at the audited step before: there is nothing to learn from" if empty is None else ": their mean is 0 / 0, NaN"
     text = f"all {count} targets of {kind} are ignored (ignore_index){what}"
@@ -120,7 +120,7 @@ def _is_outer(call: LossCall) -> bool:
 
 def _longer(call: LossCall, evidence: Evidence) -> tuple[str, str] | None:
     """Return the finding that transcripts do not fit into what they are read from, as at the audited step before."""
-    before = evidence.before.facts.losses if evidence.before is not None else ()
+    before = evidence.before.of(LossCalls).losses if evidence.before is not None else ()
     if not _is_too_long(call) or not any(map(_is_too_long, before)):
         return None
     count, valid = call.number("too_long"), call.number("valid")
@@ -138,9 +138,9 @@ def _is_too_long(call: LossCall) -> bool:
 def _twice_squashed(call: LossCall, evidence: Evidence) -> tuple[str, str] | None:
     """Return the finding that logits are probabilities, where they were so at the audited step before too."""
     before = evidence.before
-    if before is None or evidence.facts.ordinal <= _EARLY or not _looks_squashed(call):
+    if before is None or evidence.ordinal <= _EARLY or not _looks_squashed(call):
         return None
-    if not all(_looks_squashed(other) for other in before.facts.losses if other.kind == call.kind):
+    if not all(_looks_squashed(other) for other in before.of(LossCalls).losses if other.kind == call.kind):
         return None
     bounds = f"[{call.number('input_low'):.3g}, {call.number('input_high'):.3g}]"
     what = f"all inputs of {call.kind} lie in {bounds}: they look like probabilities, and it applies the sigmoid itself"

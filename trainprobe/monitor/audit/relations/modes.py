@@ -11,10 +11,13 @@ running statistics of batch normalisation.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.core.words import and_more
 from trainprobe.monitor.audit.evidence import Evidence, along, averaged_parameters, group_words, is_part_of
+from trainprobe.monitor.audit.facts.gradients import Backwards
+from trainprobe.monitor.audit.facts.updates import BufferStates, UpdateCounts
 from trainprobe.monitor.audit.messages import key_of
 
 COST = frozenset({"host"})
@@ -23,13 +26,21 @@ EVERY = 10
 STAGE = "forward"
 
 
+@dataclass(frozen=True, slots=True)
+class RestingModel:
+    """Whether the model was trained in evaluation mode."""
+
+    rests: bool = False
+    """No module was in training mode as any backward pass began."""
+
+
 def check(evidence: Evidence) -> list[Finding]:
     """Find modules that are in another mode than they should be."""
     modes = evidence.model.modes
-    if not evidence.facts.backwards:
+    if not evidence.of(Backwards).count:
         return []
     chunks = {name: mode for name, mode in modes.items() if name.endswith(".")}  # "0." is a chunk, "0" a module of the model
-    before = evidence.before.model.modes if evidence.before is not None else evidence.facts.set_up.modes
+    before = evidence.before.model.modes if evidence.before is not None else evidence.set_up.modes
     changed = [name for name, mode in modes.items() if before.get(name, mode) != mode]
     beside = averaged_parameters(evidence)
     off = [name for name in changed if not modes[name] and not is_part_of(beside, name, evidence)]
@@ -78,9 +89,9 @@ def check(evidence: Evidence) -> list[Finding]:
 
 def _resting(evidence: Evidence, beside: frozenset[str]) -> list[str]:
     """Return the layers of a model without any module in training mode that would do something else in it, and are trained."""
-    if not evidence.seen("rests", False) or not evidence.facts.updates:
+    if not evidence.of(RestingModel).rests or not evidence.of(UpdateCounts).updates:
         return []
-    kept = {name.rpartition(".")[0] for name in evidence.facts.buffers if name.rpartition(".")[2] == "running_mean"}
+    kept = {name.rpartition(".")[0] for name in evidence.of(BufferStates).updated if name.rpartition(".")[2] == "running_mean"}
     trained = [name for p in evidence.model.parameters if p.trainable for name in p.names if name not in beside]
     layers = (layer for layer in evidence.model.modes if layer in kept or layer in evidence.model.dropouts)
     around = ((layer, layer.rpartition(".")[0]) for layer in layers)

@@ -18,6 +18,7 @@ import numpy as np
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.core.words import and_more
 from trainprobe.monitor.audit.evidence import Evidence
+from trainprobe.monitor.audit.facts.updates import UpdateCounts, UsedGroups
 from trainprobe.monitor.audit.recurrences import BROKEN, Key, Recurrence, equations_of, learned
 
 COST = frozenset({"fingerprints"})
@@ -31,7 +32,7 @@ _EPSILON = 2.0**-23
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find the first parameter whose moments are not what the rule gives."""
-    if not evidence.facts.updated_once:
+    if not evidence.of(UpdateCounts).once:
         return []
     for name, betas, sign in _judged(evidence):
         found = _second(evidence, name, betas[1]) or _first(evidence, name, betas[0], sign)
@@ -72,7 +73,7 @@ def _no_longer_followed(evidence: Evidence) -> list[Finding]:
 
 def _judged(evidence: Evidence) -> Iterator[tuple[str, tuple[float, float], float]]:
     seen = evidence.tensors
-    groups = {name: group for group in evidence.facts.groups for name in group.names}
+    groups = {name: group for group in evidence.of(UsedGroups).groups for name in group.names}
     for name in seen.with_slot("exp_avg_sq_after"):
         group = groups.get(name)
         betas = group.options.get("betas") if group is not None else None

@@ -14,10 +14,11 @@ to weights without the optimizer.
 
 from __future__ import annotations
 
-from trainprobe.engine.core.facts import Group
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.core.words import and_more
 from trainprobe.monitor.audit.evidence import Evidence
+from trainprobe.monitor.audit.facts.gradients import Backwards, UsedGradients
+from trainprobe.monitor.audit.facts.updates import ParameterGroup, UpdateCounts, UsedGroups
 from trainprobe.monitor.scalar_names import scalar
 
 COST = frozenset({"fingerprints"})
@@ -31,8 +32,10 @@ _EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bflo
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find parameters that should have moved and did not, and the other way round."""
+    used = evidence.of(UsedGroups)
+    gradients = evidence.of(UsedGradients)
     seen = evidence.tensors
-    groups = {name: group for group in evidence.facts.groups for name in group.names}
+    groups = {name: group for group in used.groups for name in group.names}
     rates = {name: _rate(groups.get(name), evidence) for name in seen.names}
     mastered = evidence.mastered
     stuck: list[str] = []
@@ -40,11 +43,11 @@ def check(evidence: Evidence) -> list[Finding]:
     judged = 0
     for name in seen.with_slot("value_after"):
         before, after = seen.checksum(name, "value"), seen.checksum(name, "value_after")
-        if before is None or after is None or not evidence.facts.updates or name in mastered:
+        if before is None or after is None or not evidence.of(UpdateCounts).updates or name in mastered:
             continue
         if (name, "grad") not in seen:
-            has_gradient = name in evidence.facts.reached or any(slot.startswith("grad") for slot in seen.slots(name))
-            if before != after and not has_gradient and evidence.facts.groups:
+            has_gradient = name in gradients.reached or any(slot.startswith("grad") for slot in seen.slots(name))
+            if before != after and not has_gradient and used.groups:
                 drawn.append(name)
             continue
         judged += 1
@@ -65,7 +68,7 @@ def check(evidence: Evidence) -> list[Finding]:
                 names=stuck,
             )
         )
-    idle = evidence.facts.idle
+    idle = gradients.idle
     if idle and scalar(evidence.scalars, "loss scale") is None:
         text = f"the optimizer of {and_more(list(idle))} did not step, as it did at each audited step before"
         hint = "call step() on every optimizer"
@@ -73,7 +76,7 @@ def check(evidence: Evidence) -> list[Finding]:
             "movement", text, idle[0], measured="no step", expected="a step", severity="warning", next=hint, names=list(idle)
         )
         found.append(finding)
-    never = evidence.facts.never
+    never = gradients.never
     if never:
         text = f"the optimizer of {and_more(list(never))} has not stepped once, though these have gradients and others step"
         hint = "call step() on every optimizer"
@@ -81,7 +84,7 @@ def check(evidence: Evidence) -> list[Finding]:
             "movement", text, never[0], measured="no step", expected="a step", severity="warning", next=hint, names=list(never)
         )
         found.append(finding)
-    if evidence.stalled == _STALLED:
+    if remember(evidence)[1] == _STALLED:
         name = next((p.name for p in evidence.model.parameters if p.trainable), "")
         text = (
             f"{_STALLED} audited steps in a row ran backward and made no update, unlike every step before: {name} does not move"
@@ -104,11 +107,24 @@ def check(evidence: Evidence) -> list[Finding]:
     return found
 
 
+def remember(evidence: Evidence) -> tuple[int, int]:
+    """Return how many audited steps have updated, and how many in a row since then ran backward and did not.
+
+    The first is far below 0 where not every step updates, as gradients are accumulated over several.
+    """
+    moving, stalled = evidence.remembered("movement", (0, 0))
+    if evidence.of(UpdateCounts).updates:
+        return moving + 1, 0
+    if not evidence.of(Backwards).count:
+        return moving, stalled
+    return (moving, stalled + 1) if moving >= STEADY else (-1 << 30, stalled)
+
+
 def _no_longer_driven(evidence: Evidence) -> list[Finding]:
     """Find parameters that nothing trains, that had moved at each audited step before, and that stand still."""
     before, seen = evidence.before, evidence.tensors
     known = [name for name, times in evidence.history.driven.items() if times >= STEADY and (name, "value") in seen]
-    if before is None or not evidence.facts.updates or not before.facts.updates:
+    if before is None or not evidence.of(UpdateCounts).updates or not before.of(UpdateCounts).updates:
         return []
     still = [name for name in known if before.tensors.checksum(name, "value_after") == seen.checksum(name, "value")]
     if not still or 2 * len(still) <= len(known):
@@ -126,7 +142,7 @@ def _no_longer_driven(evidence: Evidence) -> list[Finding]:
 def _not_copied(evidence: Evidence, mastered: frozenset[str]) -> list[str]:
     """Return the parameters that have not moved since the update before, of those that are copied from master weights."""
     before, seen = evidence.before, evidence.tensors
-    if before is None or not evidence.follows or not (before.facts.updates and mastered):
+    if before is None or not evidence.follows or not (before.of(UpdateCounts).updates and mastered):
         return []
     held = [name for name in seen.with_slot("value") if name in mastered and (name, "value") in before.tensors]
     still = [name for name in held if seen.checksum(name, "value") == before.tensors.checksum(name, "value")]
@@ -135,15 +151,16 @@ def _not_copied(evidence: Evidence, mastered: frozenset[str]) -> list[str]:
     return [name for name in still if _should_move(before, name, _rate(None, before))]
 
 
-def _rate(group: Group | None, evidence: Evidence) -> float:
+def _rate(group: ParameterGroup | None, evidence: Evidence) -> float:
+    used = evidence.of(UsedGroups)
     rate = group.options.get("lr") if group is not None else None
     if group is not None and isinstance(rate, float | int):
         estimated = group.options.get("d")  # of D-Adaptation and Prodigy; it begins at 1e-6
         return float(rate) * (estimated if isinstance(estimated, float) else 1.0)
-    return evidence.facts.rates[0] if evidence.facts.rates else 0.0
+    return used.rates[0] if used.rates else 0.0
 
 
-def _may_rest(group: Group | None) -> bool:
+def _may_rest(group: ParameterGroup | None) -> bool:
     """Tell whether an optimizer leaves weights where they are: at its tolerance (L-BFGS), where a gradient turned (Rprop)."""
     return group is not None and ("tolerance_grad" in group.options or "etas" in group.options)
 

@@ -15,6 +15,8 @@ from __future__ import annotations
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.core.words import and_more
 from trainprobe.monitor.audit.evidence import Evidence
+from trainprobe.monitor.audit.facts.calls import TrainingCalls
+from trainprobe.monitor.audit.facts.updates import BufferStates, UpdateCounts
 
 COST = frozenset({"fingerprints"})
 OBSERVERS = frozenset({"buffers", "model_calls", "updates"})
@@ -26,11 +28,11 @@ _STATISTICS, _COUNT = ("running_mean", "running_var"), "num_batches_tracked"
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find buffers that stand still."""
-    facts, known = evidence.facts, evidence.history.streaks
-    if not facts.updates or evidence.before is None:
+    known = evidence.history.streaks
+    if not evidence.of(UpdateCounts).updates or evidence.before is None:
         return []
     moved = [name for (kind, name), streak in known.items() if kind == "moves" and streak.value and streak.count >= _LOOKS]
-    running = [name for name in moved if (name.rpartition(".")[0] or "root") in facts.called]
+    running = [name for name in moved if (name.rpartition(".")[0] or "root") in evidence.of(TrainingCalls).called]
     stopped = [name for name in running if _stands(evidence, name) and not _is_switched_off(evidence, evidence.before, name)]
     if not stopped:
         return _never_moved(evidence)
@@ -55,15 +57,16 @@ def check(evidence: Evidence) -> list[Finding]:
 
 def _never_moved(evidence: Evidence) -> list[Finding]:
     """Find running statistics that stand still while their module counts the batches that it averages."""
+    buffers = evidence.of(BufferStates)
     counting = [
         module
-        for name in evidence.facts.begun
+        for name in buffers.begun
         if name.rpartition(".")[2] == _COUNT and not _stands(evidence, name)
         for module in [name.rpartition(".")[0]]
         if _streak(evidence, module, _COUNT, True) and all(_streak(evidence, module, s, False) for s in _STATISTICS)
     ]
     still = [_joined(module, name) for module in counting for name in _STATISTICS]
-    still = [name for name in still if name not in evidence.facts.spoiled]  # a NaN stays one: `finite_buffers` tells
+    still = [name for name in still if name not in buffers.spoiled]  # a NaN stays one: `finite_buffers` tells
     if not still or not all(_stands(evidence, name) for name in still):
         return []
     text = (
@@ -100,9 +103,9 @@ def _is_switched_off(evidence: Evidence, before: Evidence, name: str) -> bool:
     """Tell whether the observer that moves a buffer, its module or one around it, was switched on or off since."""
     parts = name.split(".")
     switches = [".".join([*parts[:end], "observer_enabled"]) for end in range(1, len(parts))]
-    return any(before.facts.buffers.get(s) != evidence.facts.buffers.get(s) for s in switches)
+    return any(before.of(BufferStates).updated.get(s) != evidence.of(BufferStates).updated.get(s) for s in switches)
 
 
 def _stands(evidence: Evidence, name: str) -> bool:
-    facts = evidence.facts
-    return name in facts.begun and facts.begun[name] == facts.buffers.get(name)
+    buffers = evidence.of(BufferStates)
+    return name in buffers.begun and buffers.begun[name] == buffers.updated.get(name)

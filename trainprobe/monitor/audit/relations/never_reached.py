@@ -15,6 +15,8 @@ from __future__ import annotations
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.core.words import and_more
 from trainprobe.monitor.audit.evidence import Evidence
+from trainprobe.monitor.audit.facts.calls import TrainingCalls
+from trainprobe.monitor.audit.facts.gradients import UsedGradients
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"gradient_use", "model_calls", "updates"})
@@ -25,7 +27,7 @@ _LOOKS = 4
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find parameters that run without gradients at each step."""
-    never = [name for name in evidence.facts.unreached if _is_judged(evidence, name)]
+    never = [name for name in evidence.of(UsedGradients).unreached if _is_judged(evidence, name)]
     if not never:
         return []
     text = (
@@ -48,8 +50,17 @@ def check(evidence: Evidence) -> list[Finding]:
     ]
 
 
+def remember(evidence: Evidence) -> frozenset[str]:
+    """Return the parameters that have had a gradient."""
+    return _reached(evidence) | evidence.of(UsedGradients).reached
+
+
+def _reached(evidence: Evidence) -> frozenset[str]:
+    return evidence.remembered("never_reached", frozenset[str]())
+
+
 def _is_judged(evidence: Evidence, name: str) -> bool:
     known = evidence.history.streaks.get(("unreached", name))
-    if known is None or known.count + 1 < _LOOKS or name in evidence.ever_reached:
+    if known is None or known.count + 1 < _LOOKS or name in _reached(evidence):
         return False
-    return evidence.facts.called.get(name.rpartition(".")[0] or "root") is False
+    return evidence.of(TrainingCalls).called.get(name.rpartition(".")[0] or "root") is False

@@ -10,7 +10,8 @@ this.
 
 from __future__ import annotations
 
-from trainprobe.engine.core.facts import Outer
+from dataclasses import dataclass
+
 from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
 
@@ -20,11 +21,31 @@ EVERY = 10
 STAGE = "forward"
 
 
+@dataclass(frozen=True, slots=True)
+class OuterOperation:
+    """One arithmetic operation outside of the model's modules that made [count, count] of [count] and [count, 1]."""
+
+    operation: str
+    """Its sign."""
+    count: int
+    """Elements of either operand."""
+    place: str
+    """File and line of the code that did it."""
+
+
+@dataclass(frozen=True, slots=True)
+class OuterOperations:
+    """Such operations of a step in which a layer with a single output ran."""
+
+    outer: tuple[OuterOperation, ...] = ()
+    """In their order."""
+
+
 def check(evidence: Evidence) -> list[Finding]:
     """Find the first line that broadcasts two vectors against each other."""
-    before = evidence.before.facts.outer if evidence.before is not None else ()
+    before = evidence.before.of(OuterOperations).outer if evidence.before is not None else ()
     lines = {(o.operation, o.place) for o in before}
-    seen: Outer | None = next((o for o in evidence.facts.outer if (o.operation, o.place) in lines), None)
+    seen: OuterOperation | None = next((o for o in evidence.of(OuterOperations).outer if (o.operation, o.place) in lines), None)
     if seen is None:
         return []
     n = seen.count

@@ -15,6 +15,7 @@ from __future__ import annotations
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.core.words import and_more
 from trainprobe.monitor.audit.evidence import Evidence, untrained_parameters
+from trainprobe.monitor.audit.facts.updates import UpdateCounts
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"updates"})
@@ -29,7 +30,7 @@ def check(evidence: Evidence) -> list[Finding]:
 
 def _hidden(evidence: Evidence) -> list[Finding]:
     hidden = evidence.model.hidden
-    if not hidden or not evidence.facts.updates:
+    if not hidden or not evidence.of(UpdateCounts).updates:
         return []
     text = (
         f"{and_more(list(hidden))} has a gradient and is no parameter of the model, as a plain list or dict holds it: no "
@@ -47,7 +48,7 @@ def _lost(evidence: Evidence) -> list[Finding]:
     lost = [p for p in trainable if p.owned is False and p.name not in evidence.mastered | evidence.history.handed_over]
     strays = set(evidence.model.strays)
     stale = [p for p in lost if (p.shape, p.dtype) in strays]
-    if not lost or not evidence.facts.updates or (len(lost) == len(trainable) and not stale):
+    if not lost or not evidence.of(UpdateCounts).updates or (len(lost) == len(trainable) and not stale):
         return []
     first = (stale or lost)[0]
     names = [p.name for p in (stale or lost)]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
+from trainprobe.monitor.audit.facts.calls import GivenInputs
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"module_inputs"})
@@ -23,7 +24,7 @@ _FEWEST = 4
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find the first mask that is inverted in every row."""
-    mask = next((m for m in evidence.facts.masks if m.inverted == m.rows >= _FEWEST), None)
+    mask = next((m for m in evidence.of(GivenInputs).masks if m.inverted == m.rows >= _FEWEST), None)
     if mask is None:
         return []
     where = f"in each of the {mask.rows} rows that have both"

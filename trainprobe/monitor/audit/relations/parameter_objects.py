@@ -20,7 +20,7 @@ STAGE = "set-up"
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find names that lead to another object than at set-up, or to one that the wrapper does not know."""
-    was = {name: p for p in evidence.facts.set_up.parameters for name in p.names}
+    was = {name: p for p in evidence.set_up.parameters for name in p.names}
     now = {name: p for p in evidence.model.parameters for name in p.names}
     other = [name for name in was if name in now and now[name].identity != was[name].identity]
     gone = [name for name in was if name not in now] + [name for name in now if name not in was]

@@ -10,9 +10,9 @@ that says that it begins anew (`CosineAnnealingWarmRestarts`), is not judged.
 
 from __future__ import annotations
 
-from trainprobe.engine.core.facts import Schedule
 from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
+from trainprobe.monitor.audit.facts.updates import SchedulerState, Schedules
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"schedules"})
@@ -22,7 +22,7 @@ STAGE = "rate"
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find the first scheduler that is far beyond its end."""
-    beyond = next((s for s in evidence.facts.schedules if _is_beyond(s)), None)
+    beyond = next((s for s in evidence.of(Schedules).schedules if _is_beyond(s)), None)
     if beyond is None:
         return []
     text = (
@@ -44,5 +44,5 @@ def check(evidence: Evidence) -> list[Finding]:
     ]
 
 
-def _is_beyond(schedule: Schedule) -> bool:
+def _is_beyond(schedule: SchedulerState) -> bool:
     return 0 < 2 * schedule.end <= schedule.position and schedule.advances >= schedule.updates > 0

@@ -10,7 +10,8 @@ a look; a metric that improves once cannot.
 
 from __future__ import annotations
 
-from trainprobe.engine.core.facts import Plateau
+from dataclasses import dataclass
+
 from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
 
@@ -22,9 +23,35 @@ _REDUCTIONS = 2
 _FAR = 0.03  # of the first value: a metric that only shakes has no direction
 
 
+@dataclass(frozen=True, slots=True)
+class Plateau:
+    """A scheduler that lowers the rate when a metric gets no better, as it was seen from its first call on."""
+
+    mode: str
+    """"min" or "max", what it takes for better."""
+    calls: int
+    """How often it was stepped."""
+    reductions: int
+    """How often it lowered the rate."""
+    first: float
+    """The metric at first."""
+    low: float
+    """Its lower bound until now."""
+    high: float
+    """Its upper bound until now."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlateauSchedulers:
+    """Schedulers of this kind."""
+
+    plateaus: tuple[Plateau, ...] = ()
+    """Those that were seen from their first call on."""
+
+
 def check(evidence: Evidence) -> list[Finding]:
     """Find the first scheduler whose metric only ever went the other way."""
-    wrong = next((plateau for plateau in evidence.facts.plateaus if _is_wrong(plateau)), None)
+    wrong = next((plateau for plateau in evidence.of(PlateauSchedulers).plateaus if _is_wrong(plateau)), None)
     if wrong is None:
         return []
     better, worst = ("lower", wrong.high) if wrong.mode == "min" else ("higher", wrong.low)

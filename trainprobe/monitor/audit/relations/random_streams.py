@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, along, group_words
+from trainprobe.monitor.audit.facts.calls import RandomFingerprints
 
 COST = frozenset({"ranks"})
 OBSERVERS = frozenset({"model_calls", "random_states"})
@@ -30,7 +31,7 @@ def check(evidence: Evidence) -> list[Finding]:
 
 def remember(evidence: Evidence) -> tuple[int, ...]:
     """Return the random states with which the last audited steps ended."""
-    return (*_known(evidence), evidence.facts.random)[-_REMEMBERED:]
+    return (*_known(evidence), evidence.of(RandomFingerprints).ended)[-_REMEMBERED:]
 
 
 def _known(evidence: Evidence) -> tuple[int, ...]:
@@ -38,8 +39,8 @@ def _known(evidence: Evidence) -> tuple[int, ...]:
 
 
 def _again(evidence: Evidence) -> list[Finding]:
-    facts = evidence.facts
-    if facts.random_begun in (0, facts.random) or facts.random not in _known(evidence):
+    random = evidence.of(RandomFingerprints)
+    if random.begun in (0, random.ended) or random.ended not in _known(evidence):
         return []
     text = (
         f"step {evidence.step} drew random numbers and ended with a random state that a step before had ended with: it "

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
+from trainprobe.monitor.audit.facts.updates import UpdateCounts, UsedGroups
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"parameter_groups", "updates"})
@@ -22,23 +23,22 @@ _LOOKS = 4
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find the first group that a schedule leaves out."""
-    facts, moves = evidence.facts, remember(evidence)
-    if len(facts.bases) != len(facts.rates) or not facts.updates or any(base.rate == base.rate for base in facts.bases):
+    used = evidence.of(UsedGroups)
+    moves = remember(evidence)
+    if (
+        len(used.bases) != len(used.rates)
+        or not evidence.of(UpdateCounts).updates
+        or any(base.rate == base.rate for base in used.bases)
+    ):
         return []
-    scheduled = {base.optimizer: i for i, base in enumerate(facts.bases) if moves[i] + 1 >= _LOOKS}
-    for i, base in enumerate(facts.bases):
+    scheduled = {base.optimizer: i for i, base in enumerate(used.bases) if moves[i] + 1 >= _LOOKS}
+    for i, base in enumerate(used.bases):
         streak, other = evidence.streak("rate", str(i)), scheduled.get(base.optimizer)
-        if (
-            streak is None
-            or streak.count < _LOOKS
-            or streak.since > _first(evidence)
-            or other is None
-            or not facts.rates[i] > 0
-        ):
+        if streak is None or streak.count < _LOOKS or streak.since > _first(evidence) or other is None or not used.rates[i] > 0:
             continue
         text = (
-            f"the learning rate of parameter group {i} has stood at {facts.rates[i]:.4g} since the first audited step, while "
-            f"that of group {other} of the same optimizer changes at every step ({facts.rates[other]:.4g} now)"
+            f"the learning rate of parameter group {i} has stood at {used.rates[i]:.4g} since the first audited step, while "
+            f"that of group {other} of the same optimizer changes at every step ({used.rates[other]:.4g} now)"
         )
         hint = "set the rate of every group in optimizer.param_groups, inside the loop over the groups"
         return [
@@ -47,11 +47,11 @@ def check(evidence: Evidence) -> list[Finding]:
                 text,
                 "lr",
                 kind="scalar",
-                measured=facts.rates[i],
+                measured=used.rates[i],
                 expected="another rate at each audited step",
                 severity="warning",
                 next=hint,
-                names=sorted(evidence.facts.groups[i].names) if len(evidence.facts.groups) == len(facts.rates) else (),
+                names=sorted(used.groups[i].names) if len(used.groups) == len(used.rates) else (),
             )
         ]
     return []
@@ -59,16 +59,17 @@ def check(evidence: Evidence) -> list[Finding]:
 
 def remember(evidence: Evidence) -> tuple[int, ...]:
     """Return at how many audited steps in a row the rate of each group was another one than at the one before."""
-    facts, before = evidence.facts, evidence.before
+    used = evidence.of(UsedGroups)
+    before = evidence.before
     known: tuple[int, ...] = evidence.remembered("rates_together", ())
-    if not facts.updates:
+    if not evidence.of(UpdateCounts).updates:
         return known
-    was = before.facts.rates if before is not None else ()
-    if len(was) != len(facts.rates) or len(known) != len(facts.rates):
-        return (0,) * len(facts.rates)
-    return tuple(n + 1 if now != then else 0 for n, now, then in zip(known, facts.rates, was, strict=True))
+    was = before.of(UsedGroups).rates if before is not None else ()
+    if len(was) != len(used.rates) or len(known) != len(used.rates):
+        return (0,) * len(used.rates)
+    return tuple(n + 1 if now != then else 0 for n, now, then in zip(known, used.rates, was, strict=True))
 
 
 def _first(evidence: Evidence) -> int:
     """Return the first step at which any rate that is in use now was seen to stand."""
-    return min((s.since for (kind, _), s in evidence.history.streaks.items() if kind == "rate"), default=evidence.facts.ordinal)
+    return min((s.since for (kind, _), s in evidence.history.streaks.items() if kind == "rate"), default=evidence.ordinal)

@@ -14,22 +14,29 @@ from __future__ import annotations
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.core.words import and_more
 from trainprobe.monitor.audit.evidence import Evidence
+from trainprobe.monitor.audit.facts.calls import TrainingCalls
+from trainprobe.monitor.audit.facts.gradients import UsedGradients
+from trainprobe.monitor.audit.history import STEADY
 
 COST = frozenset({"fingerprints"})
 OBSERVERS = frozenset({"gradient_use", "model_calls"})
 EVERY = 10
 STAGE = "backward"
+PYTORCH_ONLY = "MindSpore hands zeros to the optimizer where no gradient arrives"
 
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find parameters that no gradient reached although their module ran."""
-    facts = evidence.facts
-    if not facts.reached or not facts.called:
+    model_calls = evidence.of(TrainingCalls)
+    gradients = evidence.of(UsedGradients)
+    if not gradients.reached or not model_calls.called:
         return []
-    ran = [name for name in facts.unreached if name.rpartition(".")[0] in facts.called]
-    lost = [name for name in ran if name in evidence.always_reached]
-    lost += [name for name in evidence.always_reached if _is_masked(evidence, name)]
-    never = [name for name in ran if name not in evidence.ever_reached and facts.called[name.rpartition(".")[0]]]
+    ran = [name for name in gradients.unreached if name.rpartition(".")[0] in model_calls.called]
+    known: dict[str, int] = evidence.remembered("reached_parameters", {})
+    always = [name for name, times in known.items() if times >= STEADY]
+    lost = [name for name in ran if name in always]
+    lost += [name for name in always if _is_masked(evidence, name)]
+    never = [name for name in ran if name not in known and model_calls.called[name.rpartition(".")[0]]]
     if lost:
         text = (
             f"no gradient reaches {and_more(lost)} any more, though its module ran and it had one at each audited step before"
@@ -39,6 +46,16 @@ def check(evidence: Evidence) -> list[Finding]:
         text = f"no gradient reaches {and_more(never)}, though its module ran and the optimizer holds it: it never trains"
         return [_finding(evidence, text, never, "warning")]
     return []
+
+
+def remember(evidence: Evidence) -> dict[str, int]:
+    """Return parameter → audited steps in a row at which it had a gradient; -1 once it had none."""
+    known: dict[str, int] = evidence.remembered("reached_parameters", {})
+    gradients = evidence.of(UsedGradients)
+    now = known | {
+        name: known[name] + 1 if known.get(name, 0) > 0 else 1 for name in gradients.reached if known.get(name) != -1
+    }
+    return now | dict.fromkeys(now.keys() & set(gradients.unreached), -1)
 
 
 def _is_masked(evidence: Evidence, name: str) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
+from trainprobe.monitor.audit.facts.updates import UpdateCounts, UsedGroups
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"parameter_groups", "updates"})
@@ -21,11 +22,16 @@ _PART, _LOW = 0.5, 0.1
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find the first group whose rate is still far from its base."""
-    facts, peaks = evidence.facts, evidence.history.peaks
-    planned = facts.progress.updates
-    if not 0 < _PART * planned <= evidence.step or not len(facts.bases) == len(facts.rates) == len(peaks) or not facts.updates:
+    used = evidence.of(UsedGroups)
+    peaks = evidence.history.peaks
+    planned = used.progress.updates
+    if (
+        not 0 < _PART * planned <= evidence.step
+        or not len(used.bases) == len(used.rates) == len(peaks)
+        or not evidence.of(UpdateCounts).updates
+    ):
         return []
-    for i, (base, rate, peak) in enumerate(zip(facts.bases, facts.rates, peaks, strict=True)):
+    for i, (base, rate, peak) in enumerate(zip(used.bases, used.rates, peaks, strict=True)):
         if not 0 <= rate < _LOW * base.rate or peak > rate:
             continue
         text = (

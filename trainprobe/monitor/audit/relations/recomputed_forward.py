@@ -9,7 +9,8 @@ first forward changed, or by a cast that is not in force in the backward pass.
 
 from __future__ import annotations
 
-from trainprobe.engine.core.facts import Output, Repeat
+from dataclasses import dataclass
+
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.core.words import and_more
 from trainprobe.monitor.audit.evidence import Evidence
@@ -18,12 +19,51 @@ COST = frozenset({"rerun"})
 OBSERVERS = frozenset({"repeated_forwards"})
 EVERY = 50
 STAGE = "backward"
+PYTORCH_ONLY = "recomputed cells are recorded by level L0, and not compared with the first forward"
 _FLOOR, _FLOOR_SHORT = 1e-5, 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleOutput:
+    """One tensor that a module handed on."""
+
+    fingerprint: int
+    """Of its bytes."""
+    norm: float
+    """Its norm."""
+    total: float
+    """The sum of its elements."""
+    count: float
+    """How many elements it has."""
+    dtype: str
+    """As the framework prints it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """A forward that ran again within the backward pass."""
+
+    name: str
+    """The module."""
+    order: int
+    """Where the module's first forward stands among those that were looked at."""
+    again: tuple[ModuleOutput, ...]
+    """Its outputs."""
+    first: tuple[tuple[ModuleOutput, ...], ...]
+    """The outputs of the module's forwards of this step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Repeats:
+    """Forwards that ran again."""
+
+    recomputed: tuple[Repeat, ...] = ()
+    """In their order."""
 
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find modules whose second forward is another one."""
-    wrong = sorted((r for r in evidence.facts.recomputed if not _is_one_of(r)), key=lambda repeat: repeat.order)
+    wrong = sorted((r for r in evidence.of(Repeats).recomputed if not _is_one_of(r)), key=lambda repeat: repeat.order)
     if not wrong:
         return []
     first = wrong[0]
@@ -56,7 +96,7 @@ def _is_one_of(repeat: Repeat) -> bool:
     )
 
 
-def _same(a: Output, b: Output) -> bool:
+def _same(a: ModuleOutput, b: ModuleOutput) -> bool:
     if a.fingerprint == b.fingerprint:
         return True
     floor = (_FLOOR if "32" in a.dtype or "64" in a.dtype else _FLOOR_SHORT) * a.norm

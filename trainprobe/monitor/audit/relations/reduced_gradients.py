@@ -22,6 +22,7 @@ import numpy as np
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.core.words import and_more
 from trainprobe.monitor.audit.evidence import Evidence, along
+from trainprobe.monitor.audit.facts.gradients import Backwards, ClippedGradients, Projections, Reductions
 from trainprobe.monitor.audit.messages import key_of
 from trainprobe.monitor.audit.relations.replicas import differs
 from trainprobe.monitor.scalar_names import scalar
@@ -30,6 +31,7 @@ COST = frozenset({"rerun", "ranks"})
 OBSERVERS = frozenset({"backward_starts", "clips", "declared_loss", "gradient_use", "reduced_gradients"})
 EVERY = 50
 STAGE = "reduction"
+PYTORCH_ONLY = "the gradients of one rank are not seen before they are reduced"
 _FLOOR = 0.05
 _WHOLE = 1e-4
 STEADY = 3
@@ -37,7 +39,7 @@ STEADY = 3
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find gradients that were reduced by a factor of their own."""
-    mine = evidence.facts.reductions
+    mine = evidence.of(Reductions).reductions
     ratios, totals = _ratios(evidence)
     if len(ratios) < 3:
         return []
@@ -87,8 +89,8 @@ def remember(evidence: Evidence) -> _Divisor:
     factor, known = _factor_of_all(evidence), _known(evidence)
     if factor is None:
         return known
-    same = known.passes == evidence.facts.backwards and abs(factor - known.factor) <= 1e-2 * abs(known.factor)
-    return _Divisor(factor, evidence.facts.backwards, known.steps + 1 if same else 1)
+    same = known.passes == evidence.of(Backwards).count and abs(factor - known.factor) <= 1e-2 * abs(known.factor)
+    return _Divisor(factor, evidence.of(Backwards).count, known.steps + 1 if same else 1)
 
 
 def _known(evidence: Evidence) -> _Divisor:
@@ -106,7 +108,7 @@ def _factor_of_all(evidence: Evidence) -> float | None:
 
 def _ratios(evidence: Evidence) -> tuple[dict[str, float], dict[str, float]]:
     """Return for each gradient the used one over the sum of the ranks' own, and that sum; nothing where none can be had."""
-    mine = evidence.facts.reductions
+    mine = evidence.of(Reductions).reductions
     ratios: dict[str, float] = {}
     totals: dict[str, float] = {}
     if len(mine) < 3 or len(evidence.peers) < 2 or not evidence.axes <= {"dp", "cp", "pp"}:
@@ -124,11 +126,16 @@ def _ratios(evidence: Evidence) -> tuple[dict[str, float], dict[str, float]]:
 
 def _another_divisor(evidence: Evidence, factor: float, name: str) -> list[Finding]:
     was, passes, count = _known(evidence)
-    if count < STEADY or passes != evidence.facts.backwards or _factor_of_all(evidence) is None or evidence.facts.projections:
+    if (
+        count < STEADY
+        or passes != evidence.of(Backwards).count
+        or _factor_of_all(evidence) is None
+        or evidence.of(Projections).projections
+    ):
         return []  # the declared loss tells more
     times = max(factor / was, was / factor) if factor * was > 0 else 0.0
     whole = round(times) > 1 and abs(times - round(times)) <= _WHOLE * times
-    if abs(factor - was) <= _FLOOR * abs(was) or not (evidence.facts.clips or whole):
+    if abs(factor - was) <= _FLOOR * abs(was) or not (evidence.of(ClippedGradients).clips or whole):
         return []  # a loop that clips by itself gives every step a factor of its own
     text = (
         f"all gradients are {factor / was:.4g} times what the ranks' own gradients made of them at each audited step before, "

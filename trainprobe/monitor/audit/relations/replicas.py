@@ -17,6 +17,8 @@ import numpy as np
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.core.words import and_more
 from trainprobe.monitor.audit.evidence import Evidence, along, group_words
+from trainprobe.monitor.audit.facts.calls import TrainingCalls
+from trainprobe.monitor.audit.facts.updates import BufferStates
 from trainprobe.monitor.audit.messages import digest, key_of
 from trainprobe.monitor.audit.peers import Peer
 
@@ -59,7 +61,11 @@ def check(evidence: Evidence) -> list[Finding]:
             )
         if differing:
             return [_finding(evidence, slot, differing)]
-    buffers = [name for name in evidence.facts.buffers if evidence.over(name, "buffer") and differs(evidence, name, "buffer")]
+    buffers = [
+        name
+        for name in evidence.of(BufferStates).updated
+        if evidence.over(name, "buffer") and differs(evidence, name, "buffer")
+    ]
     return [_finding(evidence, "buffer", buffers)] if buffers else []
 
 
@@ -191,7 +197,7 @@ def _cause(evidence: Evidence, slot: str, names: list[str], group: list[Peer], k
                 "; the ranks have other random states and the forward draws: dropout masks of what they share are not the same"
             )
         everything = len(names) >= 0.9 * sum(1 for _ in evidence.tensors.with_slot(slot))
-        if everything and evidence.facts.bypassed and evidence.model.wrapped:
+        if everything and evidence.of(TrainingCalls).bypassed and evidence.model.wrapped:
             return f"; {evidence.model.wrapped} was not called, but the model inside it, so it reduced nothing"
         if everything:
             return "; every gradient differs: none was reduced over the group"

@@ -13,6 +13,7 @@ from __future__ import annotations
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.core.words import and_more
 from trainprobe.monitor.audit.evidence import Evidence, along, group_words
+from trainprobe.monitor.audit.facts.updates import BufferStates
 from trainprobe.monitor.audit.messages import key_of
 
 COST = frozenset({"fingerprints", "ranks"})
@@ -27,7 +28,7 @@ def check(evidence: Evidence) -> list[Finding]:
     """Find buffers that went apart."""
     if len(evidence.peers) < 2 or evidence.model.broadcasts:
         return []
-    differing = [name for name in evidence.facts.begun if is_shared(name) and _differs(evidence, name)]
+    differing = [name for name in evidence.of(BufferStates).begun if is_shared(name) and _differs(evidence, name)]
     if not differing:
         return []
     over = evidence.over(differing[0], "begun") & _DATA

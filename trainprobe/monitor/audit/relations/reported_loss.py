@@ -27,12 +27,15 @@ from typing import NamedTuple
 
 from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, along
+from trainprobe.monitor.audit.facts.gradients import UsedGradients
+from trainprobe.monitor.audit.facts.updates import UpdateCounts
 from trainprobe.monitor.scalar_names import scalar
 
 COST = frozenset({"host", "ranks"})
 OBSERVERS = frozenset({"gradient_use", "model_calls", "updates"})
 EVERY = 10
 STAGE = "backward"
+PYTORCH_ONLY = "it is not known where a backward pass begins"
 STEADY = 3
 _FLOOR, _WIDE_FLOOR = 1e-4, 1e-2
 _EXACT = 3e-6  # what sums of a few float32 numbers round by
@@ -41,13 +44,14 @@ _SEVERAL = 4  # of more backward passes some sum would fit by chance
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find a reported loss that is not the one that was differentiated."""
+    gradients = evidence.of(UsedGradients)
     losses, reported = _losses(evidence), scalar(evidence.scalars, "loss")
-    unknown = not losses or not evidence.facts.updates or evidence.facts.closure or evidence.facts.discarded
+    unknown = not losses or not evidence.of(UpdateCounts).updates or gradients.closure or gradients.discarded
     if unknown or reported is None or not math.isfinite(reported):
         return []
     n, size = len(losses), sum(map(abs, losses))
     totals = _totals(evidence)
-    per_micro = n > 1 and n == len(evidence.facts.batches) and not evidence.facts.in_turns
+    per_micro = n > 1 and n == len(evidence.batches) and not gradients.in_turns
     if per_micro and evidence.place.world_size % n and any(_near(total, n * reported, size) and total for total in totals):
         return [_summed(evidence, n, totals[0], reported)]
     if any(_near(total, reported, size) for total in totals):
@@ -110,7 +114,7 @@ def differentiated(evidence: Evidence) -> float:
 
 def _losses(evidence: Evidence) -> list[float]:
     scale = scalar(evidence.scalars, "loss scale") or 1.0
-    losses = [value / scale for value in evidence.facts.differentiated]
+    losses = [value / scale for value in evidence.of(UsedGradients).differentiated]
     return losses if all(map(math.isfinite, losses)) else []
 
 
@@ -154,8 +158,9 @@ def _scales_differ(evidence: Evidence, losses: Sequence[float], reported: float)
 
 
 def _scale_changed(evidence: Evidence, total: float, reported: float) -> Finding:
+    passes = len(evidence.of(UsedGradients).differentiated)
     text = (
-        f"the loss scale changed between the {len(evidence.facts.differentiated)} backward passes of the step: unscaling "
+        f"the loss scale changed between the {passes} backward passes of the step: unscaling "
         "divides all of their gradients by one scale, so they have different weights"
     )
     return _finding(evidence, text, total, reported, "call scaler.update() once per step, after scaler.step()")
@@ -163,9 +168,9 @@ def _scale_changed(evidence: Evidence, total: float, reported: float) -> Finding
 
 def _missed_the_scaler(evidence: Evidence, unscaled: Sequence[int], total: float, reported: float) -> Finding:
     scale = scalar(evidence.scalars, "loss scale") or 1.0
-    which = ", ".join(map(str, unscaled))
+    which, passes = ", ".join(map(str, unscaled)), len(evidence.of(UsedGradients).differentiated)
     text = (
-        f"backward pass {which} of {len(evidence.facts.differentiated)} began from a loss that was not multiplied by the loss "
+        f"backward pass {which} of {passes} began from a loss that was not multiplied by the loss "
         f"scale {scale:g}: unscaling divides its gradient nevertheless, so it has almost no weight"
     )
     return _finding(evidence, text, total, reported, "call scaler.scale(loss) on every loss before backward")
@@ -180,7 +185,7 @@ def _last_alone(evidence: Evidence, n: int, total: float, reported: float) -> Fi
 
 
 def _no_longer(evidence: Evidence, totals: Sequence[float], reported: float) -> Finding:
-    listed = " and ".join(f"{value:.6g}" for value in evidence.facts.differentiated[:4])
+    listed = " and ".join(f"{value:.6g}" for value in evidence.of(UsedGradients).differentiated[:4])
     text = (
         f"the reported loss {reported:.6g} is no longer what is differentiated, as it was at each audited step before: the "
         f"backward passes began from {listed}, {totals[0]:.6g} without the loss scale"

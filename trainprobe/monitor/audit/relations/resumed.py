@@ -19,9 +19,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainprobe.engine.core.facts import SavedTensors, Schedule
 from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
+from trainprobe.monitor.audit.facts.calls import TrainingCalls
+from trainprobe.monitor.audit.facts.saves import Save, Saves
+from trainprobe.monitor.audit.facts.updates import SchedulerState, Schedules
 from trainprobe.monitor.audit.resharded import Resharded, data_of_save, first_data, what_was_loaded
 from trainprobe.monitor.scalar_names import scalar
 
@@ -37,7 +39,7 @@ def check(evidence: Evidence) -> list[Finding]:
     saved, resharded = evidence.resumed, evidence.resharded
     found: list[Finding] = []
     if saved is not None:
-        found += _schedule(evidence, saved, evidence.facts.schedules)
+        found += _schedule(evidence, saved, evidence.of(Schedules).schedules)
         found += [*_data(evidence, saved), *_scale(evidence, saved), *_randoms(evidence, saved)] if resharded is None else []
     if resharded is not None and resharded.judgeable(evidence.peers):
         found += _over_layouts(evidence, resharded)
@@ -57,7 +59,7 @@ def _over_layouts(evidence: Evidence, resharded: Resharded) -> list[Finding]:
     return [*found, *_begins_again(evidence, resharded.step, step)] if data & first_data(resharded, evidence.peers) else found
 
 
-def _schedule(evidence: Evidence, saved: SavedTensors, schedules: Sequence[Schedule]) -> list[Finding]:
+def _schedule(evidence: Evidence, saved: Save, schedules: Sequence[SchedulerState]) -> list[Finding]:
     for schedule in schedules:
         stood = saved.positions.get(schedule.kind)
         stands = schedule.position
@@ -75,15 +77,15 @@ def _schedule(evidence: Evidence, saved: SavedTensors, schedules: Sequence[Sched
     return []
 
 
-def _farthest(evidence: Evidence, saved: SavedTensors, stood: int) -> float:
+def _farthest(evidence: Evidence, saved: Save, stood: int) -> float:
     """Return the last position to which a scheduler can have come since the save, at the pace that it had until then."""
     since, pace = evidence.step - saved.step, max(1.0, stood / max(saved.step + 1, 1))
     return stood + since * pace if since > 0 else float("inf")  # steps are counted anew
 
 
-def _scale(evidence: Evidence, saved: SavedTensors) -> list[Finding]:
+def _scale(evidence: Evidence, saved: Save) -> list[Finding]:
     scale = scalar(evidence.scalars, "loss scale")
-    if scale is None or saved.scale in (0.0, scale) or evidence.step != saved.step + 1 or not evidence.facts.saved:
+    if scale is None or saved.scale in (0.0, scale) or evidence.step != saved.step + 1 or not evidence.of(Saves).saved:
         return []
     text = (
         f"the loss scale is {scale:g} after the load, and was {saved.scale:g} when the scaler was saved at step {saved.step}: "
@@ -97,18 +99,19 @@ def _scale(evidence: Evidence, saved: SavedTensors) -> list[Finding]:
     ]
 
 
-def _randoms(evidence: Evidence, saved: SavedTensors) -> list[Finding]:
+def _randoms(evidence: Evidence, saved: Save) -> list[Finding]:
     """Find generators that begin again."""
-    now = evidence.facts.randoms
+    saves = evidence.of(Saves)
+    now = saves.randoms
     again = [name for name, (first, stood) in saved.randoms.items() if now.get(name) == first != stood]
-    if not again or not evidence.facts.saved:
+    if not again or not saves.saved:
         return []
     text = (
         f"the random numbers begin again: as step {evidence.step} begins after the load, the generator of "
         f"{' and that of '.join(again)} stands where it stood as the first step of the run began, and had moved on when step "
         f"{saved.step} was saved: what is drawn (dropout, shuffles, augmentation) repeats the first steps"
     )
-    known = evidence.own_loop and evidence.facts.drawn and "torch" in again
+    known = evidence.own_loop and evidence.of(TrainingCalls).drawn and "torch" in again
     hint = (
         "save the random states with the rest (torch.get_rng_state, numpy.random.get_state, random.getstate) and set them "
         "after the load, or seed with the step: torch.manual_seed(seed + step)"
@@ -128,10 +131,10 @@ def _randoms(evidence: Evidence, saved: SavedTensors) -> list[Finding]:
     ]
 
 
-def _data(evidence: Evidence, saved: SavedTensors) -> list[Finding]:
+def _data(evidence: Evidence, saved: Save) -> list[Finding]:
     known = [batches for _, batches in saved.batches]
-    now = evidence.facts.batches
-    if not evidence.facts.saved or len(known) < 3 or len(set(known)) < len(known) or now != known[0]:
+    now = evidence.batches
+    if not evidence.of(Saves).saved or len(known) < 3 or len(set(known)) < len(known) or now != known[0]:
         return []
     return _begins_again(evidence, evidence.step, saved.batches[0][0])
 

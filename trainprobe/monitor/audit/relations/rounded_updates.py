@@ -14,6 +14,7 @@ from __future__ import annotations
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.core.words import and_more
 from trainprobe.monitor.audit.evidence import Evidence
+from trainprobe.monitor.audit.facts.updates import Reruns, UpdateCounts, UsedGroups
 
 COST = frozenset({"rerun"})
 OBSERVERS = frozenset({"parameter_groups", "update_rules", "updates"})
@@ -26,16 +27,17 @@ _LOW_RATE = 0.1  # of the largest: at the end of a schedule the last small updat
 def check(evidence: Evidence) -> list[Finding]:
     """Find weights that stay as they are because their updates are too small for their format."""
     share, rate = remember(evidence)
+    reruns = evidence.of(Reruns).reruns
     before, rate_before = evidence.remembered("rounded_updates", (0.0, 0.0))
-    if not evidence.facts.reruns or not share >= _MOST or not before >= _MOST or rate > rate_before:
+    if not reruns or not share >= _MOST or not before >= _MOST or rate > rate_before:
         return []
     if rate < _LOW_RATE * max(evidence.history.peaks, default=0.0):
         return []
-    worst = sorted((r for r in evidence.facts.reruns if r.total), key=lambda r: r.lost / r.total, reverse=True)
+    worst = sorted((r for r in reruns if r.total), key=lambda r: r.lost / r.total, reverse=True)
     names = [r.name for r in worst if r.lost >= _MOST * r.total]
     dtype = evidence.tensors.dtypes.get((names[0], "value"), "16 bits")
     text = (
-        f"{share:.0%} of the update rounds away in {dtype}: {and_more(names, len(evidence.facts.reruns))} mostly stays as it "
+        f"{share:.0%} of the update rounds away in {dtype}: {and_more(names, len(reruns))} mostly stays as it "
         f"is, because a change at the rate {rate:.3g} is less than half of the distance to the next number"
     )
     hint = "keep the weights in float32 and compute under autocast, or use an optimizer with master weights of float32"
@@ -57,7 +59,7 @@ def check(evidence: Evidence) -> list[Finding]:
 
 def remember(evidence: Evidence) -> tuple[float, float]:
     """Return which share of the update was lost when it was last looked at, and the largest rate then."""
-    reruns = [r for r in evidence.facts.reruns if r.total > 0]
-    if not reruns or not evidence.facts.updated_once:
+    reruns = [r for r in evidence.of(Reruns).reruns if r.total > 0]
+    if not reruns or not evidence.of(UpdateCounts).once:
         return evidence.remembered("rounded_updates", (0.0, 0.0))
-    return sum(r.lost for r in reruns) / sum(r.total for r in reruns), max(evidence.facts.rates, default=0.0)
+    return sum(r.lost for r in reruns) / sum(r.total for r in reruns), max(evidence.of(UsedGroups).rates, default=0.0)

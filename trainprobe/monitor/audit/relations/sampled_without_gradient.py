@@ -11,6 +11,9 @@ distributions, or outside of the model cannot violate this.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
 from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, without_gradient
 
@@ -20,9 +23,17 @@ EVERY = 10
 STAGE = "forward"
 
 
+@dataclass(frozen=True, slots=True)
+class SampledWithoutGradient:
+    """Samples that let no gradient through, in a step that took no log-probability."""
+
+    parameters: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Class of a distribution → a parameter that it depends on."""
+
+
 def check(evidence: Evidence) -> list[Finding]:
     """Find samples without a gradient."""
-    kind, name = next(iter(evidence.facts.sampled.items()), ("", ""))
+    kind, name = next(iter(evidence.of(SampledWithoutGradient).parameters.items()), ("", ""))
     text = (
         f"the model draws with {kind}.sample(), through which no gradient reaches {name}, although {kind} depends on it and no "
         "log-probability is taken in this step"

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from trainprobe.engine.core.facts import SavedTensors
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.core.words import and_more
 from trainprobe.monitor.audit.evidence import Evidence, Tensors
+from trainprobe.monitor.audit.facts.saves import Save, Saves
+from trainprobe.monitor.audit.facts.updates import BufferStates
 from trainprobe.monitor.audit.peers import Key
 from trainprobe.monitor.audit.resharded import ENOUGH, Resharded, in_common, match, newest, saves_of_all
 
@@ -33,10 +34,10 @@ def check(evidence: Evidence) -> list[Finding]:
     if evidence.resharded is not None and evidence.resharded.cut:
         return _over_layouts(evidence, evidence.resharded)
     saved = evidence.resumed
-    if saved is None or not evidence.facts.saved:
+    if saved is None or not evidence.of(Saves).saved:
         return []
-    buffers = {(name, "buffer"): fingerprint for name, fingerprint in evidence.facts.begun.items()}
-    known = set(evidence.tensors.names) | set(evidence.facts.begun)
+    buffers = {(name, "buffer"): fingerprint for name, fingerprint in evidence.of(BufferStates).begun.items()}
+    known = set(evidence.tensors.names) | set(evidence.of(BufferStates).begun)
     tensors = {key: fingerprint for key, fingerprint in saved.tensors.items() if key[0] in known}
     return _compare(evidence, tensors, held(evidence.tensors) | buffers, f"at step {saved.step}")
 
@@ -73,7 +74,7 @@ def _compare(evidence: Evidence, saved: Mapping[Key, int], now: Mapping[Key, int
     ]
 
 
-def came_back(saves: Sequence[SavedTensors], seen: Tensors) -> SavedTensors | None:
+def came_back(saves: Sequence[Save], seen: Tensors) -> Save | None:
     """Return the save that was loaded, as far as the tensors tell: at least a quarter of it is there again."""
     now = held(seen)
     candidates = [(in_common(saved.tensors, now), saved) for saved in saves]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
+from trainprobe.monitor.audit.facts.updates import Schedules, UpdateCounts, UsedGroups
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"parameter_groups", "schedules", "updates"})
@@ -25,19 +26,19 @@ _ASTRAY = 10  # steps of a scheduler
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find the first optimizer whose scheduler rests."""
+    used = evidence.of(UsedGroups)
     astray = _astray(evidence)
     if astray:
         return astray
-    facts = evidence.facts
-    epochs = facts.progress.epochs
-    if len(facts.bases) != len(facts.rates) or not facts.updates or not epochs:
+    epochs = used.progress.epochs
+    if len(used.bases) != len(used.rates) or not evidence.of(UpdateCounts).updates or not epochs:
         return []
-    for i, (base, rate) in enumerate(zip(facts.bases, facts.rates, strict=True)):
+    for i, (base, rate) in enumerate(zip(used.bases, used.rates, strict=True)):
         streak = evidence.streak("rate", str(i))
         enough = epochs >= _EPOCHS or rate <= _WARMING * base.rate
         if not base.unstepped or streak is None or streak.count < _LOOKS or not enough:
             continue
-        passed = facts.ordinal - streak.since
+        passed = evidence.ordinal - streak.since
         text = (
             f"parameter group {i} has been updated at the rate {rate:.4g} for {passed} steps, over the end of {epochs} "
             f"epoch{'s' * (epochs > 1)}: a scheduler was made for its optimizer (base rate {base.rate:.4g}) and was not stepped"
@@ -60,16 +61,16 @@ def check(evidence: Evidence) -> list[Finding]:
 
 def _astray(evidence: Evidence) -> list[Finding]:
     """Find the first scheduler that moves the rates of an optimizer which does not step."""
-    facts = evidence.facts
-    schedule = next((s for s in facts.schedules if s.astray >= _ASTRAY), None)
-    if schedule is None or not facts.updates:
+    used = evidence.of(UsedGroups)
+    schedule = next((s for s in evidence.of(Schedules).schedules if s.astray >= _ASTRAY), None)
+    if schedule is None or not evidence.of(UpdateCounts).updates:
         return []
     text = (
         f"{schedule.kind} has been stepped {schedule.astray} times and does not reach the optimizer that steps: it moves the "
         f"rates of another one, which holds the same parameters and never steps"
     )
     hint = "make the scheduler from the optimizer that steps, after that was wrapped, loaded or made anew"
-    rate = facts.rates[0] if facts.rates else 0.0
+    rate = used.rates[0] if used.rates else 0.0
     expected = "a rate that its scheduler moves"
     return [
         evidence.finding(

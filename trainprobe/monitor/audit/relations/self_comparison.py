@@ -12,9 +12,9 @@ gradient, and a masked diagonal is not the largest of its rows.
 
 from __future__ import annotations
 
-from trainprobe.engine.core.facts import LossCall, StepFacts
 from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
+from trainprobe.monitor.audit.facts.calls import LossCall, LossCalls
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"loss_inputs"})
@@ -27,7 +27,7 @@ _EARLY = 20  # steps in which a copy may still be what it was copied from
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find a loss that compares something with itself."""
-    call = next((call for call in evidence.facts.losses if _has_itself(call)), None)
+    call = next((call for call in evidence.of(LossCalls).losses if _has_itself(call)), None)
     if call is not None:
         text = (
             f"the largest logit of each row of {call.kind} is the one of its own number, {call.number('self_high'):.6g} in all "
@@ -35,10 +35,10 @@ def check(evidence: Evidence) -> list[Finding]:
         )
         return [_finding(evidence, call, text, "mask the diagonal of the similarities with -inf before the loss")]
     before = evidence.before
-    if before is None or min(evidence.facts.ordinal, before.facts.ordinal) <= _EARLY:
+    if before is None or min(evidence.ordinal, before.ordinal) <= _EARLY:
         return []
-    known = {call.kind for call in _nothings(before.facts)}
-    call = next((call for call in _nothings(evidence.facts) if call.kind in known), None)
+    known = {call.kind for call in _nothings(before)}
+    call = next((call for call in _nothings(evidence) if call.kind in known), None)
     if call is None:
         return []
     text = (
@@ -55,11 +55,11 @@ def _has_itself(call: LossCall) -> bool:
     return outputs_equal and inputs_differ and call.count >= _FEWEST and call.number("self_targets") == 0
 
 
-def _nothings(facts: StepFacts) -> list[LossCall]:
+def _nothings(evidence: Evidence) -> list[LossCall]:
     """Return the calls that gave 0 and no gradient, though their target varies."""
     return [
         call
-        for call in facts.ungraded
+        for call in evidence.of(LossCalls).ungraded
         if call.number("apart") <= _NOTHING * call.count and call.number("target_high") - call.number("target_low") > 1e-3
     ]
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainprobe.engine.core.facts import SavedTensors
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.core.words import and_more
 from trainprobe.monitor.audit.evidence import Evidence
+from trainprobe.monitor.audit.facts.saves import Save, Saves
+from trainprobe.monitor.audit.facts.updates import UsedGroups
 
 COST = frozenset({"host"})
 # saves are looked at where `saved_and_loaded` is checked
@@ -31,7 +32,7 @@ Setting = tuple[int, str]  # parameter group, name
 def check(evidence: Evidence) -> list[Finding]:
     """Find settings that changed."""
     now = _settings_of(evidence)
-    if evidence.resumed is not None and evidence.facts.saved:
+    if evidence.resumed is not None and evidence.of(Saves).saved:
         return _since_the_save(evidence, evidence.resumed, now)
     known = _known(evidence)
     if {i for i, _ in known} != {i for i, _ in now}:
@@ -45,7 +46,7 @@ def check(evidence: Evidence) -> list[Finding]:
 def remember(evidence: Evidence) -> dict[Setting, tuple[Any, int]]:
     """Return each setting, and at how many audited steps in a row it has been the same."""
     known = _known(evidence)
-    if not evidence.facts.groups:
+    if not evidence.of(UsedGroups).groups:
         return known
     now = _settings_of(evidence)
     return {key: (value, known[key][1] + 1 if known.get(key, (None, 0))[0] == value else 1) for key, value in now.items()}
@@ -57,14 +58,14 @@ def _known(evidence: Evidence) -> dict[Setting, tuple[Any, int]]:
 
 def _settings_of(evidence: Evidence) -> dict[Setting, Any]:
     """Return the settings that schedulers of the rate leave as they are."""
-    groups = enumerate(evidence.facts.groups)
+    groups = enumerate(evidence.of(UsedGroups).groups)
     return {(i, name): value for i, group in groups for name, value in group.options.items() if name in _SETTINGS}
 
 
-def _since_the_save(evidence: Evidence, saved: SavedTensors, now: dict[Setting, Any]) -> list[Finding]:
+def _since_the_save(evidence: Evidence, saved: Save, now: dict[Setting, Any]) -> list[Finding]:
     """Compare with what was saved; a tuple comes back from a file as a list."""
     groups = {int(key.partition(" ")[0]) for key in saved.settings}
-    if not groups or groups != set(range(len(evidence.facts.groups))):
+    if not groups or groups != set(range(len(evidence.of(UsedGroups).groups))):
         return []
     was = {key: saved.settings.get(f"{key[0]} {key[1]}") for key in now}
     plain = {key: tuple(value) if isinstance(value, list) else value for key, value in was.items()}
@@ -75,7 +76,7 @@ def _since_the_save(evidence: Evidence, saved: SavedTensors, now: dict[Setting, 
 
 def _finding(evidence: Evidence, changed: list[Setting], was: Any, value: Any, when: str) -> list[Finding]:
     group, setting = changed[0]
-    names = sorted(evidence.facts.groups[group].names)
+    names = sorted(evidence.of(UsedGroups).groups[group].names)
     whose = f" ({and_more(names)})" if names else ""
     text = f"the {setting} of parameter group {group}{whose} was {was} {when} and is {value} now"
     if len(changed) > 1:

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from trainprobe.engine.core.facts import LossCall
 from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
+from trainprobe.monitor.audit.facts.calls import LossCall, LossCalls
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"loss_inputs"})
@@ -43,7 +43,7 @@ _WRONG = {
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find targets that are not those of a language model."""
-    calls = [call for call in evidence.facts.losses if call.number("valid") >= _FEWEST]
+    calls = [call for call in evidence.of(LossCalls).losses if call.number("valid") >= _FEWEST]
     if _encodes_and_decodes(evidence.model.modes):
         return []
     if any(_all_equal(call, 1) for call in calls):

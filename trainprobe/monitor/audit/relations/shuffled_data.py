@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
+from trainprobe.monitor.audit.facts.calls import LossCalls
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"loss_inputs"})
@@ -25,7 +26,7 @@ _KINDS = ("cross_entropy", "nll_loss")
 def check(evidence: Evidence) -> list[Finding]:
     """Find steps that each train on one class alone."""
     seen = remember(evidence)
-    if len(seen) < _LOOKS or len(set(seen)) < 2 or not evidence.facts.losses:
+    if len(seen) < _LOOKS or len(set(seen)) < 2 or not evidence.of(LossCalls).losses:
         return []
     listed = ", ".join(f"{number:.0f}" for number in seen[-8:])
     text = (
@@ -51,7 +52,7 @@ def check(evidence: Evidence) -> list[Finding]:
 def remember(evidence: Evidence) -> tuple[float, ...]:
     """Return the one class of each audited step until this one, () where this one has several; unchanged without targets."""
     known: tuple[float, ...] = evidence.remembered("shuffled_data", ())
-    calls = [call for call in evidence.facts.losses if call.kind in _KINDS]
+    calls = [call for call in evidence.of(LossCalls).losses if call.kind in _KINDS]
     if not calls:
         return known
     low = min(call.number("class_low") for call in calls)

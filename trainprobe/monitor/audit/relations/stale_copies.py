@@ -10,6 +10,8 @@ normalised with the statistics of the day it was made, and its evaluations are w
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.core.words import and_more
 from trainprobe.monitor.audit.evidence import Evidence
@@ -20,9 +22,17 @@ EVERY = 10
 STAGE = "evaluation"
 
 
+@dataclass(frozen=True, slots=True)
+class StaleCopies:
+    """Copies of the model that follow its weights, and not its buffers."""
+
+    names: tuple[str, ...] = ()
+    """Running statistics that stood still while weights of the copy and statistics of the model moved."""
+
+
 def check(evidence: Evidence) -> list[Finding]:
     """Find copies whose statistics stand still."""
-    stale = list(evidence.facts.stale_copies)
+    stale = list(evidence.of(StaleCopies).names)
     if not stale:
         return []
     text = (

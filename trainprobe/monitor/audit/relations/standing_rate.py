@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
+from trainprobe.monitor.audit.facts.updates import UpdateCounts, UsedGroups
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"parameter_groups", "updates"})
@@ -24,14 +25,15 @@ _NEVER_ROSE = 60  # steps at the rate 0 behind which no warm-up is expected any 
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find the first group whose rate has come to its end early."""
-    facts, peaks = evidence.facts, evidence.history.peaks
-    if len(peaks) != len(facts.rates) or not facts.updates:
+    used = evidence.of(UsedGroups)
+    peaks = evidence.history.peaks
+    if len(peaks) != len(used.rates) or not evidence.of(UpdateCounts).updates:
         return []
-    if facts.rates and not any(facts.rates) and not any(peaks):
+    if used.rates and not any(used.rates) and not any(peaks):
         return _never_rose(evidence)
-    for group, (rate, peak) in enumerate(zip(facts.rates, peaks, strict=True)):
+    for group, (rate, peak) in enumerate(zip(used.rates, peaks, strict=True)):
         streak = evidence.streak("rate", str(group))
-        passed = 0 if streak is None else facts.ordinal - streak.since
+        passed = 0 if streak is None else evidence.ordinal - streak.since
         if streak is None or streak.count < _LOOKS or passed < _SPAN or not 0 <= rate <= _FAR * peak or peak == 0:
             continue
         text = (
@@ -57,7 +59,7 @@ def check(evidence: Evidence) -> list[Finding]:
 
 def _never_rose(evidence: Evidence) -> list[Finding]:
     streak = evidence.streak("rate", "0")
-    passed = 0 if streak is None else evidence.facts.ordinal - streak.since
+    passed = 0 if streak is None else evidence.ordinal - streak.since
     if streak is None or streak.count < _LOOKS or passed < _NEVER_ROSE:
         return []
     text = f"the learning rate has been 0 at every audited step, for {passed} steps: the optimizer steps and nothing moves"

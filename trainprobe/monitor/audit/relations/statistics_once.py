@@ -13,6 +13,7 @@ from __future__ import annotations
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.core.words import and_more
 from trainprobe.monitor.audit.evidence import Evidence
+from trainprobe.monitor.audit.facts.calls import GivenInputs
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"module_inputs"})
@@ -22,7 +23,7 @@ STAGE = "backward"
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find running statistics that are moved twice."""
-    names = list(evidence.facts.moved_twice)
+    names = list(evidence.of(GivenInputs).moved_twice)
     if not names:
         return []
     text = (

@@ -12,6 +12,8 @@ from __future__ import annotations
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.core.words import and_more
 from trainprobe.monitor.audit.evidence import Evidence
+from trainprobe.monitor.audit.facts.gradients import UsedGradients
+from trainprobe.monitor.audit.facts.updates import UpdateCounts
 
 COST = frozenset({"fingerprints"})
 OBSERVERS = frozenset({"gradient_use", "updates"})
@@ -22,14 +24,14 @@ STAGE = "update"
 def check(evidence: Evidence) -> list[Finding]:
     """Find counters that jump or stand still."""
     seen = evidence.tensors
-    twice = evidence.facts.twice
+    twice = evidence.of(UsedGradients).twice
     if twice:
         text = f"{and_more(list(twice))} was stepped twice with the same gradient, in step {evidence.step}"
         hint = "call step() once for each backward pass, and let one optimizer hold each parameter"
         return [
             evidence.finding("step_counters", text, twice[0], "grad", measured=2.0, expected=1.0, next=hint, names=list(twice))
         ]
-    if not evidence.facts.updated_once:
+    if not evidence.of(UpdateCounts).once:
         return []
     wrong: list[tuple[str, float, float]] = []
     for name in seen.with_slot("step_after"):

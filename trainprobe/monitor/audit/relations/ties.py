@@ -9,9 +9,9 @@ two then drift apart, and the loss hardly shows it.
 
 from __future__ import annotations
 
-from trainprobe.engine.core.facts import ParameterFact
 from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
+from trainprobe.monitor.audit.facts.model import ParameterFact
 
 COST = frozenset({"fingerprints", "host"})
 OBSERVERS: frozenset[str] = frozenset()
@@ -21,10 +21,10 @@ STAGE = "set-up"
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find tied names that lead to different data."""
-    was = {name: p for p in evidence.facts.set_up.parameters for name in p.names}
+    was = {name: p for p in evidence.set_up.parameters for name in p.names}
     now = {name: p for p in evidence.model.parameters for name in p.names}
     found: list[Finding] = []
-    for names in [*_tied(evidence.facts.set_up.parameters), *evidence.plan.ties]:
+    for names in [*_tied(evidence.set_up.parameters), *evidence.plan.ties]:
         there = [name for name in names if name in now]
         if len(there) < 2 or all(_same(now[name], now[there[0]]) for name in there):
             continue

@@ -15,6 +15,7 @@ import re
 
 from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, along
+from trainprobe.monitor.audit.facts.calls import TrainingCalls
 
 COST = frozenset({"host", "ranks"})
 OBSERVERS = frozenset({"model_calls", "updates"})
@@ -28,7 +29,7 @@ _RATES = re.compile(r"per|/s|tps|rate|throughput|share|length")
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find counts that are not those of the data."""
-    own = evidence.facts.tokens
+    own = evidence.of(TrainingCalls).tokens
     if not sum(own):
         return []
     group = along(evidence, _OWN_DATA)

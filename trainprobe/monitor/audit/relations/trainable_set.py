@@ -11,11 +11,13 @@ was applied on some ranks only.
 
 from __future__ import annotations
 
-from trainprobe.engine.core.facts import ParameterFact
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.core.words import and_more
 from trainprobe.engine.plan.selection import Names
 from trainprobe.monitor.audit.evidence import Evidence, along, group_words
+from trainprobe.monitor.audit.facts.gradients import UsedGradients
+from trainprobe.monitor.audit.facts.model import ParameterFact
+from trainprobe.monitor.audit.facts.updates import UsedGroups
 from trainprobe.monitor.audit.messages import key_of
 
 COST = frozenset({"host"})
@@ -40,10 +42,14 @@ def _not_declared(evidence: Evidence) -> list[Finding]:
 
 def _changed(evidence: Evidence) -> list[Finding]:
     """Find what is trained otherwise than at set-up."""
-    was = {p.name: p.trainable for p in evidence.facts.set_up.parameters}
+    was = {p.name: p.trainable for p in evidence.set_up.parameters}
     others = [p for p in evidence.model.parameters if was.get(p.name, p.trainable) != p.trainable]
     thawed = [p for p in others if p.trainable and p.owned is False and p.name not in evidence.mastered]
-    frozen = [p for p in others if not p.trainable and p.name not in evidence.facts.reached and not _takes_turns(evidence, p)]
+    frozen = [
+        p
+        for p in others
+        if not p.trainable and p.name not in evidence.of(UsedGradients).reached and not _takes_turns(evidence, p)
+    ]
     if thawed:
         text = "requires a gradient, which it did not at set-up, and no optimizer holds it: it does not move"
         return [_finding(evidence, thawed, text, "warning", "add it to the optimizer with add_param_group")]
@@ -54,13 +60,10 @@ def _changed(evidence: Evidence) -> list[Finding]:
 
 def _takes_turns(evidence: Evidence, parameter: ParameterFact) -> bool:
     """Tell whether a whole parameter group rests with a parameter, while another is trained."""
+    used = evidence.of(UsedGroups)
     trained = {p.name for p in evidence.model.parameters if p.trainable}
-    mine = [group for group in evidence.facts.groups if parameter.name in group.names]
-    return (
-        bool(mine)
-        and not any(group.names & trained for group in mine)
-        and any(g.names & trained for g in evidence.facts.groups)
-    )
+    mine = [group for group in used.groups if parameter.name in group.names]
+    return bool(mine) and not any(group.names & trained for group in mine) and any(g.names & trained for g in used.groups)
 
 
 def _finding(evidence: Evidence, wrong: list[ParameterFact], text: str, severity: str, hint: str = "") -> Finding:

@@ -17,6 +17,7 @@ import math
 
 from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
+from trainprobe.monitor.audit.facts.gradients import ClippedGradients
 from trainprobe.monitor.scalar_names import role_of
 
 COST = frozenset({"fingerprints"})
@@ -29,7 +30,7 @@ _BEGINS = 2  # steps from which on what is neither a loss nor a norm must have s
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find the first scalar that stands still."""
-    limits = {clip.limit for clip in evidence.facts.clips}
+    limits = {clip.limit for clip in evidence.of(ClippedGradients).clips}
     for name, value in evidence.scalars.items():
         streak = evidence.streak("scalar", name)
         if (
@@ -45,7 +46,7 @@ def check(evidence: Evidence) -> list[Finding]:
             continue
         text = (
             f"the reported {name} was {value:.9g}, the same to the bit, at {streak.count} audited steps in a row, over "
-            f"{evidence.facts.ordinal - streak.since} steps, while the weights moved"
+            f"{evidence.ordinal - streak.since} steps, while the weights moved"
         )
         hint = "report the value that this step computed; look for a variable that is assigned once, or a cached batch"
         if role_of(name) is None:

@@ -23,6 +23,8 @@ from typing import Any
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.core.words import and_more, plural
 from trainprobe.monitor.audit.evidence import Evidence, averaged_parameters, is_part_of, untrained_parameters
+from trainprobe.monitor.audit.facts.gradients import UsedGradients
+from trainprobe.monitor.audit.facts.updates import BufferStates, UpdateCounts, UsedGroups
 
 COST = frozenset({"fingerprints"})
 OBSERVERS = frozenset({"buffers", "gradient_use", "parameter_groups", "updates"})
@@ -39,7 +41,7 @@ def check(evidence: Evidence) -> list[Finding]:
     before = evidence.before
     if before is not None and evidence.passed > 1:
         return _averaged_elsewhere(evidence, before)
-    if before is None or not evidence.follows or not (before.facts.updated_once and evidence.facts.updated_once):
+    if before is None or not evidence.follows or not (before.of(UpdateCounts).once and evidence.of(UpdateCounts).once):
         return []
     found: list[Finding] = []
     known = {slot for _, slot in before.tensors.rows}
@@ -81,7 +83,7 @@ def check(evidence: Evidence) -> list[Finding]:
 def remember(evidence: Evidence) -> dict[str, tuple[float, int]]:
     """Return layer → the batches that it averages in each audited step so far, -1 where that varies, and how many these are."""
     known: dict[str, tuple[float, int]] = dict(evidence.remembered("untouched_between_steps", {}))
-    for name, (begun, ended) in evidence.seen("averaged", {}).items():
+    for name, (begun, ended) in evidence.of(BufferStates).averaged.items():
         each, looks = known.get(name, (ended - begun, 0))
         known[name] = (each if each == ended - begun else -1.0), looks + 1
     return known
@@ -91,8 +93,8 @@ def _averaged_elsewhere(evidence: Evidence, before: Evidence) -> list[Finding]:
     """Find running statistics that have averaged more batches than the steps since the last audited one have."""
     if any(evidence.place.axes.get(axis, (0, 1))[0] for axis in ("dp", "cp")):
         return []
-    was, now, each = before.seen("averaged", {}), evidence.seen("averaged", {}), remember(evidence)
-    steps = max(evidence.passed - 1, evidence.facts.updates_between)
+    was, now, each = before.of(BufferStates).averaged, evidence.of(BufferStates).averaged, remember(evidence)
+    steps = max(evidence.passed - 1, evidence.of(UpdateCounts).between)
     more = {
         name: now[name][0] - was[name][1] - steps * each[name][0]
         for name in now
@@ -118,7 +120,7 @@ def _moved_outside(evidence: Evidence, text: str, names: list[str], measured: st
 
 def _of_others(evidence: Evidence) -> frozenset[str]:
     """Return the parameters that other ranks step and hand over, and frozen ones that something has moved before."""
-    here = frozenset(name for group in evidence.facts.groups for name in group.names)
+    here = frozenset(name for group in evidence.of(UsedGroups).groups for name in group.names)
     driven, beside = evidence.history.driven, averaged_parameters(evidence)
     from_start = {name for name in untrained_parameters(evidence) if driven.get(name, 0) >= 0}
     return (evidence.history.handed_over - here) | from_start | beside
@@ -126,8 +128,8 @@ def _of_others(evidence: Evidence) -> frozenset[str]:
 
 def _turned_back(evidence: Evidence, before: Evidence, names: list[str]) -> frozenset[str]:
     """Return the weights that an ascent or a schedule-free optimizer may have turned into others and back since."""
-    free = frozenset(name for group in evidence.facts.groups if "train_mode" in group.options for name in group.names)
-    free |= frozenset(names if evidence.facts.climbs else ())
+    free = frozenset(name for group in evidence.of(UsedGroups).groups if "train_mode" in group.options for name in group.names)
+    free |= frozenset(names if evidence.of(UsedGradients).climbs else ())
     return frozenset(name for name in names if name in free and _is_about_the_same(evidence, before, name))
 
 
@@ -144,7 +146,7 @@ def _statistics(evidence: Evidence, before: Evidence) -> list[Finding]:
     """Find running statistics that moved between two steps: something ran the model in training mode."""
     if any(evidence.place.axes.get(axis, (0, 1))[0] for axis in ("dp", "cp")):
         return []
-    was, now = before.facts.buffers, evidence.facts.begun
+    was, now = before.of(BufferStates).updated, evidence.of(BufferStates).begun
     moved = [name for name in now if name.rpartition(".")[2] in _STATISTICS and was.get(name, now[name]) != now[name]]
     beside = averaged_parameters(evidence) | {
         n for n in untrained_parameters(evidence) if _changed(evidence, before, n, "value")

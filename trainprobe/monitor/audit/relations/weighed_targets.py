@@ -16,9 +16,10 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from trainprobe.engine.core.facts import StepFacts
 from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, along, group_words
+from trainprobe.monitor.audit.facts.calls import LossCalls
+from trainprobe.monitor.audit.facts.gradients import UsedGradients
 from trainprobe.monitor.audit.messages import Rows, key_of
 
 COST = frozenset({"host", "ranks"})
@@ -39,8 +40,8 @@ class _Part(NamedTuple):
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find means of micro-batches, or of ranks, that were averaged though they are of different numbers of targets."""
-    parts, before = _parts(evidence.facts), evidence.before
-    if _is_mean_of_means(parts) and before is not None and _is_mean_of_means(_parts(before.facts)):
+    parts, before = _parts(evidence), evidence.before
+    if _is_mean_of_means(parts) and before is not None and _is_mean_of_means(_parts(before)):
         counts = [part.targets for part in parts]
         text = (
             f"the mean losses of {len(counts)} micro-batches weigh the same in the gradient, though they are means over "
@@ -57,7 +58,7 @@ def shares(evidence: Evidence) -> Rows:
 
     Nothing unless the micro-batches are ragged and all targets have one weight.
     """
-    parts = _parts(evidence.facts)
+    parts = _parts(evidence)
     each = [part.factor / part.targets for part in parts]
     if not (_are_ragged([part.targets for part in parts]) and _are_equal(each)):
         return {}
@@ -82,11 +83,12 @@ def _over_ranks(evidence: Evidence) -> list[Finding]:
     return [_finding(evidence, text, counts, hint)]
 
 
-def _parts(facts: StepFacts) -> list[_Part]:
+def _parts(evidence: Evidence) -> list[_Part]:
     """Return the micro-batches of a step; none where anything but one loss function went into each backward pass."""
-    roots = facts.differentiated
-    calls = {call.backward: call for call in facts.losses if call.kind in ("cross_entropy", "nll_loss")}
-    if len(roots) < 2 or len(facts.losses) != len(roots) or set(calls) != set(range(len(roots))):
+    losses = evidence.of(LossCalls)
+    roots = evidence.of(UsedGradients).differentiated
+    calls = {call.backward: call for call in losses.losses if call.kind in ("cross_entropy", "nll_loss")}
+    if len(roots) < 2 or len(losses.losses) != len(roots) or set(calls) != set(range(len(roots))):
         return []
     found: list[_Part] = []
     for i, root in enumerate(roots):

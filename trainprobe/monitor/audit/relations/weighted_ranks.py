@@ -15,6 +15,8 @@ from math import prod
 
 from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, along, group_words
+from trainprobe.monitor.audit.facts.gradients import Backwards, LossScales, UsedGradients
+from trainprobe.monitor.audit.facts.updates import UpdateCounts
 from trainprobe.monitor.audit.messages import key_of
 
 COST = frozenset({"ranks"})
@@ -59,9 +61,13 @@ def check(evidence: Evidence) -> list[Finding]:
 
 def shares(evidence: Evidence) -> dict[int, tuple[int, float]]:
     """Return the factor of this rank's loss, where all backward passes of an update have one."""
-    facts = evidence.facts
-    factors = {prod(scaled.factors) for scaled in facts.scaled}
-    known = len(factors) == 1 and len(facts.scaled) == facts.backwards and facts.updated_once and not facts.closure
+    factors = {prod(scaled.factors) for scaled in evidence.of(LossScales).scaled}
+    known = (
+        len(factors) == 1
+        and len(evidence.of(LossScales).scaled) == evidence.of(Backwards).count
+        and evidence.of(UpdateCounts).once
+        and not evidence.of(UsedGradients).closure
+    )
     return {_KEY: (1, factors.pop())} if known else {}
 
 

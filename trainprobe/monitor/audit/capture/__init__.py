@@ -1,0 +1,1 @@
+"""The taps of the audit for each framework, and what its observers share."""

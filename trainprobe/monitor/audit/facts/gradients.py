@@ -1,0 +1,136 @@
+"""Backward passes of a step, and what became of the gradients that they left."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Backwards:
+    """Backward passes."""
+
+    count: int = 0
+    """How many began; one within another is a part of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossScale:
+    """By which plain numbers the loss of a backward pass was multiplied last."""
+
+    factors: tuple[float, ...] = ()
+    """The last one first."""
+    of_sum: bool = False
+    """What was multiplied is a sum of several terms."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossScales:
+    """By what the losses were multiplied."""
+
+    scaled: tuple[LossScale, ...] = ()
+    """One for each backward pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class UsedGradients:
+    """Which parameters got a gradient, which update used it, and which gradients were thrown away."""
+
+    twice: tuple[str, ...] = ()
+    """Parameters that were stepped again with the gradient of the update before."""
+    reached: frozenset[str] = frozenset()
+    """Parameters with a gradient, of the optimizers that stepped."""
+    unreached: tuple[str, ...] = ()
+    """Parameters without one, of the same optimizers."""
+    idle: tuple[str, ...] = ()
+    """Parameters of optimizers that stepped at each audited step before and not in this one."""
+    never: tuple[str, ...] = ()
+    """Parameters of optimizers that have not stepped, now that eight audited steps are over."""
+    discarded: int = 0
+    """Backward passes whose gradients were cleared before an update used them."""
+    closure: bool = False
+    """An optimizer ran forward and backward within its step, more than once."""
+    in_turns: bool = False
+    """An optimizer stepped between two backward passes."""
+    climbs: bool = False
+    """The weights were written between two backward passes, by no optimizer."""
+    differentiated: tuple[float, ...] = ()
+    """The losses of the backward passes; empty where one began from more than a number."""
+    mixed: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Parameter whose update used gradients from before and after weights were written → norm of the older part."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptGradients:
+    """Gradients that were there when the first backward pass began, and that the update used."""
+
+    left: Mapping[str, tuple[int, float]] = field(default_factory=dict[str, tuple[int, float]])
+    """Parameter → (fingerprint, norm)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """One call that clipped gradients by norm."""
+
+    names: frozenset[str]
+    """The parameters that it was given."""
+    norm: float
+    """The norm that it found."""
+    used: bool = True
+    """An update came after it in the same step."""
+    limit: float = float("inf")
+    """The largest norm that it leaves as it is."""
+    others: bool = False
+    """It was given gradients of more than the model, so that its norm is that of something else."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClippedGradients:
+    """Calls that clipped gradients by norm."""
+
+    clips: tuple[Clip, ...] = ()
+    """In their order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """The applied gradient a of one parameter, before clipping, against that of the declared loss d on this rank."""
+
+    name: str
+    """The parameter."""
+    applied: float
+    """‖a‖², over all elements."""
+    declared: float
+    """‖d‖²."""
+    both: float
+    """⟨a, d⟩."""
+
+
+@dataclass(frozen=True, slots=True)
+class Projections:
+    """The applied gradients against those of the declared loss."""
+
+    projections: tuple[Projection, ...] = ()
+    """One for each parameter with a gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """One parameter's gradient as one linear number, before and after the ranks joined it."""
+
+    name: str
+    """The parameter."""
+    arrived: float
+    """Of this rank's own gradient, summed over the micro-batches."""
+    used: float
+    """Of the gradient that is used, before clipping."""
+    norm: float
+    """‖g‖ of that gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reductions:
+    """Gradients before and after they were joined over the ranks."""
+
+    reductions: tuple[Reduction, ...] = ()
+    """One for each parameter."""
