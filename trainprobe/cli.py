@@ -19,6 +19,7 @@ import traceback
 from contextlib import suppress
 from typing import Any
 
+from trainprobe.engine.core.log_lines import say
 from trainprobe.engine.storage.left_out import told
 from trainprobe.errors import ProbeError, did_you_mean
 
@@ -211,7 +212,7 @@ def _unread() -> int:
 def _complain(sentence: str, code: int, error: BaseException | None = None) -> int:
     if error is not None and os.environ.get("TRAINPROBE_TRACEBACK", "") not in {"", "0"}:
         traceback.print_exception(error)
-    sys.stderr.write(f"trainprobe: {sentence}\n")
+    say(sentence, severity="error")
     return code
 
 

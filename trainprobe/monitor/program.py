@@ -46,7 +46,7 @@ class MonitorProgram(Program):
 
     def sinks(self, place: Place) -> Mapping[str, Any]:
         """Return what sends findings out."""
-        return {"alerts": Alerts(self.plan.rules, self.plan.actions)}
+        return {"alerts": Alerts(self.plan.rules, self.plan.actions, self._probe.plan.output)}
 
     def continued(self) -> None:
         """Go on from what the rules of the earlier run remembered."""

@@ -209,9 +209,7 @@ def too_few_steps(missing: Mapping[str, int]) -> str:
     """Return one sentence on what `Watcher.not_judged` returned; "" for nothing."""
     if not missing:
         return ""
-    return (
-        f"Not judged by rules that need more collected steps: {', '.join(f'{name} ({n} more)' for name, n in missing.items())}."
-    )
+    return f"Too few steps for the rules {', '.join(f'{name} ({n} more)' for name, n in missing.items())}."
 
 
 def causes(findings: Iterable[Finding]) -> list[Finding]:

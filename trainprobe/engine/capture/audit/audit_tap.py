@@ -136,10 +136,6 @@ class AuditTap:
         others = {name: fact for name, fact in seen.items() if name not in _FIELDS}
         return StepFacts(self._set_up, model, ordinal=self._audited.run.ordinal, others=others, **known)
 
-    def has_declared_loss(self) -> bool:
-        """Tell whether the loss was declared; True as well where a source keeps the gradients, as none could be compared."""
-        return self._audited.declared.loss is not None or not self._audited.plain
-
     def late_evaluations(self) -> StepFacts | None:
         """Return facts of evaluations after the last audited step, or None when there were none."""
         late = self._observers.late()
