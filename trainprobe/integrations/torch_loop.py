@@ -24,6 +24,7 @@ from trainprobe.engine.core.gathering import may_end_apart
 from trainprobe.engine.core.log_lines import say
 from trainprobe.engine.core.naming import in_training
 from trainprobe.engine.plan.loading import load_plan
+from trainprobe.engine.core.words import counted
 from trainprobe.errors import ProbeError, StopTraining
 from trainprobe.integrations.auto_attach import called_from
 from trainprobe.integrations.left_out import LeftOut

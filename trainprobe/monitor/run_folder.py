@@ -51,7 +51,7 @@ def read_frames(folder: Path) -> Iterator[Frame]:
     if not folder.exists():
         raise FormatError(f"{folder} does not exist. {_where_runs_are(folder)}")
     logs = find_logs(folder)
-    _check_one_run(folder, logs)
+    check_one_run(folder, logs)
     for log in logs:
         yield from frames_of_log(log)
     if logs:
@@ -77,7 +77,7 @@ def read_frames(folder: Path) -> Iterator[Frame]:
         yield frame_of_records(step.step, step.place, step.records, tables.setdefault(step.place.rank, SeriesTable()))
 
 
-def _check_one_run(folder: Path, logs: Sequence[Path]) -> None:
+def check_one_run(folder: Path, logs: Sequence[Path]) -> None:
     """Raise FormatError where a folder holds several runs, whose ranks would be taken for one."""
     ranks = [log if log.is_dir() else log.parent for log in logs]
     runs = sorted({rank.parent for rank in ranks})

@@ -27,7 +27,7 @@ from trainprobe.monitor.looked_at import LookedAt
 from trainprobe.monitor.remote_run import as_given, origin, refresh, run_folder
 from trainprobe.monitor.report.from_run import worst_offenders
 from trainprobe.monitor.rules_of_run import left_out, rules_of_run
-from trainprobe.monitor.run_folder import find_logs, read_findings, read_frames
+from trainprobe.monitor.run_folder import check_one_run, find_logs, read_findings, read_frames
 from trainprobe.monitor.scalar_names import role_of
 from trainprobe.monitor.watcher import Watcher, unjudged
 
@@ -51,7 +51,9 @@ class Tail:
     def frames(self) -> list[Frame]:
         """Return the frames that were written since the last call."""
         found: list[Frame] = []
-        for log in find_logs(self.folder):
+        logs = find_logs(self.folder)
+        check_one_run(self.folder, logs)
+        for log in logs:
             if log.is_dir():
                 with damaged_as(f"the run log in {log}"):
                     found += self._of_columns(log).frames()

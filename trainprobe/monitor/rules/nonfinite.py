@@ -75,8 +75,10 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     memory.numbers["tried"] = tried + (not searching)
     level = 2.0 if severe else 1.0
     memory.numbers["told"] = max(reported, level)
-    if reported >= level:
+    seen = _is_recorded(frame.table.addresses[s] for s in frame.addresses.tolist())
+    if reported >= level and not (seen and memory.numbers.get("unseen", 0.0)):
         return []
+    memory.numbers["unseen"] = float(not (seen or scaled or _is_in_weights(frame, bad)))
     after = "; the loss scaler skips such a step and lowers the scale" if scaled else ""
     if scaled and severe and before:
         after = f"; as at {int(before)} steps before it in a row, all of which the loss scaler skipped: nothing is learnt"
@@ -143,6 +145,11 @@ def _makes(address: Address) -> bool:
     return address.kind == "op" and address.name.rpartition(".")[2] in _MAKERS
 
 
+def wants_forward(memory: Memory) -> bool:
+    """Tell whether the forward pass of the next step may show the origin: it was not recorded, and the weights are finite."""
+    return lasts(memory) and memory.numbers.get("unseen", 0.0) > 0
+
+
 def lasts(memory: Memory) -> bool:
     """Tell whether this step has non-finite values too."""
     return memory.numbers.get("bad", 0.0) > 0
@@ -179,6 +186,12 @@ def _loss_is_bad(frame: Frame) -> bool:
     return loss is not None and not np.isfinite(loss)
 
 
+def _is_in_weights(frame: Frame, bad: Bools) -> bool:
+    """Tell whether a weight is not finite, before the step or after its update: whatever uses it is not either."""
+    addresses = [frame.table.addresses[s] for s in frame.addresses[np.flatnonzero(bad)].tolist()]
+    return any(a.kind == "parameter" and a.phase in ("forward", "optimizer") for a in addresses)
+
+
 def _note(frame: Frame, bad: Bools) -> Finding:
     """Return the note on values that do not matter."""
     address = frame.table.addresses[int(frame.addresses[np.flatnonzero(bad)[0]])]
@@ -204,7 +217,7 @@ def _finding(frame: Frame, bad: Bools, severity: Severity, after: str) -> Findin
         site=address.site(),
         measured=what,
         expected="finite",
-        next=_SKIPS if after.startswith(_STEPPED) else _next(address, frame.step),
+        next=_SKIPS if after.startswith(_STEPPED) else _next(address, frame.step) or _not_seen(frame, bad),
     )
 
 
@@ -219,7 +232,17 @@ def _next(address: Address, step: int) -> str | None:
         return (
             f"look at the inputs of this op in {{output}}/step{step}/rank*/dump.json, and at its call in stack.json beside it"
         )
-    return f"record the step again (level: mix, step: [{step}], output: again); `trainprobe judge again` then names the op"
+    return None
+
+
+def _not_seen(frame: Frame, bad: Bools) -> str:
+    """Return what to do where the forward pass was not recorded, or modules alone: what comes next shows it, or a new run."""
+    again = f"`record: mix, step: [{frame.step}]` in a run from an earlier checkpoint has `trainprobe nan-trace` name the line"
+    if _is_recorded(frame.table.addresses[s] for s in frame.addresses.tolist()):
+        return again
+    if _is_in_weights(frame, bad):
+        return f"the update wrote it into the weights, so later steps cannot show its origin; {again}"
+    return f"the next step's forward pass is recorded: a finding names the module if the NaN comes again; else {again}"
 
 
 def find_origin(frame: Frame, chosen: Bools | None = None) -> tuple[Address, str]:
