@@ -83,7 +83,7 @@ EXAMPLES = {
     "top": "trainprobe top probe_out",
     "runs": "trainprobe runs /data/runs",
     "black-box": "trainprobe black-box probe_out/black_box",
-    "export": "trainprobe export probe_out --trend trend.db",
+    "export": "trainprobe export probe_out -o run.trend.db",
     "csv2tb": "trainprobe csv2tb probe_out -o tensorboard",
     "config-check": "trainprobe config-check compare here.zip there.zip",
     "ckpt-compare": "trainprobe ckpt-compare hf_folder megatron_folder",

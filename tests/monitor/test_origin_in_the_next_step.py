@@ -103,7 +103,7 @@ def test_where_the_update_wrote_it_into_the_weights_the_origin_is_said_to_be_gon
     found(tmp_path / "out", "module", lasts=False, skips=False)
     told = capsys.readouterr().err
     assert told.count("error nonfinite") == 1
-    assert "the update wrote it into the weights, so later steps cannot show its origin" in told
+    assert "the weights have it now, so later steps cannot show its origin" in told
 
 
 def test_a_training_has_the_same_bits_where_every_forward_pass_is_asked_for(tmp_path):

@@ -95,6 +95,8 @@ class Alerts:
                 pass
         except (OSError, ValueError) as error:
             if not self._complained:
-                message = f"the webhook {url} did not take the alert ({error}): later alerts are tried again, the training goes on"
+                message = (
+                    f"the webhook {url} did not take the alert ({error}): later alerts are tried again, the training goes on"
+                )
                 self._warnings.append(Finding("alerts", "warning", message, step=finding.step))
             self._complained = True

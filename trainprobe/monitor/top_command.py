@@ -1,4 +1,4 @@
-"""`trainprobe top DIR`: a live view of a run in the terminal, read from what the run writes."""
+"""`trainprobe top RUN`: a live view of a run in the terminal, read from what the run writes."""
 
 from __future__ import annotations
 
@@ -172,11 +172,11 @@ def _bar(group: F64, low: float, high: float) -> str:
 
 
 def top(
-    folder: Annotated[Path, typer.Argument(help="folder that the run writes to, or its URL", metavar="DIR", parser=as_given)],
+    folder: Annotated[Path, typer.Argument(help="folder that the run writes to, or its URL", metavar="RUN", parser=as_given)],
     once: Annotated[bool, typer.Option("--once", help="print one frame and exit")] = False,
     seconds: Annotated[float, typer.Option("--every", help="seconds between two updates", min=0.1)] = 2.0,
 ) -> int:
-    """Show the run in DIR live: last step, loss, gradient norm, outliers, findings. Ctrl-C ends it.
+    """Show the run in RUN live: last step, loss, gradient norm, outliers, findings. Ctrl-C ends it.
 
     Exit code: 0, or 3 there is nothing to show, or nothing was found and the record is incomplete.
     """

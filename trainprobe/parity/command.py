@@ -32,7 +32,7 @@ def parity(
         list[str] | None,
         typer.Option("--layout", "-l", help="NAME=RANKS ARGUMENTS: processes, and what the script is given; at least twice."),
     ] = None,
-    output: Annotated[Path, typer.Option(help="Folder of the dumps.")] = Path("parity_out"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the dumps.")] = Path("parity_out"),
     step: Annotated[
         list[int] | None, typer.Option(help="Step to compare, as the training counts; may be given again. [0]")
     ] = None,

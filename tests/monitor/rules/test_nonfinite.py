@@ -37,7 +37,7 @@ def test_the_origin_is_the_first_module_whose_input_was_finite_and_whose_output_
     ]
     (found,) = Bench("nonfinite").feed(*values, loss=NAN)
     assert (found.site.name, found.site.slot, found.severity) == ("layers.1", "output", "error")
-    assert "inputs were finite, it arose in the forward pass" in found.message
+    assert "inputs were finite, the forward pass made it" in found.message
 
 
 def test_of_nested_modules_the_innermost_is_named():
@@ -172,11 +172,11 @@ WEIGHT = value("forward", "parameter", "layers.2.w", "value", norm=1.0)  # all t
 @pytest.mark.parametrize("seen", [[], [WEIGHT]], ids=["nothing", "weights"])
 def test_of_a_forward_pass_that_was_not_recorded_nothing_is_claimed(seen):
     (found,) = Bench("nonfinite").feed(*seen, grad("layers.2.w", NAN))
-    assert "neither the forward pass nor the loss was recorded: it came in with the batch, or" in found.message
+    assert "neither the forward pass nor the loss was recorded; the batch had it, or" in found.message
     (found,) = Bench("nonfinite").feed(*seen, grad("layers.2.w", NAN), loss=1.0)
-    assert "the loss was finite, it arose in the backward pass" in found.message
+    assert "the loss was finite, the backward pass made it" in found.message
     (found,) = Bench("nonfinite").feed(*seen, grad("layers.2.w", NAN), loss=NAN)
-    assert found.site.name == "loss" and "the forward pass was not recorded: it came in with the batch, or" in found.message
+    assert found.site.name == "loss" and "the forward pass was not recorded; the batch had it, or" in found.message
 
 
 def mixed_precision(folder: Path, level: str, skips: bool) -> trainprobe.Probe:

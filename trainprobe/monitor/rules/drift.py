@@ -254,7 +254,7 @@ def _weight_finding(frame: Frame, options: Options, place: int, now: float, was:
     return Finding(
         rule="drift",
         severity=options.severity,
-        message=f"the weight {address.name} goes off by itself: its norm went from {was:.4g} to {now:.4g} within {_SPAN} "
+        message=f"the weight {address.name} moves far more than before: its norm went from {was:.4g} to {now:.4g} within {_SPAN} "
         f"collected steps, three times as far as it had moved before and as other weights move{cause}",
         step=frame.step,
         place=frame.place,
