@@ -194,7 +194,7 @@ def test_one_argument_has_one_name_in_all_commands():
             else {k: v for name in inner for k, v in commands(f"{verb} {name}", inner[name]).items()}
         )
 
-    known = {name: command for verb in VERBS for name, command in commands(verb, get_command(app_of(verb))).items()}
+    known = {name: command for verb in cli.VERBS for name, command in commands(verb, get_command(cli.app_of(verb))).items()}
     arguments = {
         verb: [p.metavar or p.name.upper() for p in command.params if p.param_type_name == "argument"]
         for verb, command in known.items()

@@ -28,8 +28,8 @@ class Parts:
     naming: knows the model's names in any case. stepping: tells when the optimizer runs. watched: modules that the monitor
     looks at. awaited: what functional collectives still write. exchanged: collectives that the monitor looks at. position: told
     where the training is. records_update: operators of the update are recorded too. dumps_when_asked: the plan's level is off,
-    and rules or the black box may ask for a dump. forward_at: steps of which the monitor looks at the forward pass because a rule
-    asked for it.
+    and rules or the black box may ask for a dump. forward_at: steps whose forward pass the monitor
+    looks at because a rule asked for it.
     """
 
     guard: Guard

@@ -260,8 +260,8 @@ def _between_steps(ranks: Sequence[Compared], rank: Compared, judged: Judged) ->
         who = (who_changed(judged, found[0], last.at, rank.at) if rank.joined else "") or "one side"
         return [f"; step {last.at.step} has left it {found[1]:.1e} apart at most: {who} changed it in between"]
     behind = (
-        f"; step {last.at.step}, the last that was compared before, agrees in what both dumps hold: the difference begins in the "
-        "optimizer's step, or in what else changes weights, which was not recorded"
+        f"; step {last.at.step}, the last that was compared before, agrees in what both dumps hold: the difference begins in "
+        "the optimizer's step, or in what else changes weights, which was not recorded"
     )
     more = ["`monitor: {parameters: true, gradients: true}`"] if "states" not in last.recorded else []
     more += ["`level: mix`"] if "optimizer" not in last.recorded else []

@@ -36,7 +36,7 @@ def _keep_exit_code() -> None:
     """Let Python end by the signal, as after any Ctrl-C: it forgets that when code is compiled from text at the exit."""
     if _interrupts:
         with suppress(KeyboardInterrupt):
-            exec("raise KeyboardInterrupt")  # noqa: S102
+            exec("raise KeyboardInterrupt")
 
 
 def sentence_of(error: BaseException) -> str:

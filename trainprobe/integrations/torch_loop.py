@@ -12,6 +12,7 @@ its fifth update on, in a folder of its own. Where you can edit the loop, `train
 from __future__ import annotations
 
 import atexit
+import sys
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,8 +24,8 @@ from trainprobe.engine.capture.patching.step_hooks import StepListener, settle
 from trainprobe.engine.core.gathering import may_end_apart
 from trainprobe.engine.core.log_lines import say
 from trainprobe.engine.core.naming import in_training
-from trainprobe.engine.plan.loading import load_plan
 from trainprobe.engine.core.words import counted
+from trainprobe.engine.plan.loading import load_plan
 from trainprobe.errors import ProbeError, StopTraining
 from trainprobe.integrations.auto_attach import called_from
 from trainprobe.integrations.left_out import LeftOut

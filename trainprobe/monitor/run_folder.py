@@ -84,7 +84,7 @@ def check_one_run(folder: Path, logs: Sequence[Path]) -> None:
     if len({rank.name for rank in ranks}) < len(ranks):
         names = ", ".join(str(run.relative_to(folder)) for run in runs[:SHOWN]) + ", …" * (len(runs) > SHOWN)
         raise FormatError(
-            f"{folder} holds {len(runs)} runs: {names}. Name one of them; `trainprobe runs {shlex.quote(str(folder))}` lists them"
+            f"{folder} holds {len(runs)} runs: {names}. Name one of them (`trainprobe runs {shlex.quote(str(folder))}` lists all)"
         )
 
 

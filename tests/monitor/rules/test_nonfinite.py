@@ -134,7 +134,7 @@ def test_a_run_whose_every_step_is_skipped_is_an_error_however_high_the_scale(ha
     for step in range(80):
         bench.feed(grad("w", math.inf), loss=1.0, loss_scale=2.0 ** (100 - step if halves else 20))
     assert [(f.step, f.severity) for f in bench.found] == [(0, "info"), (35, "error")]
-    assert "as at 35 steps before it in a row, all of which the loss scaler skipped" in bench.found[1].message
+    assert "the loss scaler skipped the 35 steps before it too" in bench.found[1].message
 
 
 def test_a_loss_scale_that_is_raised_far_above_one_that_worked_is_an_error_as_any():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path

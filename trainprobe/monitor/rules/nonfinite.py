@@ -197,8 +197,8 @@ def _note(frame: Frame, bad: Bools) -> Finding:
     address = frame.table.addresses[int(frame.addresses[np.flatnonzero(bad)[0]])]
     what = "NaN" if frame.health[bad].max() == Health.NAN else "infinity"
     text = (
-        f"step {frame.step} has {what} in {describe(address)} alone: no module output, gradient, parameter or loss has it, so it "
-        "is taken for a constant, a mask or uninitialised memory"
+        f"step {frame.step} has {what} in {describe(address)} alone: no module output, gradient, parameter or loss has it, so "
+        "it is taken for a constant, a mask or uninitialised memory"
     )
     return Finding("nonfinite", "info", text, frame.step, frame.place, address.site(), what, "finite")
 
