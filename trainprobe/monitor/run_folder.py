@@ -83,9 +83,8 @@ def check_one_run(folder: Path, logs: Sequence[Path]) -> None:
     runs = sorted({rank.parent for rank in ranks})
     if len({rank.name for rank in ranks}) < len(ranks):
         names = ", ".join(str(run.relative_to(folder)) for run in runs[:SHOWN]) + ", …" * (len(runs) > SHOWN)
-        raise FormatError(
-            f"{folder} holds {len(runs)} runs: {names}. Name one of them (`trainprobe runs {shlex.quote(str(folder))}` lists all)"
-        )
+        listed = f"`trainprobe runs {shlex.quote(str(folder))}` lists them"
+        raise FormatError(f"{folder} holds {len(runs)} runs: {names}. Name one of them ({listed})")
 
 
 def _where_runs_are(folder: Path) -> str:
