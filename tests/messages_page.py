@@ -24,9 +24,10 @@ _WORD = re.compile(r"[A-Za-z]{2,}")
 _PATTERN = re.compile(r"\(\?|\|\w|\[ ")  # a regular expression
 _HEAD = f"""# Messages
 
-What trainprobe prints, each message once, made from the code by `{COMMAND}`. Names in braces stand for what is filled
-in, … for a part that is put together elsewhere. A sentence that is made of pieces has them on lines of their own. Errors about
-damaged files are not listed: each names the file, what is wrong with it and where.
+What trainprobe prints, each message once, made from the code by `{COMMAND}`.
+
+Names in braces stand for what is filled in, … for a part that is put together elsewhere. A sentence that is made of pieces has
+them on lines of their own. Errors about damaged files are not listed: each names the file, what is wrong with it and where.
 """
 
 
