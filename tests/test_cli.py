@@ -181,3 +181,28 @@ def test_every_verb_that_the_user_is_told_to_run_exists() -> None:
     told = {verb: path for path in texts for verb in re.findall(r"`trainprobe ([a-z0-9-]+)", path.read_text())}
     assert len(told) >= 10
     assert {verb: str(path) for verb, path in told.items() if verb not in cli.VERBS and verb != "--help"} == {}
+
+
+def test_one_argument_has_one_name_in_all_commands():
+    from typer.main import get_command
+
+    def commands(verb, command):
+        inner = getattr(command, "commands", None)
+        return (
+            {verb: command}
+            if inner is None
+            else {k: v for name in inner for k, v in commands(f"{verb} {name}", inner[name]).items()}
+        )
+
+    known = {name: command for verb in cli.VERBS for name, command in commands(verb, get_command(cli.app_of(verb))).items()}
+    arguments = {
+        verb: [p.metavar or p.name.upper() for p in command.params if p.param_type_name == "argument"]
+        for verb, command in known.items()
+    }
+    for verb in ("judge", "report", "top", "nan-trace", "black-box", "export", "csv2tb"):
+        assert arguments[verb] == ["RUN"], verb
+    for verb in ("ckpt-compare", "dump-compare", "rollout-compare", "config-check compare", "kernel-dump compare"):
+        assert arguments[verb] == ["A", "B"], verb
+    for verb, command in known.items():
+        outputs = [option.opts for option in command.params if {"-o", "--output"} & set(option.opts)]
+        assert all({"-o", "--output"} <= set(names) for names in outputs), verb

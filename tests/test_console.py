@@ -66,19 +66,18 @@ def test_an_error_is_printed_when_it_happens_with_step_rank_place_and_what_to_do
                 assert said == []
 
 
-def test_the_line_at_the_end_says_steps_findings_the_first_and_where_to_look(capfd, tmp_path):
+def test_the_line_at_the_end_says_steps_findings_and_where_to_look_and_repeats_no_finding(capfd, tmp_path):
     train_with_a_nan(tmp_path / "a run", at=5, steps=6)
-    end = printed(capfd).splitlines()[-1]
-    assert end.startswith(
-        "trainprobe: 6 steps watched, 1 finding (nonfinite); it is error nonfinite (step 5, rank 0): the first NaN"
-    )
+    *found, end = printed(capfd).splitlines()
     folder = f"'{tmp_path / 'a run'}'"
-    assert f"for all: trainprobe judge {folder}, as a page: trainprobe report {folder}. " in end
+    read = f"read them with `trainprobe judge {folder}`, or as a page with `trainprobe report {folder}`"
+    assert end.startswith(f"trainprobe: 6 steps watched, 1 finding (nonfinite, first at step 5); {read}. ")
+    assert len(found) == 2 and "first NaN" in found[0] and "first NaN" not in end
 
 
 def test_a_healthy_run_says_so_in_one_line_and_names_the_rules_that_it_was_too_short_for(capfd, tmp_path):
     train_with_a_nan(tmp_path / "out", at=None, steps=70)
-    missing = "Not judged by rules that need more collected steps: drift (10 more)."
+    missing = "Too few steps for the rules drift (10 more)."
     assert printed(capfd) == f"trainprobe: 70 steps watched, no findings; output in {tmp_path / 'out'}. {missing}\n"
     main(["judge", str(tmp_path / "out")])
     assert capfd.readouterr().out == f"70 steps of 1 rank, 10 rules: nothing found. {missing}\n"
@@ -118,7 +117,7 @@ def test_a_rule_that_finds_much_is_printed_a_few_times_and_counted_at_the_end(ca
         console.report(Finding("spike", "warning", "a jump", i, Place(0, 1), Site("parameter", f"layers.{i}.weight", "grad")))
     said = printed(capfd).splitlines()
     assert len(said) == PRINTED_PER_RULE + 1
-    assert said[-1] == "trainprobe: further findings of spike are written to the log and not printed here"
+    assert said[-1] == "trainprobe: further findings of spike are in the run's folder and not printed"
 
 
 def test_what_two_ranks_find_alike_is_printed_by_one(capfd, tmp_path):
@@ -262,7 +261,7 @@ def test_a_nan_that_stays_is_counted_and_not_repeated(capfd, tmp_path):
                 optimizer.step()  # the weights are NaN from now on
     said = printed(capfd).splitlines()
     assert len(said) == 3
-    assert "1 finding (nonfinite); it is error nonfinite (step 2, rank 0, also at 6 later steps until step 8)" in said[-1]
+    assert "1 finding (nonfinite, first at step 2)" in said[-1]
     (finding,) = probe.findings
     assert (finding.count, finding.last_step) == (7, 8)
     assert read_findings(tmp_path / "out") == [finding]

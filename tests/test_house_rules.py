@@ -29,7 +29,14 @@ STOREYS = {
     **dict.fromkeys(
         [
             f"trainprobe.engine.{name}"
-            for name in ("core.json_schema", "core.records", "core.row_schema", "core.words", "storage.safe_files")
+            for name in (
+                "core.json_schema",
+                "core.log_lines",
+                "core.records",
+                "core.row_schema",
+                "core.words",
+                "storage.safe_files",
+            )
         ],
         0,
     ),

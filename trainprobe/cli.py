@@ -19,6 +19,7 @@ import traceback
 from contextlib import suppress
 from typing import Any
 
+from trainprobe.engine.core.log_lines import say
 from trainprobe.engine.storage.left_out import told
 from trainprobe.errors import ProbeError, did_you_mean
 
@@ -82,7 +83,7 @@ EXAMPLES = {
     "top": "trainprobe top probe_out",
     "runs": "trainprobe runs /data/runs",
     "black-box": "trainprobe black-box probe_out/black_box",
-    "export": "trainprobe export probe_out --trend trend.db",
+    "export": "trainprobe export probe_out -o run.trend.db",
     "csv2tb": "trainprobe csv2tb probe_out -o tensorboard",
     "config-check": "trainprobe config-check compare here.zip there.zip",
     "ckpt-compare": "trainprobe ckpt-compare hf_folder megatron_folder",
@@ -211,7 +212,7 @@ def _unread() -> int:
 def _complain(sentence: str, code: int, error: BaseException | None = None) -> int:
     if error is not None and os.environ.get("TRAINPROBE_TRACEBACK", "") not in {"", "0"}:
         traceback.print_exception(error)
-    sys.stderr.write(f"trainprobe: {sentence}\n")
+    say(sentence, severity="error")
     return code
 
 

@@ -26,7 +26,7 @@ from trainprobe.errors import PlanError
 from trainprobe.monitor.audit.plan import validate as audit_plan
 from trainprobe.monitor.plan import MonitorPlan
 from trainprobe.monitor.plan import validate as monitor_plan
-from trainprobe.monitor.requests import flags_where, intervals_of, modules_of_monitor, no_flags
+from trainprobe.monitor.requests import flags_where, intervals_of, looks_when_asked, modules_of_monitor, no_flags
 from trainprobe.schedules import Parts, dumps_when_asked, guard_of, schedules
 
 
@@ -49,7 +49,7 @@ class TapMaker(ABC):
 
     @abstractmethod
     def modules(self, request: ModuleRequest, dumped: bool) -> Any:
-        """Return a tap of modules. dumped: for the dump, otherwise for the monitor."""
+        """Return a tap of modules. dumped: it keeps call stacks."""
 
     @abstractmethod
     def ops(self, request: OpRequest, parts: Parts, plan: Plan) -> Any:
@@ -80,7 +80,7 @@ def compose(plan: Plan, make: TapMaker) -> tuple[Parts, dict[str, Schedule]]:
     asked = dumps_when_asked(plan, monitor)
     level = make.fullest if asked else plan.level
     modules = make.modules(modules_of_plan(plan, cuts), dumped=True) if level in ("L0", "mix") else None
-    watched = make.modules(modules_of_monitor(monitor), dumped=False) if monitor is not None else None
+    watched = make.modules(modules_of_monitor(monitor), dumped=looks_when_asked(monitor)) if monitor is not None else None
     naming = modules or watched or make.modules(modules_of_monitor(None), dumped=False)
     parts = Parts(guard=make.guard, naming=naming, saved=saved)
     parts.modules, parts.watched, parts.monitor = modules, watched, monitor
@@ -123,7 +123,7 @@ def changed_schedules(parts: Parts, plan: Plan, make: TapMaker) -> dict[str, Sch
         parts.states.change(states_of_monitor(monitor))
         kinds = (monitor.activations, monitor.activation_gradients)
         if kinds != (before.activations, before.activation_gradients):
-            parts.watched = make.modules(modules_of_monitor(monitor), dumped=False)
+            parts.watched = make.modules(modules_of_monitor(monitor), dumped=looks_when_asked(monitor))
         make.collect(parts, plan, before)
         if parts.position is not None:
             parts.follow(parts.position)

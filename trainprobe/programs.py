@@ -52,7 +52,7 @@ def _monitor(making: Making) -> Program:
     from trainprobe.monitor.plan import validate
     from trainprobe.monitor.program import MonitorProgram
 
-    return MonitorProgram(validate(making.plan.monitor), making.schedules["monitor"])
+    return MonitorProgram(validate(making.plan.monitor), making.schedules["monitor"], making.parts.forward_at)
 
 
 def _audit(making: Making) -> Program:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any
 
 from trainprobe.debugger import PrecisionDebugger as PrecisionDebugger
 from trainprobe.engine.classic_paths import ClassicModule, add_modules, look_up
+from trainprobe.engine.core.log_lines import say
 
 if TYPE_CHECKING:
     from trainprobe.dump_compare.classic import compare as compare
@@ -49,9 +49,10 @@ module_dump_end = PrecisionDebugger.module_dump_end
 
 def random_save(output_path: str = "./output") -> None:
     """Say what captures random calls here; the call stays in place."""
-    sys.stderr.write(
-        f"trainprobe: random_save({output_path!r}): nothing is written; trainprobe.ConfigChecker captures each random call, "
-        "and `trainprobe config-check A B` compares them (docs/config_check.md)\n"
+    say(
+        f"random_save({output_path!r}): nothing is written; trainprobe.ConfigChecker captures each random call, and "
+        "`trainprobe config-check compare A B` compares them (docs/config_check.md)",
+        severity="warning",
     )
 
 

@@ -16,6 +16,7 @@ from trainprobe.engine.plan.selection import parse_steps
 from trainprobe.engine.program import Schedule, Wants
 from trainprobe.monitor.audit.plan import AuditPlan
 from trainprobe.monitor.plan import MonitorPlan
+from trainprobe.monitor.requests import looks_when_asked
 
 _LEVELS = ("L0", "L1", "mix")  # those that record calls
 
@@ -27,7 +28,8 @@ class Parts:
     naming: knows the model's names in any case. stepping: tells when the optimizer runs. watched: modules that the monitor
     looks at. awaited: what functional collectives still write. exchanged: collectives that the monitor looks at. position: told
     where the training is. records_update: operators of the update are recorded too. dumps_when_asked: the plan's level is off,
-    and rules or the black box may ask for a dump.
+    and rules or the black box may ask for a dump. forward_at: steps whose forward pass the monitor
+    looks at because a rule asked for it.
     """
 
     guard: Guard
@@ -55,6 +57,7 @@ class Parts:
     cuts: list[Detail] = field(default_factory=list[Detail])
     dumps_when_asked: bool = False
     pauses: Pauses = field(default_factory=Pauses)
+    forward_at: set[int] = field(default_factory=set[int])
 
     def follow(self, position: Position) -> None:
         """Have `position` told where the training is, as far as the taps that run see it."""
@@ -109,6 +112,8 @@ def _of_monitor(plan: Plan, parts: Parts, monitor: MonitorPlan) -> Schedule:
     if kinds:
         due = lambda n: any(n % every == 0 for every in kinds)  # noqa: E731
         taps.append((parts.watched, _unless_dumped(due, plan, parts.modules)))
+    elif looks_when_asked(monitor):
+        taps.append((parts.watched, _unless_dumped(parts.forward_at.__contains__, plan, parts.modules)))
     taps += [(parts.awaited, _always), (parts.states, _always), (parts.stepping, _always)]
     taps.append((parts.exchanged, _unless_dumped(_each(monitor.collectives.every), plan, parts.collectives)))
     taps.append((parts.batches, _each(monitor.batches.every)))

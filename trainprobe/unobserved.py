@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import errno
-import sys
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+
+from trainprobe.engine.core.log_lines import say
 
 _NO_MORE = (errno.EMFILE, errno.ENFILE)
 
@@ -34,9 +35,10 @@ class Unobserved:
 
 def unobserved() -> Unobserved:
     """Say that nothing is watched, and why."""
-    sys.stderr.write(
-        "trainprobe: nothing is watched, the training goes on unobserved: the process has no file descriptor left "
-        "(`ulimit -n` shows how many it may have)\n"
+    say(
+        "nothing is watched, the training goes on unobserved: the process has no file descriptor left (`ulimit -n` shows how "
+        "many it may have)",
+        severity="error",
     )
     return Unobserved()
 

@@ -74,14 +74,6 @@ def _placed(plan: Plan, here: Place, told: Place | None, optimizer: Any) -> tupl
     return placed(plan, here, resumed=updates > 0), updates
 
 
-def _announce(probe: Probe) -> None:
-    """Print what is watched, where it is written and what it costs, unless the plan prints nothing."""
-    from trainprobe.integrations import announce
-
-    if probe.plan.console:
-        announce(probe)
-
-
 @contextmanager
 def watch(
     model: Any,
@@ -112,6 +104,8 @@ def watch(
     """
     if place is not None:
         check_place(place)
+    from trainprobe.integrations import announce
+
     try:
         pipeline: Pipeline | None = attempt(pipeline_of, model, otherwise=lambda _: None)
         kind = probe_class(model)
@@ -130,7 +124,7 @@ def watch(
     with probe:
         probe.open(model, optimizer)
         probe.watches_own_loop()
-        probe.guard.run(_announce, probe)
+        probe.guard.run(announce, probe)
         if checking is None:
             yield probe
             return

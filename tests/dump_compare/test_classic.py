@@ -31,13 +31,13 @@ def test_two_ranks_are_compared_as_the_arguments_say(tmp_path, capsys, runs, as_
         (tmp_path / "compare.json").write_text(json.dumps(told))
     code = compare(tmp_path / "compare.json" if as_file else told, tmp_path / "out", suffix="_mine", fuzzy_match=True)
     said = capsys.readouterr().err
-    assert code == 2 and "the runs part at Module.layers.1.act.GELU.forward.0" in said
+    assert code == 2 and "the first difference is at Module.layers.1.act.GELU.forward.0" in said
     assert "fuzzy_match=True has no effect: " in said and "is_print_compare_log=True has no effect: " in said
     sheet, advisor = next((tmp_path / "out").glob("compare_result_mine_*.csv")), next((tmp_path / "out").glob("advisor_*.txt"))
     rows = rows_of(sheet)
     assert next(row["NPU Name"] for row in rows if row["Result"] == "error") == "Module.layers.1.act.GELU.forward.0.output.0"
     text = advisor.read_text()
-    assert text.startswith("the runs part at Module.layers.1.act.GELU.forward.0") and str(runs[0] / "rank0") in text
+    assert text.startswith("the first difference is at Module.layers.1.act.GELU.forward.0") and str(runs[0] / "rank0") in text
 
 
 def test_all_ranks_of_a_step_have_a_sheet(tmp_path, capsys, runs):

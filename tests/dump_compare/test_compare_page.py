@@ -88,7 +88,7 @@ def test_the_page_opens_at_the_place_where_the_runs_part_and_asks_nothing_of_the
     assert page.errors == []
     assert [url for url in page.requests if not url.startswith("file:")] == []
     assert page.run(SELECTED) == "gelu"
-    assert page.run("document.getElementById('sentence').textContent").startswith("The runs part at Functional.gelu.1.forward")
+    assert page.run("document.getElementById('sentence').textContent").startswith("The first difference is at")
 
 
 def test_the_tree_is_folded_but_for_what_leads_there(page):

@@ -28,4 +28,4 @@ def test_a_healthy_pair_agrees(split, whole_first, runs, capsys):
 
 def test_a_changed_expert_is_named_by_its_number_in_the_whole(runs, capsys):
     assert main(["dump-compare", str(runs / "whole"), str(runs / "splitfault")]) == 2
-    assert "the runs part at Parameter.experts.3.weight (step 0): the weights differ" in capsys.readouterr().out
+    assert "the first difference is at Parameter.experts.3.weight (step 0): the weights differ" in capsys.readouterr().out

@@ -55,7 +55,7 @@ def test_the_call_that_gets_it_is_named(level, sides, tmp_path, capsys):
     assert main(["dump-compare", *(folders if sides == "AB" else folders[::-1])]) == 2
     first = capsys.readouterr().out.splitlines()[0]
     assert (
-        f"the runs part at Module.inner.Inner.forward.0 (step 0, micro-batch 0, rank 0): pos is given in {sides[0]} alone"
+        f"first difference is at Module.inner.Inner.forward.0 (step 0, micro-batch 0, rank 0): pos is given in {sides[0]} alone"
         in first
     )
     assert "Module.root.Outer.forward.0, which it runs within, is given it there too" in first
@@ -66,7 +66,7 @@ def test_a_module_around_it_that_is_given_the_same_is_not_named(level, tmp_path,
     folders = [trained(tmp_path / "a", level=level, inner_only=True), trained(tmp_path / "b", level=level)]
     assert main(["dump-compare", *folders]) == 2
     said = capsys.readouterr().out
-    assert "the runs part at Module.inner.Inner.forward.0 (step 0, micro-batch 0, rank 0): pos is given in A alone" in said
+    assert "difference is at Module.inner.Inner.forward.0 (step 0, micro-batch 0, rank 0): pos is given in A alone" in said
     assert "it arises there" not in said and "too" not in said.splitlines()[0]
 
 

@@ -58,7 +58,7 @@ def test_where_they_part_before_the_end_both_are_said(tmp_path, capsys):
     folders = [recorded(tmp_path / "whole"), recorded(tmp_path / "cut", "layers.2.up", "scale")]
     code, first = compared(*folders, tmp_path, capsys)
     assert code == 2
-    assert first.startswith("B ends after ") and "the runs part at Tensor.transpose.1.forward" in first
+    assert first.startswith("B ends after ") and "the first difference is at Tensor.transpose.1.forward" in first
 
 
 def test_a_dump_of_another_tool_that_ends_early_is_told_by_its_calls(tmp_path, capsys):
@@ -114,7 +114,7 @@ def test_a_module_of_one_side_comes_before_what_follows_from_it(level, sides, tm
     folders = [stacked(tmp_path / "norm", "norm", level), stacked(tmp_path / "plain", "", level)]
     code, first = compared(*(folders if sides == "AB" else folders[::-1]), tmp_path, capsys)
     assert code == 2
-    assert first.startswith("the runs part at Module.0.norm.LayerNorm.forward.0 (step 0, micro-batch 0, rank 0): ")
+    assert first.startswith("the first difference is at Module.0.norm.LayerNorm.forward.0 (step 0, micro-batch 0, rank 0): ")
     assert f"only {sides[0]} runs this module" in first
 
 

@@ -44,7 +44,7 @@ def test_what_a_stage_runs_to_learn_shapes_is_left_out(runs):
 
 def test_another_weight_of_the_last_stage_is_named(runs, capsys):
     assert main(["dump-compare", str(runs / "1L0"), str(runs / "2L0fault")]) == 2
-    assert "the runs part at Parameter.layers.3.0.weight (step 0): the weights differ" in capsys.readouterr().out
+    assert "the first difference is at Parameter.layers.3.0.weight (step 0): the weights differ" in capsys.readouterr().out
 
 
 def test_two_pipelines_are_data_parallel_whatever_their_ranks(runs, capsys):

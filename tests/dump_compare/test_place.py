@@ -32,7 +32,7 @@ def test_a_layout_of_two_axes_that_is_told_agrees_with_one_rank(by_hand, capsys)
 
 def test_another_shard_is_named_by_its_weight(by_hand, capsys):
     assert main(["dump-compare", str(by_hand / "whole"), str(by_hand / "splitshard")]) == 2
-    assert "the runs part at Parameter.up.weight (step 0): the weights differ" in capsys.readouterr().out
+    assert "the first difference is at Parameter.up.weight (step 0): the weights differ" in capsys.readouterr().out
 
 
 def test_without_it_the_shards_are_no_copies_of_each_other(by_hand, capsys):
@@ -74,4 +74,4 @@ def test_megatron_in_a_plain_watch_is_joined_as_its_parallel_state_says(layout, 
 def test_a_changed_shard_of_megatron_in_a_plain_watch_is_named(megatron, capsys):
     name = "decoder.layers.2.mlp.linear_fc1.weight"
     assert main(["dump-compare", str(megatron / "alone"), str(megatron / f"tp2!{name}")]) == 2
-    assert f"the runs part at Parameter.{name} (step 0): the weights differ" in capsys.readouterr().out
+    assert f"the first difference is at Parameter.{name} (step 0): the weights differ" in capsys.readouterr().out

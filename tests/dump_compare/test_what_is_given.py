@@ -97,7 +97,7 @@ def test_a_gradient_that_no_module_shows_is_named_where_it_is_given_to_one(compa
     middles = lambda x: x.clone(), lambda x: Larger.apply(x * (1 + rounding))
     code, said = compared({"middle": middles[0]}, {"middle": middles[1]}, level="L0")
     assert code == 2, said
-    assert "the runs part at Module.a.Linear.backward.0 (step 0, micro-batch 0, rank 0): it is given something else" in said
+    assert "difference is at Module.a.Linear.backward.0 (step 0, micro-batch 0, rank 0): it is given something else" in said
 
 
 def attention(x: Tensor, **how: Any) -> Tensor:

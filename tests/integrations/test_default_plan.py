@@ -62,7 +62,7 @@ def test_the_line_states_milliseconds_and_bytes(tmp_path):
     )
     assert told, line
     assert all(float(figure) > 0 for figure in told.groups())
-    assert "trainprobe: watching gradients, parameters and scalars at every step; the audit (2 parameters on this rank)" in line
+    assert "watching gradients, parameters and scalars at every step; the audit (2 parameters on this rank)" in line
 
 
 def test_a_loop_with_no_plan_has_the_bits_that_it_has_without_the_probe_and_is_audited(tmp_path, monkeypatch):

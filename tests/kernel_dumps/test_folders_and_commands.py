@@ -116,7 +116,7 @@ def test_two_dumps_are_compared_kernel_by_kernel(tmp_path, capsys):
     three_kernels(tmp_path / "c", shift=0.25)
     assert main(["dump-compare", str(tmp_path / "a"), str(tmp_path / "b"), "-q"]) == 0
     assert main(["dump-compare", str(tmp_path / "a"), str(tmp_path / "c")]) == 2
-    assert "the runs part at Kernel.MatMul.0.forward" in capsys.readouterr().out
+    assert "the first difference is at Kernel.MatMul.0.forward" in capsys.readouterr().out
 
 
 def test_statistics_alone_are_a_dump_too(tmp_path, capsys):

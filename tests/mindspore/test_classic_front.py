@@ -348,7 +348,7 @@ def test_a_dump_of_mindstudio_probe_agrees_with_its_repeat_and_a_planted_weight_
     code, line, calls = compared(dumped, "planted", capsys)
     assert code == 2
     assert line.startswith(
-        "the runs part at Primitive.matmul.MatMul.0.forward (step 1, rank 0): it is given something else, input.1"
+        "the first difference is at Primitive.matmul.MatMul.0.forward (step 1, rank 0): it is given something else, input.1"
     )
     assert {call["verdict"] for call in calls if call["step"] == 0} == {"identical"}
 

@@ -36,19 +36,19 @@ PLANTED: dict[str, tuple[Twin, Twin, str, str]] = {
         replace(SGD, decay=0.1),
         replace(SGD, decay=0.1),
         r"^optimizer weight decay of blocks\.0\.norm1\.weight and 5 more differs: applied and not applied",
-        r"^the runs part in the step of the optimizer \(step 0, rank 0\): .* 6 of 17 weights move otherwise",
+        r"^the first difference is in the optimizer's step \(step 0, rank 0\): .* 6 of 17 weights move otherwise",
     ),
     "schedule": (
         ONE,
         replace(ONE, schedule=(1.0, 0.5)),
         r"^learning rate differs from optimizer step 1 on: 0\.01 and 0\.005",
-        r"^the runs part in the step of the optimizer \(step 1, rank 0\)",
+        r"^the first difference is in the optimizer's step \(step 1, rank 0\)",
     ),
     "optimizer": (
         ONE,
         replace(ONE, optimizer="AdamWeightDecay"),
         r"^optimizer class differs: AdamW and AdamWeightDecay \(without bias correction\)",
-        r"^the runs part in the step of the optimizer \(step 0, rank 0\)",
+        r"^the first difference is in the optimizer's step \(step 0, rank 0\)",
     ),
     "dropout": (ONE, replace(ONE, dropout=0.2), r"^dropout p in module blocks\.0\.dropout differs: 0\.0 and 0\.2", "dropout"),
     "epsilon": (
@@ -70,7 +70,7 @@ PLANTED: dict[str, tuple[Twin, Twin, str, str]] = {
         ONE,
         replace(ONE, transposed=MATRIX),
         rf"^weight {MATRIX} differs from the start: .* the same numbers in another order have",
-        r"^the runs part at Module\.blocks\.0\.attention\.proj\..* the same numbers in another order",
+        r"^the first difference is at Module\.blocks\.0\.attention\.proj\..* the same numbers in another order",
     ),
 }
 WEIGHTS = {"summary": "both"}  # fingerprints tell another order

@@ -1,8 +1,10 @@
 """What findings do, and that alerts reach a real HTTP server."""
 
 import json
+import socket
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import pytest
 import torch
@@ -65,21 +67,23 @@ def server():
     listening.shutdown()
 
 
-def test_a_webhook_gets_the_finding_as_json(server):
+def test_a_webhook_gets_the_finding_as_json_with_run_host_and_folder(server, tmp_path):
     url, got = server
-    Alerts(rules("alert"), Actions(webhook=url, console=False)).findings([finding()])
-    assert got[0]["text"] == "trainprobe: warning spike (step 7, rank 1): a jump"
+    folder, host = tmp_path / "run7", socket.gethostname()
+    Alerts(rules("alert"), Actions(webhook=url, console=False), folder).findings([finding()])
+    assert got[0]["text"] == f"trainprobe: run7 on {host}: warning spike (step 7, rank 1): a jump ({folder})"
+    assert (got[0]["run"], got[0]["host"], got[0]["folder"]) == ("run7", host, str(folder))
     assert (got[0]["rule"], got[0]["place"]["rank"], got[0]["measured"]) == ("spike", 1, None)
 
 
 def test_findings_of_rules_that_do_not_alert_are_not_sent(server):
     url, got = server
-    Alerts(rules("log"), Actions(webhook=url, console=False)).findings([finding(), finding("dead")])
+    Alerts(rules("log"), Actions(webhook=url, console=False), Path()).findings([finding(), finding("dead")])
     assert got == []
 
 
 def test_a_webhook_that_does_not_answer_is_complained_about_once():
-    alerts = Alerts(rules("alert"), Actions(webhook="http://127.0.0.1:9/", console=False, webhook_timeout=1))
+    alerts = Alerts(rules("alert"), Actions(webhook="http://127.0.0.1:9/", console=False, webhook_timeout=1), Path())
     alerts.findings([finding(), finding()])
     assert [f.rule for f in alerts.warnings_made()] == ["alerts"]
     alerts.findings([finding()])

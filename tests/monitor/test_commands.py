@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -129,13 +130,26 @@ def test_judge_of_a_log_without_a_step_is_no_pass(run, tmp_path, capsys, more):
 
 @pytest.mark.parametrize("command", ["judge", "report", "top"])
 def test_a_folder_without_a_run_is_named_with_all_that_was_looked_for(command, tmp_path, capsys):
-    (tmp_path / "notes.txt").write_text("nothing of a run")
-    assert main([command, str(tmp_path)]) == 3
+    folder = tmp_path / "alone" / "here"
+    folder.mkdir(parents=True)
+    (folder / "notes.txt").write_text("nothing of a run")
+    assert main([command, str(folder)]) == 3
     said = capsys.readouterr().err
     assert (
-        f"{tmp_path} holds no run: no metrics-*.parquet, no records.jsonl, no dump (step{{N}}/rank{{R}}/) and no CSV file"
-        in said
+        f"{folder} holds no run: no metrics-*.parquet, no records.jsonl, no dump (step{{N}}/rank{{R}}/) and no CSV file" in said
     )
+    assert "`trainprobe runs DIR` lists the runs under DIR" in said
+
+
+@pytest.mark.parametrize("command", ["judge", "report", "top"])
+@pytest.mark.parametrize("wrong", ["", "empty", "absent/deeper"])
+def test_runs_near_a_folder_without_one_are_named(run, command, wrong, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    for name in ("first", "second"):
+        shutil.copytree(run, tmp_path / name)
+    assert main([command, str(tmp_path / wrong)]) == 3
+    said = capsys.readouterr().err
+    assert "first, second" in said and f"`trainprobe runs {tmp_path}` lists them" in said
 
 
 def test_top_shows_step_loss_findings_and_what_stands_out(run, capsys):

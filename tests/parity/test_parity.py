@@ -62,7 +62,7 @@ def test_the_matrix_names_the_pairs_that_agree_and_where_the_others_part(tmp_pat
         ["same", "differ", "incomplete"],
         ["other", "incomplete"],
     ]
-    assert "A one, B other: the runs part at Module.2.Linear.forward.0 (step 0" in said.out
+    assert "A one, B other: the first difference is at Module.2.Linear.forward.0 (step 0" in said.out
     assert "broken ended with exit code 1; it printed last:\n  no such layout" in said.err
     assert main(["parity", *asked, "--output", str(output), "--launcher", sys.executable, "--", str(script)]) == 3
     assert "nothing is overwritten" in capsys.readouterr().err

@@ -80,8 +80,8 @@ def _split(scripts: list[str], words: list[str]) -> tuple[list[str], list[str]]:
 
 @app.command()  # pyright: ignore[reportUntypedFunctionDecorator]
 def compare(
-    bench: Annotated[Path, typer.Argument(help="The pack of the run that is taken as right.")],
-    cmp: Annotated[Path, typer.Argument(help="The pack of the other run.")],
+    bench: Annotated[Path, typer.Argument(help="The pack of the run that is taken as right.", metavar="A")],
+    cmp: Annotated[Path, typer.Argument(help="The pack of the other run.", metavar="B")],
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Folder for the reports.")] = None,
     formats: Annotated[
         str, typer.Option("--format", "-f", help="Reports to write: xlsx, html, json, md, separated by commas.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from trainprobe.dump_compare.command import compare_rank
 from trainprobe.dump_compare.pairing import RankPair, pair_ranks
 from trainprobe.dump_compare.renamed.mapping_files import MappingFile, read_mappings
 from trainprobe.dump_compare.verdict import Compared, Verdict, judge_runs
+from trainprobe.engine.core.log_lines import say
 from trainprobe.engine.storage.safe_files import LARGEST_STATE, read_bounded
 from trainprobe.engine.storage.writer import flush_all
 from trainprobe.errors import FormatError, OutputError, UsageError
@@ -101,7 +101,7 @@ def _compare(
 
     ranks = [compare_rank(pair, sheet=sheet(pair), mapping=mapping) for pair in pairs]
     verdict = judge_runs(ranks, missing)
-    sys.stderr.write(f"trainprobe: {verdict.sentence}; the sheets are in {output}\n")
+    say(f"{verdict.sentence}; the sheets are in {output}")
     if advise:
         _write(output / f"advisor_{stamp}.txt", advice(ranks, verdict))
     return verdict
@@ -134,7 +134,7 @@ def _say_without_effect(given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         if value:
             reason = _WITHOUT_EFFECT.get(name, "there is no such argument here")
-            sys.stderr.write(f"trainprobe: {name}={value!r} has no effect: {reason}\n")
+            say(f"{name}={value!r} has no effect: {reason}", severity="warning")
 
 
 def _write(path: Path, text: str) -> None:

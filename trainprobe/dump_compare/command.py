@@ -87,7 +87,7 @@ def dump_compare(
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print only the verdict")] = False,
 ) -> int:
-    """Find where two runs part. Exit code: 0 identical, 1 within rounding, 2 differ, 3 not comparable or incomplete."""
+    """Find where two runs first differ. Exit code: 0 identical, 1 within rounding, 2 differ, 3 not comparable or incomplete."""
     renamed, mapped = Renaming.of(rename or ()), read_mappings(mapping or ())
     if xlsx and sheets is None:
         raise UsageError("--xlsx needs --sheets DIR, the folder that the sheets are written to")

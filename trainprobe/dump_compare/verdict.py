@@ -103,7 +103,7 @@ def _judge_runs(ranks: Sequence[Compared], missing: Sequence[str]) -> Verdict:
         )
     if first is not None:
         rank, judged = first
-        surely = "the runs part at" if judged.outcome != "suspicious" else "the runs may part at"
+        surely = "the first difference is at" if judged.outcome != "suspicious" else "the first suspicious difference is at"
         between = _between_steps(ranks, rank, judged) or _between_modules(rank, judged) or _also_alone(rank, judged)
         details = [*between[1:], *_hints(rank, judged), *details]
         told = causes(rank.calls, judged.pair.place)
@@ -181,7 +181,7 @@ def _in_the_optimizer(ranks: Sequence[Compared], before: float) -> str | None:
         after = rank.weights.leaves or (behind.weights.begins if behind is not None else {})
         if said := optimizer_parts(rank.weights, after, steps):
             where = f"step {rank.at.step}, rank {rank.at.rank}"
-            return f"the runs part in the step of the optimizer ({where}): what it is given agrees, and {said}"
+            return f"the first difference is in the optimizer's step ({where}): what it is given agrees, and {said}"
     return None
 
 
@@ -260,8 +260,8 @@ def _between_steps(ranks: Sequence[Compared], rank: Compared, judged: Judged) ->
         who = (who_changed(judged, found[0], last.at, rank.at) if rank.joined else "") or "one side"
         return [f"; step {last.at.step} has left it {found[1]:.1e} apart at most: {who} changed it in between"]
     behind = (
-        f"; step {last.at.step}, the last that was compared before, agrees in what both dumps hold: the runs part in the step "
-        "of the optimizer, or in what else changes weights, which was not recorded"
+        f"; step {last.at.step}, the last that was compared before, agrees in what both dumps hold: the difference begins in "
+        "the optimizer's step, or in what else changes weights, which was not recorded"
     )
     more = ["`monitor: {parameters: true, gradients: true}`"] if "states" not in last.recorded else []
     more += ["`level: mix`"] if "optimizer" not in last.recorded else []

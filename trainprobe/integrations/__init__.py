@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainprobe.monitor.audit.relations import relation_names
 
@@ -16,16 +15,10 @@ DUMPED = {"statistics": "statistics", "tensor": "values"}
 KINDS = ("gradients", "parameters", "optimizer_state", "activations", "activation_gradients", "scalars")
 
 
-def announce(probe: Probe, write_line: Callable[[str], Any] | None = None) -> str:
-    """Print and return one line: what is watched, where it is written and what it costs. Only rank 0 prints it.
-
-    write_line: the framework's way of printing a line.
-    """
-    if probe.place.rank != 0:
-        return ""
-    line = describe(probe)
-    (write_line or _to_standard_error)(line)
-    return line
+def announce(probe: Probe) -> None:
+    """Print one line on rank 0: what is watched, where it is written and what it costs."""
+    if probe.place.rank == 0:
+        probe.console.line(describe(probe))
 
 
 def describe(probe: Probe) -> str:
@@ -40,10 +33,10 @@ def describe(probe: Probe) -> str:
     watched += ["the audit"] if audit is not None else []
     watched += [words for section, words in OTHERS.items() if getattr(plan, section)]
     if not watched:
-        return "trainprobe: nothing is recorded or judged, as the plan says"
+        return "nothing is recorded or judged, as the plan says"
     count = len(set(probe.parts.naming.parameter_names.values()))
     what = f"{'; '.join(watched)} ({count} parameters on this rank)"
-    return "; ".join(filter(None, (f"trainprobe: watching {what}", f"writing to {plan.output}", _costs(probe))))
+    return "; ".join(filter(None, (f"watching {what}", f"writing to {plan.output}", _costs(probe))))
 
 
 def _costs(probe: Probe) -> str:
@@ -72,7 +65,3 @@ def _steps(steps: tuple[int | str, ...]) -> str:
 
 def _joined(words: list[str]) -> str:
     return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
-
-
-def _to_standard_error(line: str) -> None:
-    sys.stderr.write(line + "\n")

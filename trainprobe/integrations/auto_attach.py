@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainprobe.config_check.capture.on_import import ImportWatch
 from trainprobe.engine import at_start as python_start
+from trainprobe.integrations import expected_stops
 
 if TYPE_CHECKING:
     from trainprobe.engine.plan.model import Plan
@@ -61,6 +62,7 @@ def environment_for(run: Run) -> dict[str, str]:
 
 def at_start() -> None:
     """Attach to each framework from the moment in which it is imported."""
+    expected_stops.watch()
     for name, file in FRAMEWORKS.items():
         if importlib.util.find_spec(f"trainprobe.integrations.{file}") is not None:
             ImportWatch().wait_for(name, partial(_attach, file))

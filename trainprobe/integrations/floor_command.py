@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 from typing import Annotated
 
 import typer
 
 from trainprobe.engine import at_start as python_start
+from trainprobe.engine.core.log_lines import say
 from trainprobe.errors import UsageError, did_you_mean
 from trainprobe.integrations.run_command import OutputOption, PlanOption, run
 
@@ -42,9 +42,7 @@ def floor(
     if way == "threads":
         other = "2" if os.environ.get("OMP_NUM_THREADS") == "1" or os.cpu_count() == 1 else "1"
         os.environ |= dict.fromkeys(_THREADS, other)
-        sys.stderr.write(
-            f"trainprobe: this run has {other} thread{'s' * (other != '1')}, unless the program sets their number\n"
-        )
+        say(f"this run has {other} thread{'s' * (other != '1')}, unless the program sets their number")
     elif way == "perturb":
         os.environ |= python_start.environment_for("trainprobe.integrations.perturbed_start")
     run(context, words, plan, output)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import logging
 import sys
 from functools import cache, partial, wraps
 from typing import TYPE_CHECKING, Any
@@ -75,7 +74,6 @@ class PlainCallback:
             first=0,
             place=_place(trainer) if engine is None else place_of(engine),
             rename=None if engine is None else renaming(engine.module),
-            write_line=_log().warning,
             follow=partial(follow, engine=engine),
             progress=lambda: Progress(trainer.current_epoch, max(trainer.max_steps or 0, 0)),
         )
@@ -214,11 +212,6 @@ def _model(trainer: Any, pl_module: Any) -> Any:
 def _place(trainer: Any) -> Place:
     mesh = getattr(trainer.strategy, "device_mesh", None)
     return place_from_environment(axes_from_mesh(mesh) if mesh is not None else None)
-
-
-def _log() -> logging.Logger:
-    """Return the Python logger under which the program's Lightning speaks."""
-    return logging.getLogger(_namespace())
 
 
 def attach_to_script(plan: PlanSource) -> None:

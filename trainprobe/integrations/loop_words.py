@@ -13,8 +13,7 @@ NO_UPDATE = (
     "torch.optim updates it; if this is no training, call model.eval() or attach to the model that trains"
 )
 NO_MODEL = (
-    "trainprobe: %d backward passes were seen and no model: nothing was watched. Hand the model to trainprobe.watch or to "
-    "trainprobe.integrations.torch_loop.attach."
+    "{} and no model: nothing was watched. Hand the model to trainprobe.watch or to trainprobe.integrations.torch_loop.attach."
 )
 
 

@@ -14,7 +14,6 @@ With the high-level `Model`, `Model.train(..., callbacks=[MsprobeStep(debugger)]
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from itertools import count
 from typing import Any, ClassVar
@@ -27,6 +26,7 @@ from trainprobe import debugger
 from trainprobe.engine.capture.mindspore.calls import KnownCalls
 from trainprobe.engine.capture.mindspore.cells import is_graph_mode
 from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.log_lines import say
 from trainprobe.errors import UsageError
 from trainprobe.integrations.mindspore_probe import MindSporeProbe
 from trainprobe.integrations.python_seed import DROPOUT_STAYS, seed_python
@@ -143,7 +143,7 @@ def seed_all(seed: int = 1234, mode: bool = False, rm_dropout: bool | None = Non
         mindspore.set_deterministic(True)
     if rm_dropout is None and not _reported:
         _reported.add("rm_dropout")
-        sys.stderr.write(f"trainprobe: {DROPOUT_STAYS}\n")
+        say(DROPOUT_STAYS)
     if rm_dropout:
         _remove_dropout()
 

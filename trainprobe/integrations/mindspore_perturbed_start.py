@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
 from typing import Any
 
@@ -11,6 +10,8 @@ import mindspore
 import numpy as np
 from mindspore.experimental.optim import Optimizer as ListedOptimizer
 from mindspore.nn import Optimizer
+
+from trainprobe.engine.core.log_lines import say
 
 _MOVED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id: of several optimizers each moves once
 
@@ -27,7 +28,7 @@ def _then_move(made: Any) -> Any:
         made(self, *args, **kwargs)
         moved = sum(map(move, self.parameters))
         if moved:
-            sys.stderr.write(f"trainprobe: this run measures rounding: {moved} weights were moved by their last bit\n")
+            say(f"this run measures rounding: {moved} weights were moved by their last bit")
 
     return init
 

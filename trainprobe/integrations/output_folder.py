@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trainprobe.engine.core.guard import attempt
+from trainprobe.engine.core.log_lines import say
 from trainprobe.engine.core.records import Place
 from trainprobe.engine.plan.loading import load_plan
 from trainprobe.engine.plan.model import Plan
@@ -57,7 +58,7 @@ def placed(plan: Plan, here: Place, *, resumed: bool = False, hint: Any = None) 
 
 def _tell(plan: Plan, here: Place, sentence: str) -> None:
     if here.rank == 0 and plan.console:
-        sys.stderr.write(f"trainprobe: {sentence}\n")
+        say(sentence)
 
 
 def free_folder(folder: Path) -> tuple[Path, Path | None]:

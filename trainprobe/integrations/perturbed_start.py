@@ -6,11 +6,11 @@ This is the only part of the package that changes a training, and it is never th
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
 from typing import Any
 
 from trainprobe.config_check.capture.on_import import ImportWatch
+from trainprobe.engine.core.log_lines import say
 
 _MOVED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id: of several optimizers each moves once
 
@@ -36,7 +36,7 @@ def _watch(torch: Any) -> None:
         made(self, *args, **kwargs)
         moved = sum(move(parameter) for group in self.param_groups for parameter in group["params"])
         if moved:
-            sys.stderr.write(f"trainprobe: this run measures rounding: {moved} weights were moved by their last bit\n")
+            say(f"this run measures rounding: {moved} weights were moved by their last bit")
 
     torch.optim.Optimizer.__init__ = init
 

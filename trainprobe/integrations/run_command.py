@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from trainprobe.engine.core.log_lines import say
 from trainprobe.engine.plan.loading import load_plan
 from trainprobe.engine.plan.model import Plan
 from trainprobe.errors import UsageError
@@ -86,10 +87,7 @@ def _run(path: Path | None, plan: Plan, command: list[str]) -> Run:
         return Run(path, folder, decided=False)
     free, earlier = free_folder(folder)
     if earlier is not None:
-        sys.stderr.write(
-            f"trainprobe: {earlier} holds an earlier run: this one is written to {free}, unless it resumes that one from a "
-            "checkpoint\n"
-        )
+        say(f"{earlier} holds an earlier run: this one is written to {free}, unless it resumes that one from a checkpoint")
     return Run(path, free, earlier)
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 from typing import Any
 
 import torch
 
+from trainprobe.engine.core.log_lines import say
 from trainprobe.integrations.python_seed import DROPOUT_STAYS, seed_python
 
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
@@ -27,14 +27,12 @@ def seed_all(seed: int = 1234, mode: bool = False, rm_dropout: bool | None = Non
     seed_python(seed)
     torch.manual_seed(seed)  # every device that torch knows
     if is_enhanced:
-        sys.stderr.write(
-            "trainprobe: seed_all(is_enhanced=True): random calls do not each repeat; seed anew before what must\n"
-        )
+        say("seed_all(is_enhanced=True): random calls do not each repeat; seed anew before what must", severity="warning")
     if mode:
         _choose_deterministic_kernels()
     if rm_dropout is None and not _reported:
         _reported.add("rm_dropout")
-        sys.stderr.write(f"trainprobe: {DROPOUT_STAYS}\n")
+        say(DROPOUT_STAYS)
     if rm_dropout:
         for name in _DROPOUTS:
             _remove_dropout(name)

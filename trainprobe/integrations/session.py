@@ -101,7 +101,7 @@ class Session:
         self._seen = 0
         self._trainings += 1
         self.findings = probe.findings
-        announce(probe, write_line)
+        announce(probe)
         atexit.register(self.end, complete=False)
 
     def end(self, *, complete: bool = True, error: BaseException | None = None) -> None:

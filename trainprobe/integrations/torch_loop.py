@@ -12,7 +12,6 @@ its fifth update on, in a folder of its own. Where you can edit the loop, `train
 from __future__ import annotations
 
 import atexit
-import logging
 import sys
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,7 +22,9 @@ from torch.nn.utils.parametrize import ParametrizationList
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.capture.patching.step_hooks import StepListener, settle
 from trainprobe.engine.core.gathering import may_end_apart
+from trainprobe.engine.core.log_lines import say
 from trainprobe.engine.core.naming import in_training
+from trainprobe.engine.core.words import counted
 from trainprobe.engine.plan.loading import load_plan
 from trainprobe.errors import ProbeError, StopTraining
 from trainprobe.integrations.auto_attach import called_from
@@ -49,7 +50,6 @@ from trainprobe.watching import PlanSource
 LIMIT = 1024  # micro-batches without an update after which a step is no step
 TRIALS = 8  # changes of the weights before an optimizer of torch.optim that holds them has stepped, which are no steps
 SUCCESSION = 4  # updates of a new optimizer after which the model that it steps is another training
-_log = logging.getLogger("trainprobe")
 
 
 def attach(model: Any, optimizer: Any = None, plan: PlanSource = None, *, first_step: int = 0, **overrides: Any) -> TorchLoop:
@@ -124,7 +124,7 @@ class TorchLoop:
             makers = optimizers or (o for o in live_optimizers() if not held_by(o).isdisjoint(self._parameters))
             here = self.session.probe_kind.backend.place()
             self._first = self._number = steps_to_go_on_from(self.session.plan, here, makers)
-        self.session.begin(model, optimizers, step=self._number, first=first, write_line=_log.warning)
+        self.session.begin(model, optimizers, step=self._number, first=first)
         if self._trainings == 1:
             self._output = self.session.plan.output
         atexit.unregister(self.close)
@@ -424,7 +424,7 @@ class TorchLoop:
         try:
             self._take(model, [optimizer], first=number)
         except ProbeError as error:  # raised where the user starts a training, and not within one
-            _log.warning("trainprobe: the training of %s that follows is not watched: %s", type(model).__name__, error)
+            say(f"the training of {type(model).__name__} that follows is not watched: {error}", severity="warning")
             self.close()
         else:
             self.wait()
@@ -439,7 +439,7 @@ class TorchLoop:
     def _report_missed_steps(self) -> None:
         if self.session.probe is None:
             if self._losses.backwards and self._model is None:
-                _log.warning(NO_MODEL, self._losses.backwards)
+                say(NO_MODEL.format(counted(self._losses.backwards, "backward pass")), severity="warning")
             return
         if not self._updates:
             self.session.probe.at_end(no_update(self._model, self._own_updates))

@@ -7,7 +7,6 @@ itself is not handed to callbacks; the loss of each step, and an error in the mi
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable
 from functools import partial, wraps
@@ -29,7 +28,6 @@ try:
 except ImportError as error:
     raise MissingExtra("transformers", "transformers", "the callback for the Trainer") from error
 
-_log = logging.getLogger("transformers.trainprobe")
 _REPORTED = {"loss": "reported/loss", "grad_norm": "reported/grad_norm", "learning_rate": "reported/lr"}
 
 
@@ -69,7 +67,6 @@ class ProbeCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             step=state.global_step + 1,
             place=_place(self.trainer) if engine is None else place_of(engine),
             rename=None if engine is None else renaming(engine.module),
-            write_line=_log.warning,
             follow=partial(follow, engine=engine),
             progress=lambda: Progress(int(state.epoch or 0), max(state.max_steps, 0)),
         )

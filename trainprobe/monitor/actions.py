@@ -9,9 +9,11 @@ stop     end the run: the integration raises StopTraining
 from __future__ import annotations
 
 import dataclasses
+import socket
 import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import orjson
 
@@ -49,12 +51,14 @@ def decide(
 class Alerts:
     """A sink that sends out the findings of rules with the action alert. Called on the writer's thread.
 
-    A webhook gets a POST of one JSON object with the keys of a Finding and `text`, one line for people. If it fails, one
-    complaint is made and the training goes on; the next alert is tried again. A fault in the callback is the callback's:
-    the writer gives this sink up and says so.
+    A webhook gets a POST of one JSON object: the keys of a Finding, `run` (the folder's name), `host`, `folder`, and `text`,
+    one line for people that names these. If it fails, one complaint is made and the training goes on; the next alert is tried
+    again. A fault in the callback is the callback's: the writer gives this sink up and says so. folder: of the run.
     """
 
-    def __init__(self, rules: Mapping[str, RuleOptions], actions: Actions) -> None:
+    def __init__(self, rules: Mapping[str, RuleOptions], actions: Actions, folder: Path) -> None:
+        folder = folder.absolute()
+        self._about = {"run": folder.name, "host": socket.gethostname(), "folder": str(folder)}
         self._rules = rules
         self._actions = actions
         self._warnings: list[Finding] = []
@@ -83,13 +87,16 @@ class Alerts:
         """Do nothing."""
 
     def _post(self, url: str, finding: Finding) -> None:
-        body = orjson.dumps({"text": f"trainprobe: {sentence(finding)}", **dataclasses.asdict(finding)}, default=str)
+        text = "trainprobe: {run} on {host}: {finding} ({folder})".format(**self._about, finding=sentence(finding))
+        body = orjson.dumps({"text": text, **self._about, **dataclasses.asdict(finding)}, default=str)
         request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
         try:
             with urllib.request.urlopen(request, timeout=self._actions.webhook_timeout):
                 pass
         except (OSError, ValueError) as error:
             if not self._complained:
-                message = f"the webhook {url} did not take the alert ({error}); the training goes on, later alerts are tried"
+                message = (
+                    f"the webhook {url} did not take the alert ({error}): later alerts are tried again, the training goes on"
+                )
                 self._warnings.append(Finding("alerts", "warning", message, step=finding.step))
             self._complained = True

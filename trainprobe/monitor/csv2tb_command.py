@@ -1,4 +1,4 @@
-"""`trainprobe csv2tb DIR`: metric CSV files, tidy or wide, become TensorBoard event files."""
+"""`trainprobe csv2tb RUN`: metric CSV files, tidy or wide, become TensorBoard event files."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _LEFT_OUT = {"checksum", "crc32", "shape", "dtype"}
 
 
 def csv2tb(
-    folder: Annotated[Path, typer.Argument(help="folder with metric CSV files, or one file", metavar="DIR")],
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="by default DIR/tensorboard")] = None,
+    folder: Annotated[Path, typer.Argument(help="folder with metric CSV files, or one file", metavar="RUN")],
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="by default RUN/tensorboard")] = None,
 ) -> int:
-    """Write the metrics in DIR as event files, one folder per rank.
+    """Write the metrics in RUN as event files, one folder per rank.
 
     Exit code: 0, or 3 there are no metrics, or the files lack steps of their run; those that are there are written.
     """

@@ -1,4 +1,7 @@
-"""The one line that a person reads when a run is over: steps, findings by rule, the first in words, and where to look."""
+"""The one line that a person reads when a run is over: steps, findings by rule, and where to read them.
+
+What a finding says was printed when it was made, and is not repeated.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainprobe.engine.core.findings import place_in_words
 from trainprobe.engine.core.records import Finding, Place
 from trainprobe.engine.core.words import counted
 from trainprobe.errors import FormatError
 from trainprobe.monitor.findings_of_run import OWN
 from trainprobe.monitor.run_folder import read_findings
 from trainprobe.monitor.watcher import causes
-
-LONG = 400  # characters of a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ def end_line(run: Run, findings: Sequence[Finding]) -> str:
     """Return the line, without the tool's name. findings: of this rank; what other ranks wrote in this run is added."""
     found = [f for f in causes([*findings, *_of_other_ranks(run)]) if _matters(f)]
     nothing = _nothing_found(run, findings)
-    outcome = f"{counted(len(found), 'finding')} ({_by_rule(found)}); {_first(found)}" if found else nothing
+    outcome = f"{counted(len(found), 'finding')} ({_by_rule(found)}{_since(found)})" if found else nothing
     share = f"{run.recorded}: " if run.recorded else ""
     return f"{share}{_steps(run)}, {outcome}; {_where(run, bool(found))}"
 
@@ -94,12 +94,9 @@ def _by_rule(found: Sequence[Finding]) -> str:
     return ", ".join(f"{rule} {n}" if n > 1 else rule for rule, n in Counter(f.rule for f in found).items())
 
 
-def _first(found: Sequence[Finding]) -> str:
-    first = found[0]
-    message = first.message if len(first.message) <= LONG else f"{first.message[:LONG]}…"
-    where = place_in_words(first)
-    lead = "the first is" if len(found) > 1 else "it is"
-    return f"{lead} {first.severity} {first.rule}{f' ({where})' if where else ''}: {message}"
+def _since(found: Sequence[Finding]) -> str:
+    steps = [finding.step for finding in found if finding.step is not None]
+    return f", first at step {min(steps)}" if steps else ""
 
 
 def _where(run: Run, found: bool) -> str:
@@ -107,5 +104,5 @@ def _where(run: Run, found: bool) -> str:
     if not run.written:
         return "nothing was written to disk"
     if found:
-        return f"for all: trainprobe judge {folder}, as a page: trainprobe report {folder}"
+        return f"read them with `trainprobe judge {folder}`, or as a page with `trainprobe report {folder}`"
     return f"output in {folder}"

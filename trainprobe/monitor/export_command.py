@@ -1,4 +1,4 @@
-"""`trainprobe export DIR --trend run.trend.db`: a run as a file that another tool opens."""
+"""`trainprobe export RUN --trend run.trend.db`: a run as a file that another tool opens."""
 
 from __future__ import annotations
 
@@ -16,12 +16,18 @@ from trainprobe.monitor.trend_db import write_trend_db
 
 
 def export(
-    folder: Annotated[Path, typer.Argument(help="folder that the run wrote to, or its URL", metavar="DIR", parser=as_given)],
+    folder: Annotated[Path, typer.Argument(help="folder that the run wrote to, or its URL", metavar="RUN", parser=as_given)],
     trend: Annotated[
-        Path, typer.Option(help="write a .trend.db here, which the trend page of mindstudio-probe opens in TensorBoard")
+        Path,
+        typer.Option(
+            "--output",
+            "-o",
+            "--trend",
+            help="the .trend.db to write, which the trend page of mindstudio-probe opens in TensorBoard",
+        ),
     ],
 ) -> int:
-    """Write the series of the run in DIR for another tool.
+    """Write the series of the run in RUN for another tool.
 
     Exit code: 0, or 3 there is no step, or some of the run's are not in its log; the file has those that are.
     """

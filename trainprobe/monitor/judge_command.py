@@ -1,4 +1,4 @@
-"""`trainprobe judge DIR`: what a run found, the audit included, and what the rules find in its record now."""
+"""`trainprobe judge RUN`: what a run found, the audit included, and what the rules find in its record now."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ORIGINS = {"recorded": "recorded", "judged": "found now", "both": "recorded and
 
 
 def judge(
-    folder: Annotated[Path, typer.Argument(help="folder that the run wrote to, or its URL", metavar="DIR", parser=as_given)],
+    folder: Annotated[Path, typer.Argument(help="folder that the run wrote to, or its URL", metavar="RUN", parser=as_given)],
     rules: Annotated[
         str | None,
         typer.Option("--rules", help="only these rules: names separated by commas, or a YAML file of rules and their settings"),
@@ -45,7 +45,7 @@ def judge(
         bool, typer.Option("--schema", help="print the JSON schema of a finding", is_eager=True, callback=prints(schema_text))
     ] = False,
 ) -> int:
-    """Show the findings of the run in DIR, those of the audit included, and what the rules find in its log now.
+    """Show the findings of the run in RUN, those of the audit included, and what the rules find in its log now.
 
     Exit code: 0 nothing to worry about, 1 there is a warning or an error, 3 there is nothing to judge, or nothing was found and
     the record is incomplete, or with --fleet no rank has a replica to compare with.

@@ -14,16 +14,19 @@ from trainprobe.errors import StopTraining
 from trainprobe.monitor.actions import Alerts, decide
 from trainprobe.monitor.chosen_calls import chosen_calls
 from trainprobe.monitor.plan import MonitorPlan, validate
+from trainprobe.monitor.requests import looks_when_asked
 from trainprobe.monitor.rules_of_run import keep_rules
+from trainprobe.monitor.source_lines import with_line
 from trainprobe.monitor.updates_seen import steps_without_update
 from trainprobe.monitor.watcher import NO_LOSS, OF_THE_LOSS, Watcher, keep_state, resume_state, too_few_steps
 
 
 class MonitorProgram(Program):
-    """See the module text. plan: the `monitor` section of a plan."""
+    """See the module text. plan: the `monitor` section of a plan. forward_at: steps whose forward pass is to be looked at."""
 
-    def __init__(self, plan: MonitorPlan, schedule: Schedule) -> None:
+    def __init__(self, plan: MonitorPlan, schedule: Schedule, forward_at: set[int]) -> None:
         super().__init__("monitor", schedule)
+        self._forward_at = forward_at
         self.plan = plan
         self.watcher = Watcher(plan.rules)
         self._choose = chosen_calls(plan)
@@ -46,7 +49,7 @@ class MonitorProgram(Program):
 
     def sinks(self, place: Place) -> Mapping[str, Any]:
         """Return what sends findings out."""
-        return {"alerts": Alerts(self.plan.rules, self.plan.actions)}
+        return {"alerts": Alerts(self.plan.rules, self.plan.actions, self._probe.plan.output)}
 
     def continued(self) -> None:
         """Go on from what the rules of the earlier run remembered."""
@@ -66,11 +69,14 @@ class MonitorProgram(Program):
         if not self._kept and self._probe.writer is not None:
             self._kept = True
             self._probe.report(keep_rules(self._section, self._state_file().parent))
-        return self.watcher(step_data)
+        return [with_line(finding, step_data) for finding in self.watcher(step_data)]
 
     def decide(self, found: Sequence[Finding]) -> tuple[int, StopTraining | None]:
         """Return what the actions of the rules ask for."""
         decision, self._dumps = decide(found, self.plan.rules, self.plan.actions, self._dumps)
+        if self.watcher.wants_forward() and looks_when_asked(self.plan):
+            self._forward_at.add(self._probe.step_number + 1)
+            self._probe.scheduler.ask_anew()
         return decision.dump_steps, decision.stop
 
     def closing(self) -> None:

@@ -1,4 +1,4 @@
-"""`trainprobe report DIR`: writes the page of a recorded run."""
+"""`trainprobe report RUN`: writes the page of a recorded run."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from trainprobe.monitor.watcher import judge_run
 
 
 def report(
-    folder: Annotated[Path, typer.Argument(help="folder that the run wrote to, or its URL", metavar="DIR", parser=as_given)],
+    folder: Annotated[Path, typer.Argument(help="folder that the run wrote to, or its URL", metavar="RUN", parser=as_given)],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="the page; by default DIR/report.html, of a URL ./report.html")
+        Path | None, typer.Option("--output", "-o", help="the page; by default RUN/report.html, of a URL ./report.html")
     ] = None,
     title: Annotated[str | None, typer.Option("--title", help="by default the folder's name")] = None,
     judge: Annotated[
@@ -35,7 +35,7 @@ def report(
     ] = False,
     beside: Annotated[
         Path | None,
-        typer.Option(help="another run: where the two part, its curves, and maps of how far they are apart", parser=as_given),
+        typer.Option(help="another run: the first difference, its curves, and maps of the distances", parser=as_given),
     ] = None,
     floor: Annotated[
         Path | None,
@@ -46,13 +46,13 @@ def report(
     ] = False,
     ray: Annotated[bool, typer.Option("--ray", help="--fleet on a Ray cluster whose machines see the same paths")] = False,
 ) -> int:
-    """Write one self-contained HTML page of the run in DIR.
+    """Write one self-contained HTML page of the run in RUN.
 
     Exit code: 0, or 3 there is nothing to show, or nothing was found and the record is incomplete.
     """
     folder = run_folder(folder)
     if floor is not None and beside is None:
-        raise UsageError("--floor needs --beside OTHER, the run that DIR is compared with")
+        raise UsageError("--floor needs --beside OTHER, the run that RUN is compared with")
     home = Path() if is_copy(folder) else folder if folder.is_dir() else folder.parent
     target = output or home / "report.html"
     if fleet:

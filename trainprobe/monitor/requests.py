@@ -14,6 +14,8 @@ def modules_of_monitor(monitor: MonitorPlan | None) -> ModuleRequest:
     """Return what the monitor requests of modules: inputs, outputs and their gradients; nothing without a monitor."""
     if monitor is None:
         return ModuleRequest(no_flags, lambda name: False, frozenset(), forward=False, backward=False)
+    if looks_when_asked(monitor):
+        return ModuleRequest(lambda *_: STATS, lambda _: True, frozenset({"input", "output"}), backward=False, recompute=False)
     chosen = [Names(kind.names) for kind in (monitor.activations, monitor.activation_gradients) if kind.on]
     data = {"input", "output"} if monitor.activations.on or monitor.activation_gradients.on else set[str]()
     return ModuleRequest(
@@ -24,6 +26,11 @@ def modules_of_monitor(monitor: MonitorPlan | None) -> ModuleRequest:
         backward=monitor.activation_gradients.on,
         recompute=False,
     )
+
+
+def looks_when_asked(monitor: MonitorPlan | None) -> bool:
+    """Tell whether the forward pass is looked at only in the step after a NaN whose origin was not seen."""
+    return monitor is not None and not (monitor.activations.on or monitor.activation_gradients.on)
 
 
 def intervals_of(monitor: MonitorPlan) -> dict[str, int]:

@@ -6,7 +6,9 @@ Looks for logs first (`rank{R}/metrics-*.parquet` or `rank{R}/records.jsonl`), b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,11 @@ from trainprobe.errors import FormatError
 from trainprobe.monitor.frames import Frame, SeriesTable, frame_of_records, frame_of_step
 from trainprobe.monitor.metric_files import read_metrics
 
+LACKS = f"no metrics-*.parquet, no {LOG_FILE}, no dump (step{{N}}/rank{{R}}/) and no CSV file of metrics"
+SHOWN = 4  # runs that are named where a folder holds none
+MOST_ENTRIES = 1000  # of a folder that are looked at for runs
+_OF_RUNS = (f"rank*/{FINDINGS_FILE}", "rank*/metrics*", f"rank*/{LOG_FILE}", "step*/rank*")
+
 
 def read_frames(folder: Path) -> Iterator[Frame]:
     """Yield the frames of a run, those of each rank in the order of its steps.
@@ -42,8 +49,9 @@ def read_frames(folder: Path) -> Iterator[Frame]:
     nothing to read.
     """
     if not folder.exists():
-        raise FormatError(f"{folder} does not exist: name the folder that the run wrote to (`output` of its plan)")
+        raise FormatError(f"{folder} does not exist. {_where_runs_are(folder)}")
     logs = find_logs(folder)
+    check_one_run(folder, logs)
     for log in logs:
         yield from frames_of_log(log)
     if logs:
@@ -63,12 +71,39 @@ def read_frames(folder: Path) -> Iterator[Frame]:
                 f"{folder} holds no step that was written out, but what a process left that was ended: `trainprobe black-box "
                 f"{folder}` reads it"
             )
-        raise FormatError(
-            f"{folder} holds no run: no metrics-*.parquet, no {LOG_FILE}, no dump (step{{N}}/rank{{R}}/) and no CSV file "
-            "of metrics; name the folder that the run wrote to (`output` of its plan)"
-        )
+        here = folder if folder != Path() else folder.absolute()
+        raise FormatError(f"{here} holds no run: {LACKS}. {_where_runs_are(folder)}")
     for step in read_metrics(folder):
         yield frame_of_records(step.step, step.place, step.records, tables.setdefault(step.place.rank, SeriesTable()))
+
+
+def check_one_run(folder: Path, logs: Sequence[Path]) -> None:
+    """Raise FormatError where a folder holds several runs, whose ranks would be taken for one."""
+    ranks = [log if log.is_dir() else log.parent for log in logs]
+    runs = sorted({rank.parent for rank in ranks})
+    if len({rank.name for rank in ranks}) < len(ranks):
+        names = ", ".join(str(run.relative_to(folder)) for run in runs[:SHOWN]) + ", …" * (len(runs) > SHOWN)
+        listed = f"`trainprobe runs {shlex.quote(str(folder))}` lists them"
+        raise FormatError(f"{folder} holds {len(runs)} runs: {names}. Name one of them ({listed})")
+
+
+def _where_runs_are(folder: Path) -> str:
+    """Name runs in a folder and beside it, and the command that lists them."""
+    looked = next(above for above in (folder.absolute(), *folder.absolute().parents) if above.is_dir())
+    for place in (looked, looked.parent):
+        near = sorted({run for entry in islice(place.glob("*"), MOST_ENTRIES) for run in _runs_at(entry)})
+        if near:
+            names = ", ".join(str(run.relative_to(place)) for run in near[:SHOWN]) + ", …" * (len(near) > SHOWN)
+            return f"Runs in {place}: {names} (`trainprobe runs {shlex.quote(str(place))}` lists them)"
+    return "Name the folder that a run wrote to (`output` of its plan); `trainprobe runs DIR` lists the runs under DIR"
+
+
+def _runs_at(folder: Path) -> Iterator[Path]:
+    """Yield a folder, or those in it, that hold folders of ranks or steps."""
+    if folder.is_dir() and not folder.name.startswith("."):
+        own = any(True for pattern in _OF_RUNS for _ in folder.glob(pattern))
+        found = [folder] if own else {rank.parent for pattern in _OF_RUNS for rank in folder.glob(f"*/{pattern}")}
+        yield from (run.parent if run.name.startswith("step") else run for run in found)
 
 
 def _holds_black_box(folder: Path) -> bool:

@@ -1,4 +1,4 @@
-"""`trainprobe top DIR`: a live view of a run in the terminal, read from what the run writes."""
+"""`trainprobe top RUN`: a live view of a run in the terminal, read from what the run writes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from trainprobe.monitor.looked_at import LookedAt
 from trainprobe.monitor.remote_run import as_given, origin, refresh, run_folder
 from trainprobe.monitor.report.from_run import worst_offenders
 from trainprobe.monitor.rules_of_run import left_out, rules_of_run
-from trainprobe.monitor.run_folder import find_logs, read_findings, read_frames
+from trainprobe.monitor.run_folder import check_one_run, find_logs, read_findings, read_frames
 from trainprobe.monitor.scalar_names import role_of
 from trainprobe.monitor.watcher import Watcher, unjudged
 
@@ -51,7 +51,9 @@ class Tail:
     def frames(self) -> list[Frame]:
         """Return the frames that were written since the last call."""
         found: list[Frame] = []
-        for log in find_logs(self.folder):
+        logs = find_logs(self.folder)
+        check_one_run(self.folder, logs)
+        for log in logs:
             if log.is_dir():
                 with damaged_as(f"the run log in {log}"):
                     found += self._of_columns(log).frames()
@@ -170,11 +172,11 @@ def _bar(group: F64, low: float, high: float) -> str:
 
 
 def top(
-    folder: Annotated[Path, typer.Argument(help="folder that the run writes to, or its URL", metavar="DIR", parser=as_given)],
+    folder: Annotated[Path, typer.Argument(help="folder that the run writes to, or its URL", metavar="RUN", parser=as_given)],
     once: Annotated[bool, typer.Option("--once", help="print one frame and exit")] = False,
     seconds: Annotated[float, typer.Option("--every", help="seconds between two updates", min=0.1)] = 2.0,
 ) -> int:
-    """Show the run in DIR live: last step, loss, gradient norm, outliers, findings. Ctrl-C ends it.
+    """Show the run in RUN live: last step, loss, gradient norm, outliers, findings. Ctrl-C ends it.
 
     Exit code: 0, or 3 there is nothing to show, or nothing was found and the record is incomplete.
     """

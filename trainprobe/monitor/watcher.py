@@ -20,6 +20,7 @@ from trainprobe.monitor.frames import SCALED, Frame, SeriesTable, frame_of_step
 from trainprobe.monitor.incidents import FAMILY, Incident
 from trainprobe.monitor.memory import Memory
 from trainprobe.monitor.rules import RuleOptions, load_rule
+from trainprobe.monitor.rules.nonfinite import wants_forward
 from trainprobe.monitor.scalar_names import role_of, scalar
 from trainprobe.monitor.updates_seen import UpdatesSeen, steps_without_update
 
@@ -63,6 +64,10 @@ class Watcher:
             found += self.part(f"the rule {name}", self._judge_by, name, frame) or ()
         lasts = any(self._still_holds(name) for name in FAMILY & self.rules.keys())
         return in_order(self.incident.fold(found, lasts, frame.step, self.rules, self.count, in_order))
+
+    def wants_forward(self) -> bool:
+        """Tell whether the forward pass of the next step is to be looked at, for a NaN whose origin was not seen."""
+        return "nonfinite" in self.rules and wants_forward(self.memories["nonfinite"])
 
     def _still_holds(self, rule: str) -> bool:
         """Tell whether what a rule reported last holds at this step too."""
@@ -209,9 +214,7 @@ def too_few_steps(missing: Mapping[str, int]) -> str:
     """Return one sentence on what `Watcher.not_judged` returned; "" for nothing."""
     if not missing:
         return ""
-    return (
-        f"Not judged by rules that need more collected steps: {', '.join(f'{name} ({n} more)' for name, n in missing.items())}."
-    )
+    return f"Too few steps for the rules {', '.join(f'{name} ({n} more)' for name, n in missing.items())}."
 
 
 def causes(findings: Iterable[Finding]) -> list[Finding]:

@@ -22,9 +22,11 @@ def _schema() -> str:
 
 
 def op_check(
-    dump: Annotated[Path, typer.Argument(help="a dump: its folder, a step or a rank of it; this tool's or mindstudio-probe's")],
+    dump: Annotated[
+        Path, typer.Argument(help="a dump: its folder, a step or a rank of it; this tool's or mindstudio-probe's", metavar="A")
+    ],
     other: Annotated[
-        Path | None, typer.Argument(help="a second dump of the same steps: which of the two is nearer the truth")
+        Path | None, typer.Argument(help="a second dump of the same steps: which is nearer the truth", metavar="B")
     ] = None,
     op: Annotated[
         list[str] | None,

@@ -289,7 +289,7 @@ def _described(found: Judgement, y: Tensor, r: Tensor, noise: Allowance, brief: 
     if not brief:
         error = (y.to(torch.float64) - r).abs().nan_to_num(0.0, 0.0, 0.0)
         where = pattern(error > NEAR * bounds(y, r, noise.tensor))
-    return f"{found.worst:.3g} times its own rounding, {_share(found.share)} of the elements beyond it{where}"
+    return f"{found.worst:.3g} times its own rounding (limit {NEAR:g}), {_share(found.share)} of the elements beyond it{where}"
 
 
 def _share(share: float) -> str:

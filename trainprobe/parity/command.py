@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from itertools import combinations
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +13,7 @@ from rich.table import Table
 
 from trainprobe.dump_compare.command import compare_dumps
 from trainprobe.dump_compare.verdict import Verdict
+from trainprobe.engine.core.log_lines import say
 from trainprobe.errors import FormatError, OutputError, ProbeError, UsageError
 from trainprobe.parity.layouts import TORCHRUN, Ran, last_lines, plan_of, read_layouts, run_layout
 
@@ -32,7 +32,7 @@ def parity(
         list[str] | None,
         typer.Option("--layout", "-l", help="NAME=RANKS ARGUMENTS: processes, and what the script is given; at least twice."),
     ] = None,
-    output: Annotated[Path, typer.Option(help="Folder of the dumps.")] = Path("parity_out"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the dumps.")] = Path("parity_out"),
     step: Annotated[
         list[int] | None, typer.Option(help="Step to compare, as the training counts; may be given again. [0]")
     ] = None,
@@ -54,7 +54,7 @@ def parity(
     plan = _write_plan(output, step or [0])
     runs: list[Ran] = []
     for each in layouts:
-        sys.stderr.write(f"trainprobe: runs {each.name}, {each.ranks} process{'es' * (each.ranks > 1)}\n")
+        say(f"runs {each.name}, {each.ranks} process{'es' * (each.ranks > 1)}")
         runs.append(run_layout(each, script, plan, output, launcher))
         _tell_failure(runs[-1])
     found = {(a.layout.name, b.layout.name): _compared(a, b) for a, b in combinations(runs, 2)}
@@ -77,8 +77,8 @@ def _write_plan(output: Path, steps: list[int]) -> Path:
 
 def _tell_failure(ran: Ran) -> None:
     if ran.code:
-        lines = "".join(f"  {line}\n" for line in last_lines(ran))
-        sys.stderr.write(f"trainprobe: {ran.layout.name} ended with exit code {ran.code}; it printed last:\n{lines}")
+        lines = "".join(f"\n  {line}" for line in last_lines(ran))
+        say(f"{ran.layout.name} ended with exit code {ran.code}; it printed last:{lines}", severity="error")
 
 
 def _compared(a: Ran, b: Ran) -> Verdict:

@@ -21,7 +21,7 @@ def rollout_compare(
     ] = None,
     workers: Annotated[int, typer.Option("--workers", "-n", help="arrays that are compared at a time")] = 8,
 ) -> int:
-    """Say where the key data of two runs part. Exit code: 0 the same, 1 within noise, 2 they differ, 3 not comparable."""
+    """Say where two runs' key data first differ. Exit code: 0 the same, 1 within noise, 2 they differ, 3 not comparable."""
     found = SingleComparator.compare(a, b, output, workers, floor=floor)
     typer.echo(found.sentence)
     typer.echo(f"sheets and verdict.json in {output}")

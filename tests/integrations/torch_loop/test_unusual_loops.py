@@ -152,6 +152,11 @@ KINDS: dict[Loop, int] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _logs_all(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "trainprobe")
+
+
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == "trainprobe"]
 
@@ -421,5 +426,5 @@ def test_backward_passes_of_no_module_are_said(tmp_path, caplog):
     x = torch.ones(3, requires_grad=True)
     x.square().sum().backward()
     loop.close()
-    assert said(caplog, "1 backward passes were seen and no model") == 1
+    assert said(caplog, "1 backward pass and no model") == 1
     assert not (tmp_path / "out").exists()

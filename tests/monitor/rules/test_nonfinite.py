@@ -37,7 +37,7 @@ def test_the_origin_is_the_first_module_whose_input_was_finite_and_whose_output_
     ]
     (found,) = Bench("nonfinite").feed(*values, loss=NAN)
     assert (found.site.name, found.site.slot, found.severity) == ("layers.1", "output", "error")
-    assert "inputs were finite, it arose in the forward pass" in found.message
+    assert "inputs were finite, the forward pass made it" in found.message
 
 
 def test_of_nested_modules_the_innermost_is_named():
@@ -134,7 +134,7 @@ def test_a_run_whose_every_step_is_skipped_is_an_error_however_high_the_scale(ha
     for step in range(80):
         bench.feed(grad("w", math.inf), loss=1.0, loss_scale=2.0 ** (100 - step if halves else 20))
     assert [(f.step, f.severity) for f in bench.found] == [(0, "info"), (35, "error")]
-    assert "as at 35 steps before it in a row, all of which the loss scaler skipped" in bench.found[1].message
+    assert "the loss scaler skipped the 35 steps before it too" in bench.found[1].message
 
 
 def test_a_loss_scale_that_is_raised_far_above_one_that_worked_is_an_error_as_any():
@@ -155,7 +155,7 @@ def test_a_batch_that_is_not_finite_is_the_origin_and_not_the_gradients_that_fol
     backward = [*module("", 1.0, NAN, "backward"), grad("layers.1.w", NAN), grad("layers.0.w", NAN)]
     (found,) = Bench("nonfinite").feed(*forward, *backward, loss=NAN)
     assert (found.site.name, found.site.slot) == ("", "input.0")
-    assert "it came in with the data" in found.message
+    assert "the data or an earlier step made it" in found.message
     assert "backward" not in found.message
     assert "look at the batch" in found.next
 
@@ -172,11 +172,11 @@ WEIGHT = value("forward", "parameter", "layers.2.w", "value", norm=1.0)  # all t
 @pytest.mark.parametrize("seen", [[], [WEIGHT]], ids=["nothing", "weights"])
 def test_of_a_forward_pass_that_was_not_recorded_nothing_is_claimed(seen):
     (found,) = Bench("nonfinite").feed(*seen, grad("layers.2.w", NAN))
-    assert "neither the forward pass nor the loss was recorded: it came in with the batch, or" in found.message
+    assert "neither the forward pass nor the loss was recorded; the batch had it, or" in found.message
     (found,) = Bench("nonfinite").feed(*seen, grad("layers.2.w", NAN), loss=1.0)
-    assert "the loss was finite, it arose in the backward pass" in found.message
+    assert "the loss was finite, the backward pass made it" in found.message
     (found,) = Bench("nonfinite").feed(*seen, grad("layers.2.w", NAN), loss=NAN)
-    assert found.site.name == "loss" and "the forward pass was not recorded: it came in with the batch, or" in found.message
+    assert found.site.name == "loss" and "the forward pass was not recorded; the batch had it, or" in found.message
 
 
 def mixed_precision(folder: Path, level: str, skips: bool) -> trainprobe.Probe:

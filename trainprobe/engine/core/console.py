@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-import sys
 from collections import Counter
 from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
 from trainprobe.engine.core.findings import Cause, cause_of, sentence
+from trainprobe.engine.core.log_lines import say
 from trainprobe.engine.core.records import Finding
 
 PRINTED_PER_RULE = 5  # findings of one rule that are printed; further ones are in the log
@@ -21,7 +22,7 @@ _PRINTED_THERE = frozenset({"guard", "writer"})  # faults of the tool, which the
 
 
 class Console:
-    """Prints the findings of one rank. on: False prints nothing. say: writes one line; by default to standard error.
+    """Prints and logs the findings of one rank. on: False does neither. write_line: prints a line, None to standard error.
 
     speaks: whether this rank prints what all ranks share. silent: rules whose findings are not printed. markers: a folder
     that the ranks of a run share, in which the first rank that prints an error leaves a mark, so that others do not repeat it.
@@ -29,7 +30,7 @@ class Console:
 
     def __init__(self, on: bool = True) -> None:
         self.on = on
-        self.write_line: Callable[[str], object] = _to_standard_error
+        self.write_line: Callable[[str], object] | None = None
         self.speaks = True
         self.silent: Collection[str] = ()
         self.markers: Path | None = None
@@ -44,17 +45,17 @@ class Console:
         self._printed.add(cause_of(finding))
         self._times[finding.rule] += 1
         if self._times[finding.rule] > PRINTED_PER_RULE:
-            self.line(f"further findings of {finding.rule} are written to the log and not printed here")
+            self.line(f"further findings of {finding.rule} are in the run's folder and not printed")
             self.silent = {*self.silent, finding.rule}
         elif self._is_first_rank(finding):
-            self.line(finding.message if finding.step is None else sentence(finding))
-            if finding.next:
-                self.line(f"  next: {finding.next}")
+            then = [f"  next: {finding.next}"] if finding.next else []
+            text = finding.message if finding.step is None else sentence(finding)
+            self.line(text, *then, severity=finding.severity, finding=finding)
 
-    def line(self, text: str) -> None:
-        """Print a line of the tool; nothing in a process that was forked from the training's."""
+    def line(self, *lines: str, severity: str = "info", **fields: Any) -> None:
+        """Print and log lines of the tool; nothing in a process that was forked from the training's. See `say`."""
         if self.on and os.getpid() == self._pid:
-            self.write_line(f"trainprobe: {text}")
+            say(*lines, severity=severity, write_line=self.write_line, **fields)
 
     def _is_for_people(self, finding: Finding) -> bool:
         if not self.on or finding.severity == "info" or finding.rule in _PRINTED_THERE or finding.rule in self.silent:
@@ -75,7 +76,3 @@ class Console:
         except OSError:
             return True
         return True
-
-
-def _to_standard_error(line: str) -> None:
-    sys.stderr.write(line + "\n")

@@ -7,13 +7,13 @@ and its fault disables that part alone. What only one value of the program cause
 
 from __future__ import annotations
 
-import sys
 import traceback
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
+from trainprobe.engine.core.log_lines import say
 from trainprobe.engine.core.records import Finding
 from trainprobe.errors import ProbeError, StopTraining
 from trainprobe.unobserved import lacks_descriptors
@@ -129,7 +129,7 @@ class Guard:
             severity="error",
             message=f"{self.farewell}: {what} (at {_place_of(fault)})",
         )
-        sys.stderr.write(f"trainprobe: {self.tripped.message}\n")
+        say(self.tripped.message, severity="error", finding=self.tripped)
         for part in self.parts.values():
             part.tripped = part.tripped or self.tripped
         self._take_away()
@@ -140,7 +140,7 @@ class Guard:
         releases = [*reversed(self._on_trip), *(release for part in self.parts.values() for release in reversed(part._on_trip))]
         left = attempt(all_of, releases, otherwise=fault_text)
         if left is not None:
-            sys.stderr.write(f"trainprobe: something may still be installed: {left}\n")
+            say(f"something may still be installed: {left}", severity="error")
 
     def _report(self, finding: Finding) -> None:
         if self._on_finding is not None:

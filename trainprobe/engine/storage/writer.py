@@ -18,7 +18,6 @@ import importlib.util
 import multiprocessing
 import multiprocessing.util
 import os
-import sys
 import threading
 import time
 import weakref
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainprobe.engine.core.guard import attempt, fault_text
+from trainprobe.engine.core.log_lines import say
 from trainprobe.engine.core.records import Finding, Place, StepData
 from trainprobe.engine.core.words import counted
 from trainprobe.engine.plan.model import Plan
@@ -444,7 +444,7 @@ class Writer:
         with self._changed:
             self._findings.append(finding)
         if finding.severity != "info":
-            sys.stderr.write(f"trainprobe: {finding.message}\n")
+            say(finding.message, severity=finding.severity, finding=finding)
         for name, sink in self.sinks.items() if threading.current_thread() is self._thread else ():
             self._guarded(name, sink.findings, -1, (finding,))
         if self._on_finding is not None:

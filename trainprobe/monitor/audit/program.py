@@ -18,7 +18,6 @@ from trainprobe.monitor.audit.apart_on_purpose import why_not_compared
 from trainprobe.monitor.audit.audit import Audit, Gather
 from trainprobe.monitor.audit.plan import AuditPlan, validate
 from trainprobe.monitor.audit.relations import observers_of
-from trainprobe.monitor.audit.undeclared import Undeclared
 
 _REPLICATES = "DistributedDataParallel"  # a wrapper whose ranks all have the same parameters
 _DATA_PARALLEL = (_REPLICATES, "FullyShardedDataParallel", "FSDPModule")
@@ -36,7 +35,6 @@ class AuditProgram(Program):
         self.tap.attach(self)
         self.audit = Audit(plan, tap.take, gather)
         self._observers = observers_of(plan.checked())
-        self._undeclared: Undeclared | None = None
         self._said = False  # why ranks are not compared
 
     @property
@@ -61,8 +59,6 @@ class AuditProgram(Program):
         self._probe = probe
         self.audit.count, self.audit.part = probe.reporter.count, probe.guard.part
         probe.guard.of(AUDIT).on_trip(self.tap.close)
-        if self.tap.can_declare_loss:
-            self._undeclared = Undeclared(self.audit, self.tap.has_declared_loss, probe.at_end)
 
     def changed(self, plan: Plan, schedule: Schedule) -> None:
         """Go on with another plan; what was learnt so far stays."""
@@ -88,8 +84,7 @@ class AuditProgram(Program):
         if self.plan.ranks and self.world_size > 1 and not self._said and (why := self.audit.not_compared()):
             self._said = True
             self._probe.report(Finding("audit", "info", why))
-        found = self.audit(step_data)
-        return [*found, *(self._undeclared(step_data) if self._undeclared is not None else ())]
+        return self.audit(step_data)
 
     def ended(self, step: int, complete: bool) -> None:
         """Answer the other ranks' comparison where this rank's audit has stopped."""

@@ -1,4 +1,4 @@
-"""`trainprobe black-box FILE`: what the last steps of a rank were like when something happened."""
+"""`trainprobe black-box RUN`: what the last steps of a rank were like when something happened."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainprobe.monitor.black_box.step_in_progress import step_in_progress
 
 def black_box(
     file: Annotated[
-        Path, typer.Argument(help="a black_box.jsonl or .ring file, or the folder of a run or rank", metavar="FILE")
+        Path, typer.Argument(help="a black_box.jsonl or .ring file, or the folder of a run or rank", metavar="RUN")
     ],
     json: Annotated[bool, typer.Option("--json", help="the steps as JSON lines, whole")] = False,
     flipped: Annotated[

@@ -18,6 +18,7 @@ from typing import Any
 
 import orjson
 
+from trainprobe.engine.core.log_lines import say
 from trainprobe.engine.core.position import Position
 from trainprobe.engine.core.records import Finding, Place, StepData
 from trainprobe.engine.storage.dumps.header import place_text
@@ -72,9 +73,9 @@ class BlackBox:
         self._ended: str | None = None  # why it is when the writer ends
         self._left = False
         if place.rank == 0:
-            sys.stderr.write(
-                f"trainprobe: the last {plan.steps} collected steps of each rank are kept; should the run die, read them with "
-                f"`trainprobe black-box {output}`\n"
+            say(
+                f"the last {plan.steps} collected steps of each rank are kept; if the run dies, read them with "
+                f"`trainprobe black-box {output}`"
             )
 
     def follow(self, step: int) -> StepJournal:
@@ -160,7 +161,7 @@ class BlackBox:
         draft.write_bytes(b"\n".join([orjson.dumps(head, default=str), *pieces[-self.plan.steps :], b""]))
         draft.replace(path)
         if self.written is None:
-            sys.stderr.write(f"trainprobe: {why}: the last steps are kept; read them with `trainprobe black-box {path}`\n")
+            say(f"{why}: the last steps are kept; read them with `trainprobe black-box {path}`", severity="warning")
         self.written = path
 
 

@@ -133,7 +133,7 @@ def _group_without_majority(survey: Survey, group: Group, row: Mapping[str, Any]
     return Finding(
         "fleet_replicas",
         "error",
-        f"{subject} ({group.label}) are replicas and part at step {row['step']} in {_in_words(place)}: "
+        f"{subject} ({group.label}) are replicas and differ from step {row['step']} in {_in_words(place)}: "
         f"{row['n']} values differ and no majority holds the same bits, so which rank is wrong cannot be told",
         row["step"],
         survey.catalog.places[group.ranks[0]],

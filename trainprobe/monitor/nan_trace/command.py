@@ -1,4 +1,4 @@
-"""`trainprobe nan-trace DIR`."""
+"""`trainprobe nan-trace RUN`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LARGEST = {"float16": 65504.0, "bfloat16": 2.0**127 * (2 - 2.0**-7), "float32":
 
 
 def nan_trace(
-    folder: Annotated[Path, typer.Argument(help="folder that a run wrote to, or a step or rank of it", metavar="DIR")],
+    folder: Annotated[Path, typer.Argument(help="folder that a run wrote to, or a step or rank of it", metavar="RUN")],
     json: Annotated[bool, typer.Option("--json", help="one JSON object with everything")] = False,
 ) -> int:
     """Find the call, rank and step that made the first NaN or infinity, and how it reached the others.

@@ -75,11 +75,13 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     memory.numbers["tried"] = tried + (not searching)
     level = 2.0 if severe else 1.0
     memory.numbers["told"] = max(reported, level)
-    if reported >= level:
+    seen = _is_recorded(frame.table.addresses[s] for s in frame.addresses.tolist())
+    if reported >= level and not (seen and memory.numbers.get("unseen", 0.0)):
         return []
+    memory.numbers["unseen"] = float(not (seen or scaled or _is_in_weights(frame, bad)))
     after = "; the loss scaler skips such a step and lowers the scale" if scaled else ""
     if scaled and severe and before:
-        after = f"; as at {int(before)} steps before it in a row, all of which the loss scaler skipped: nothing is learnt"
+        after = f"; the loss scaler skipped the {int(before)} steps before it too: nothing is learnt"
     if not scaled and _was_not_skipped(frame, bad):
         after = f"{_STEPPED} and wrote it into weights, where a loss scaler skips such a step"
     return [_finding(frame, bad, options.severity if severe else "info", after)]
@@ -143,6 +145,11 @@ def _makes(address: Address) -> bool:
     return address.kind == "op" and address.name.rpartition(".")[2] in _MAKERS
 
 
+def wants_forward(memory: Memory) -> bool:
+    """Tell whether the forward pass of the next step may show the origin: it was not recorded, and the weights are finite."""
+    return lasts(memory) and memory.numbers.get("unseen", 0.0) > 0
+
+
 def lasts(memory: Memory) -> bool:
     """Tell whether this step has non-finite values too."""
     return memory.numbers.get("bad", 0.0) > 0
@@ -179,13 +186,19 @@ def _loss_is_bad(frame: Frame) -> bool:
     return loss is not None and not np.isfinite(loss)
 
 
+def _is_in_weights(frame: Frame, bad: Bools) -> bool:
+    """Tell whether a weight is not finite, before the step or after its update: whatever uses it is not either."""
+    addresses = [frame.table.addresses[s] for s in frame.addresses[np.flatnonzero(bad)].tolist()]
+    return any(a.kind == "parameter" and a.phase in ("forward", "optimizer") for a in addresses)
+
+
 def _note(frame: Frame, bad: Bools) -> Finding:
     """Return the note on values that do not matter."""
     address = frame.table.addresses[int(frame.addresses[np.flatnonzero(bad)[0]])]
     what = "NaN" if frame.health[bad].max() == Health.NAN else "infinity"
     text = (
-        f"step {frame.step} has {what} in {describe(address)}, and no result of a module, no gradient, no parameter and no "
-        "loss has it: it is assumed to be a constant, a mask or uninitialised memory"
+        f"step {frame.step} has {what} in {describe(address)} alone: no module output, gradient, parameter or loss has it, so "
+        "it is taken for a constant, a mask or uninitialised memory"
     )
     return Finding("nonfinite", "info", text, frame.step, frame.place, address.site(), what, "finite")
 
@@ -204,7 +217,7 @@ def _finding(frame: Frame, bad: Bools, severity: Severity, after: str) -> Findin
         site=address.site(),
         measured=what,
         expected="finite",
-        next=_SKIPS if after.startswith(_STEPPED) else _next(address, frame.step),
+        next=_SKIPS if after.startswith(_STEPPED) else _next(address, frame.step) or _not_seen(frame, bad),
     )
 
 
@@ -219,7 +232,19 @@ def _next(address: Address, step: int) -> str | None:
         return (
             f"look at the inputs of this op in {{output}}/step{step}/rank*/dump.json, and at its call in stack.json beside it"
         )
-    return f"record the step again (level: mix, step: [{step}], output: again); `trainprobe judge again` then names the op"
+    return None
+
+
+def _not_seen(frame: Frame, bad: Bools) -> str:
+    """Return what to do where the forward pass was not recorded, or modules alone: what comes next shows it, or a new run."""
+    again = (
+        f"run again from an earlier checkpoint with `record: mix, step: [{frame.step}]`: `trainprobe nan-trace` names the line"
+    )
+    if _is_recorded(frame.table.addresses[s] for s in frame.addresses.tolist()):
+        return again
+    if _is_in_weights(frame, bad):
+        return f"the weights have it now, so later steps cannot show its origin; {again}"
+    return f"the next step's forward pass is recorded and names the module if it comes again; if not, {again}"
 
 
 def find_origin(frame: Frame, chosen: Bools | None = None) -> tuple[Address, str]:
@@ -245,19 +270,19 @@ def find_origin(frame: Frame, chosen: Bools | None = None) -> tuple[Address, str
     if not ordered:
         return (
             first_bad,
-            "the first recorded value of the step already had it, so it came in with the data or from an earlier step",
+            "it is in the first recorded value of the step, so the data or an earlier step made it",
         )
     inner = _innermost(ordered[0][1], [result for _, result in ordered])
     if (lowest := _minus_infinity_before(frame, addresses, inner)) is not None:
         return lowest, "its inputs were finite and it returned minus infinity, which the following operations spread"
     if inner.kind == "op" and inner.phase == "forward" and addresses.index(inner) > _ends(addresses):
-        return inner, "it arose between the backward pass and the update: in clipping, or in what the optimizer prepares"
+        return inner, "made between the backward pass and the update: by clipping, or by what the optimizer prepares"
     how = _how(inner, next(entered for entered, result in ordered if result == inner), addresses)
     return inner, how + _between_modules(inner, paired)
 
 
 def _between_modules(origin: Address, paired: list[tuple[Address, bool]]) -> str:
-    """Say between which parts of a module it arose, where a part was given it and none made it: in the module's own code."""
+    """Say between which parts of a module it was made, where a part was given it and none made it: in the module's own code."""
     prefix = "" if origin.name in ("", "root") else f"{origin.name}."
     parts = [(a, b) for a, b in paired if a.kind == "module" and a.phase == "forward" and a.name.startswith(prefix)]
     parts = [(a, b) for a, b in parts if a.name not in (origin.name, "", "root")]
@@ -312,7 +337,7 @@ def _came_in(paired: list[tuple[Address, bool]], first_bad: Address) -> bool:
 
 
 def _between_the_passes(paired: list[tuple[Address, bool]], first_bad: Address) -> tuple[Address, str] | None:
-    """Return the loss, or the first gradient that came back, when it arose between the forward and the backward pass."""
+    """Return the loss, or the first gradient that came back, when it was made between the forward and the backward pass."""
     passes = [(address, b) for address, b in paired if _of_forward(address)]
     if any(b for _, b in passes):
         return None
@@ -321,11 +346,11 @@ def _between_the_passes(paired: list[tuple[Address, bool]], first_bad: Address) 
     seen = "the forward pass was finite" if recorded else f"{weights}the forward pass was not recorded"
     loss = next((address for address, b in paired if b and address.kind == "scalar" and role_of(address.name) == "loss"), None)
     if loss is not None and not recorded:
-        return loss, f"{seen}: it came in with the batch, or arose in the forward pass or in the loss"
+        return loss, f"{seen}; the batch had it, or the forward pass or the loss made it"
     if loss is not None:
-        return loss, f"{seen} and the gradients come after it: it arose in the loss"
+        return loss, f"{seen}: the loss made it"
     if first_bad.phase == "backward" and first_bad.slot.split(".")[0] in _ENTERS["backward"]:
-        return first_bad, f"{seen}: it came back with the gradient of what follows, the loss or the next pipeline stage"
+        return first_bad, f"{seen}: the gradient that came from the loss or the next pipeline stage had it"
     return None
 
 
@@ -371,12 +396,10 @@ def _how(address: Address, entered: bool, addresses: list[Address]) -> str:
     if address.slot.startswith("grad") and address.kind == "parameter":
         loss = any(other.kind == "scalar" and role_of(other.name) == "loss" for other in addresses)
         if not (_is_recorded(addresses) or loss):
-            return (
-                "neither the forward pass nor the loss was recorded: it came in with the batch, or arose in one of the passes"
-            )
-        return f"the {'forward pass' if _is_recorded(addresses) else 'loss'} was finite, it arose in the backward pass"
+            return "neither the forward pass nor the loss was recorded; the batch had it, or one of the passes made it"
+        return f"the {'forward pass' if _is_recorded(addresses) else 'loss'} was finite, the backward pass made it"
     known = "its inputs were finite" if entered else "what went into it was not collected"
-    return f"{known}, it arose in the {_PASS.get(address.phase, address.phase)}"
+    return f"{known}, the {_PASS.get(address.phase, address.phase)} made it"
 
 
 def describe(address: Address) -> str:

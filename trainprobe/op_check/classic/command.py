@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trainprobe.engine.core.log_lines import say
 from trainprobe.engine.storage.safe_files import text_lines
 from trainprobe.errors import FormatError, UsageError, did_you_mean
 from trainprobe.op_check.classic.arguments import COMMANDS, parse
@@ -51,7 +52,7 @@ def _check(given: Namespace) -> int:
 
     config = read_config(given.config_path) if given.config_path is not None else CheckConfig()
     for note in (*config.notes, *_without_effect(given)):
-        _say(note)
+        say(note)
     before, stamp, folder = set[str](), stamped(), given.out_path
     if given.result_csv_path is not None:
         before, stamp = _interrupted(given.result_csv_path)
@@ -61,7 +62,7 @@ def _check(given: Namespace) -> int:
     )
     result = judge(request, progress)
     for path in write_details(result.rows, folder, stamp, config.precision, bool(before)):
-        _say(f"details: {path}")
+        say(f"details: {path}")
     if given.save_error_data:
         _save(failed(result.rows), config.error_data_path / f"ut_error_data{stamp}")
     return _conclude(result)
@@ -93,9 +94,9 @@ def _save(rows: list[Row], folder: Path) -> None:
 
     for row in rows:
         try:
-            _say(f"error data: {write_replay(row, folder)}")
+            say(f"error data: {write_replay(row, folder)}")
         except UsageError as why:
-            _say(str(why))
+            say(str(why))
 
 
 def _conclude(result: Answer) -> int:
@@ -127,7 +128,7 @@ def _generate(given: Namespace) -> int:
     if config.direction not in rows:
         raise UsageError(f"{config.dump} has no {config.direction} of {config.call}; it has {', '.join(rows) or 'none'}")
     if config.extract is not None:
-        _say("extract_api_path has no effect: the safetensors file beside the script holds the call")
+        say("extract_api_path has no effect: the safetensors file beside the script holds the call")
     script = write_replay(rows[config.direction], given.api_output_path)
     sys.stdout.write(f"python {script}{_options(config)}\n")
     return 0
@@ -135,7 +136,3 @@ def _generate(given: Namespace) -> int:
 
 def _options(config: OpConfig) -> str:
     return f" --random --seed {config.seed} --repeat {config.repeat}" if config.random_data else ""
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"trainprobe: {text}\n")

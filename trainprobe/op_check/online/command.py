@@ -29,7 +29,7 @@ def op_check_serve(
     folder: Annotated[Path | None, typer.Option(help="a folder that both machines share")] = None,
     tls: Annotated[Path | None, typer.Option(help="folder with ca.pem, cert.pem, key.pem and perhaps crl.pem")] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="listen beyond this machine without TLS")] = False,
-    output: Annotated[Path, typer.Option(help="folder of the reports")] = Path("op_check_server"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="folder of the reports")] = Path("op_check_server"),
     ranks: Annotated[str, typer.Option(help="ranks that are judged, such as 0,8 or 0-7; all by default")] = "",
     device: Annotated[
         str, typer.Option(help="three ways: run each call on this device of the server as well, such as cuda or cpu")

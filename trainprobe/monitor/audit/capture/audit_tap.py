@@ -134,10 +134,6 @@ class AuditTap:
         model = model if self._audited.modes is None else replace(model, modes=self._audited.modes)
         return Facts(Training(self._set_up, model, self._audited.run.ordinal), *self._observers.facts(step_data))
 
-    def has_declared_loss(self) -> bool:
-        """Tell whether the loss was declared; True as well where a source keeps the gradients, as none could be compared."""
-        return self._audited.declared.loss is not None or not self._audited.plain
-
     def late_evaluations(self) -> Facts | None:
         """Return facts of evaluations after the last audited step, or None when there were none."""
         late = self._observers.late()

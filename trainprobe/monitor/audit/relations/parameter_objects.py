@@ -34,9 +34,11 @@ def check(evidence: Evidence) -> list[Finding]:
             )
         )
     elif gone:
-        text = f"the model does not have the parameters that it had at set-up: {and_more(gone)} came or went"
+        text = f"the model's parameters are not those of set-up: {and_more(gone)} appeared or disappeared"
         findings.append(
-            evidence.finding("parameter_objects", text, gone[0], measured="came or went", expected="as at set-up", names=gone)
+            evidence.finding(
+                "parameter_objects", text, gone[0], measured="appeared or disappeared", expected="as at set-up", names=gone
+            )
         )
     foreign = evidence.model.foreign
     if foreign and not other:
