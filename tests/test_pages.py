@@ -42,7 +42,7 @@ def test_every_verdict_has_its_colour_in_the_shared_rules(name):
 
 
 def test_the_states_of_a_fleet_have_colours_of_the_shared_rules():
-    assert {colour for _, colour in STATES} - set(re.findall(r"(--[a-z]+):", RULES)) == {"--calm"}
+    assert {colour for _, colour in STATES} - set(re.findall(r"(--[a-z]+):", RULES)) == {"--calm", "--unseen"}
 
 
 def test_text_in_the_data_of_a_page_is_no_markup():

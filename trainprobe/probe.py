@@ -172,8 +172,19 @@ class Probe(EngineProbe):
             self.interrupted(error[1])
         super().__exit__(*error)
 
+    def _repr_html_(self) -> str:
+        """Return how many steps were watched so far and what was found, for a notebook."""
+        from trainprobe.engine.storage.html_page.finding_item import findings_for_notebook
+        from trainprobe.monitor.watcher import causes
+
+        return findings_for_notebook(f"{self._end_line()}.", causes(self.findings))
+
     def _print_end(self) -> None:
         """Print the line that ends the run."""
+        line = self._end_line()
+        self.console.line(" ".join((f"{line}.", *self.sentences)) if self.sentences else line)
+
+    def _end_line(self) -> str:
         from trainprobe.monitor.end_line import Run, end_line
 
         run = Run(
@@ -189,8 +200,7 @@ class Probe(EngineProbe):
             left_out=tuple(name for name in self.guard.parts if self.guard.leaves_out(name)),
             recorded=self.recorded,
         )
-        line = end_line(run, self.findings)
-        self.console.line(" ".join((f"{line}.", *self.sentences)) if self.sentences else line)
+        return end_line(run, self.findings)
 
     # ---- further verbs -------------------------------------------------------------------------------------------
 

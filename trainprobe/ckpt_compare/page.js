@@ -13,7 +13,7 @@ function mapCell(cell) {
   const [name, log, tensor] = cell, nonfinite = name === "differ" && log === null;
   const colour = name === "identical" ? "var(--identical)" : nonfinite ? "var(--nonfinite)" : heat(log ?? -9);
   const note = nonfinite ? ", NaN or infinity on one side" : log === null ? "" : `, relative error ${number(10 ** log)}`;
-  const showTensor = () => { $("search").value = tensor; $("filter").value = ""; showRows(); $("list").scrollIntoView({ behavior: "smooth", block: "center" }); };
+  const showTensor = () => { $("search").value = tensor; $("filter").value = ""; keepPlace({ q: tensor, only: "all" }); showRows(); $("list").scrollIntoView({ behavior: "smooth", block: "center" }); };
   const look = COMPARED.includes(name) ? { style: `background: ${colour}` } : { class: "lost" };
   return el("td", { ...look, title: `${tensor}\n${name}${note}`, tabindex: 0, onclick: showTensor, onkeydown: (e) => { if (e.key === "Enter") showTensor(); } });
 }
@@ -49,15 +49,11 @@ function showRows() {
   $("shown").textContent = `${found.length} of ${data.rows.length}`;
 }
 
-document.body.classList.add("flow");
-fillVerdictHead(data.sentence, data.code, data.sides.map((s) => `${s.path} (${s.format}${s.layout ? `, ${s.layout}` : ""})`), data.details);
 data.maps.forEach(showMap);
 const found = [...new Set(data.rows.map((r) => r.verdict))];
-options($("filter"), [["", "every verdict"], ...found.map((name) => [name, name])], found.includes("differ") ? "differ" : "");
-$("filter").addEventListener("change", showRows);
-$("search").addEventListener("input", showRows);
-$("state").hidden = !data.state.length;
-new Table($("values"), [["value", "name"], ["A", "text"], ["B", "text"]], (s) => [`${s.what}: ${s.path}`, s.a, s.b + (s.note ? ` · ${s.note}` : "")]).show(data.state);
+options($("filter"), [["", "every verdict"], ...found.map((name) => [name, name])], place().only === "all" ? "" : place().only ?? (found.includes("differ") ? "differ" : ""));
+$("filter").addEventListener("change", () => { keepPlace({ only: $("filter").value || "all" }); showRows(); });
 onKeys();
 showRows();
+searches(showRows);
 ready();

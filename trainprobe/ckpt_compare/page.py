@@ -12,10 +12,11 @@ from typing import Any
 from trainprobe.ckpt_compare.report import entry
 from trainprobe.ckpt_compare.results import Comparison, Row
 from trainprobe.ckpt_compare.verdict import Verdict, by_error
-from trainprobe.engine.storage.html_page import make_page, shared, write_text
+from trainprobe.engine.storage.html_page import make_page, markup, shared, write_text
 
 _LAYER = re.compile(r"(?<![A-Za-z_])(?P<n>\d+)(?=\.)")
 _EXPERT = re.compile(r"(?<=experts\.)\d+(?=\.)")
+_WRITTEN = 50  # tensors that can be read without a script
 WORDS = ("identical", "equal within rounding", "differ", "not comparable or incomplete")
 
 
@@ -24,8 +25,36 @@ def write_page(c: Comparison, verdict: Verdict, path: Path) -> None:
     title = f"{Path(c.a.path).name} and {Path(c.b.path).name}: {WORDS[verdict.code]}"
     folder = files("trainprobe.ckpt_compare")
     own = (folder / name for name in ("page.html", "page.css", "page.js"))
-    parts = [shared("verdict_head.html"), *own, shared("foot.html")]
-    write_text(path, make_page(title, "ckpt-compare", parts, page_data(c, verdict)), "--html")
+    data = page_data(c, verdict)
+    sides = [f"{s['path']} ({', '.join(filter(None, (s['format'], s['layout'])))})" for s in data["sides"]]
+    graver = [row for row in data["rows"] if row["verdict"] != "identical"] or data["rows"]
+    written = {
+        "head": markup.verdict_head(verdict.sentence, verdict.code, sides, verdict.details),
+        "tensors": markup.table(
+            ("tensor", "verdict", "rel. error", "max |a−b|"),
+            [
+                (r["name"], markup.verdict(r["verdict"]), *map(_text, (r["relative_l2"], r["max_abs"])))
+                for r in graver[:_WRITTEN]
+            ],
+            ("name", "", "number", "number"),
+            id="list",
+        ),
+        "state": _state(data["state"]) if data["state"] else markup.Markup(),
+    }
+    parts = [*own, shared("foot.html")]
+    write_text(path, make_page(title, "ckpt-compare", parts, data, written=written), "--html")
+
+
+def _state(state: Sequence[dict[str, Any]]) -> markup.Markup:
+    """Return the card of what is not the same beside the tensors."""
+    rows = [(f"{s['what']}: {s['path']}", s["a"], " · ".join(filter(None, (s["b"], s["note"])))) for s in state]
+    title = markup.element("h2", "Beside the tensors: what is not the same")
+    values = markup.table(("value", "A", "B"), rows, ("name", "text", "text"))
+    return markup.element("section", title, markup.element("div", values, class_="scroll"), class_="card", id="state")
+
+
+def _text(number: float | str | None) -> str:
+    return "–" if number is None else number if isinstance(number, str) else f"{number:.3g}"
 
 
 def page_data(c: Comparison, verdict: Verdict) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from trainprobe.ckpt_compare.pairing import Move, layer_sentences
 from trainprobe.ckpt_compare.pieces import KINDS
 from trainprobe.ckpt_compare.results import INCOMPLETE, Comparison, Fault, Row
 from trainprobe.ckpt_compare.state import StateRow
+from trainprobe.engine.storage.html_page.markup import verdict_for_notebook
 
 IDENTICAL, ROUNDING, DIFFER, INCOMPLETE_CODE = 0, 1, 2, 3
 TOLERATED = "within --atol"  # how the note of a row begins whose difference a user allows
@@ -31,6 +32,9 @@ class Verdict:
     code: int
     sentence: str
     details: tuple[str, ...]
+
+    def _repr_html_(self) -> str:
+        return verdict_for_notebook(self.sentence, self.code, self.details)
 
 
 def verdict_of(c: Comparison) -> Verdict:

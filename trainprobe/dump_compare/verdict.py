@@ -20,6 +20,7 @@ from trainprobe.dump_compare.pairing import RankPair
 from trainprobe.engine.core.naming import ROOT
 from trainprobe.engine.core.records import Call
 from trainprobe.engine.core.step_data import entry_name
+from trainprobe.engine.storage.html_page.markup import verdict_for_notebook
 
 _ROUNDING = "what both dumps hold agrees within rounding"
 _RANDOM = ("dropout", "rand", "normal", "bernoulli", "multinomial", "uniform", "exponential")
@@ -66,6 +67,9 @@ class Verdict:
     details: Sequence[str]
     first: tuple[Compared, Judged] | None = None
     counts: Mapping[Outcome, int] = field(default_factory=dict[Outcome, int])
+
+    def _repr_html_(self) -> str:
+        return verdict_for_notebook(self.sentence, self.code, self.details)
 
 
 def judge_runs(ranks: Sequence[Compared], missing: Sequence[str]) -> Verdict:

@@ -20,6 +20,8 @@ from trainprobe.monitor.remote_run import as_given, is_copy, origin, run_folder
 from trainprobe.monitor.run_folder import find_logs, read_findings, steps_of_log
 from trainprobe.monitor.watcher import causes
 
+NARROWEST = 80  # columns of a terminal
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -70,10 +72,9 @@ def runs(
             typer.echo(orjson.dumps(asdict(run)).decode())
         return 0
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for column in ("run", "format", "ranks", "steps", "dumped", "size", "findings"):
-        table.add_column(
-            column, justify="left" if column in ("run", "format", "findings") else "right", no_wrap=column == "run"
-        )
+    for column in ("run", "ranks", "steps", "dumped", "size", "findings"):
+        text = column in ("run", "findings")
+        table.add_column(column, justify="left" if text else "right", no_wrap=not text, overflow="fold")
     for run in found:
         count = str(run.steps) if run.fewest_steps == run.steps else f"{run.fewest_steps} to {run.steps}"
         span = f"{count} ({run.first_step} to {run.last_step})" if run.steps else "–"
@@ -81,8 +82,10 @@ def runs(
         findings = ", ".join(f"{n} {severity}" for severity, n in run.findings.items()) or ("" if run.recorded else "none")
         findings = ": ".join(filter(None, [run.recorded, findings]))
         name = str(Path(run.folder).relative_to(folder))
-        table.add_row(name, run.format, ranks, span, str(run.dumped_steps or "–"), _size(run.bytes), findings)
-    Console(highlight=False, soft_wrap=True).print(table)
+        table.add_row(name, ranks, span, str(run.dumped_steps or "–"), _size(run.bytes), findings)
+    console = Console(highlight=False)
+    console.width = max(console.width, NARROWEST)
+    console.print(table)
     return 0
 
 

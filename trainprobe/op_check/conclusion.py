@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from trainprobe.engine.storage.html_page.markup import verdict_for_notebook
 from trainprobe.op_check.dump import DumpChecked, Row
 from trainprobe.op_check.judge import OUTCOMES
 
@@ -19,6 +20,9 @@ class Conclusion:
     code: int
     worst: Row | None
     details: Sequence[str] = ()
+
+    def _repr_html_(self) -> str:
+        return verdict_for_notebook(self.sentence, 3 if self.code == 1 else self.code, self.details)
 
 
 def outcomes(rows: Iterable[Row]) -> Counter[str]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from trainprobe.engine.storage.html_page import make_page, shared, write_text
+from trainprobe.engine.storage.html_page import make_page, markup, shared, write_text
 from trainprobe.op_check.conclusion import Conclusion
 from trainprobe.op_check.dump import Row
 from trainprobe.op_check.judge import OUTCOMES
@@ -16,6 +17,7 @@ from trainprobe.op_check.report import lines
 
 _PARTS = ("body.html", "style.css", "main.js")
 _GRAVEST = tuple(reversed(OUTCOMES))
+_WRITTEN = 50  # results that can be read without a script
 
 
 def write_page(
@@ -23,15 +25,32 @@ def write_page(
 ) -> Path:
     """Write the page and return it; it appears whole or not at all. Raises OutputError."""
     counts = Counter(row.worst.outcome for row in rows)
+    results = sorted(lines(rows), key=_gravity)
     document = {
-        "sentence": conclusion.sentence,
-        "code": conclusion.code,
-        "details": [*conclusion.details],
-        "dumps": [str(dump) for dump in dumps],
         "outcomes": [[outcome, counts[outcome]] for outcome in _GRAVEST if counts[outcome]],
-        "results": lines(rows),
+        "results": results,
         "standard": standard,
     }
+    code = 3 if conclusion.code == 1 else conclusion.code
+    written = {
+        "head": markup.verdict_head(conclusion.sentence, code, [str(dump) for dump in dumps], conclusion.details),
+        "results": markup.table(
+            ("entry", "verdict", "bounds", "reason"),
+            [(r["entry"], markup.verdict(r["verdict"]), _number(r["bounds"]), r["reason"] or "") for r in results[:_WRITTEN]],
+            ("name", "", "number", "text"),
+            id="results",
+        ),
+    }
     assets = files("trainprobe.op_check") / "page_assets"
-    parts = [shared("verdict_head.html"), *(assets / name for name in _PARTS), shared("foot.html")]
-    return write_text(path, make_page("op-check", "op-check", parts, document), "--html")
+    parts = [*(assets / name for name in _PARTS), shared("foot.html")]
+    return write_text(path, make_page("op-check", "op-check", parts, document, written=written), "--html")
+
+
+def _gravity(result: Mapping[str, Any]) -> tuple[int, float]:
+    """Return by what results are sorted: the gravest first."""
+    bounds = float(result["bounds"] or 0)
+    return _GRAVEST.index(result["verdict"]), -(math.inf if math.isnan(bounds) else bounds)
+
+
+def _number(bounds: float | str | None) -> str:
+    return "" if bounds is None else f"{float(bounds):.3g}"

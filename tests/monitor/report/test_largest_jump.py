@@ -36,4 +36,4 @@ def test_a_loss_below_zero_has_no_such_scale():
 
 
 def test_the_page_has_it():
-    assert _describe(RunView("run", jump="Largest jump"), _Blobs())["jump"] == "Largest jump"
+    assert _describe(RunView("run", jump="Largest jump"), [], _Blobs())["jump"] == "Largest jump"

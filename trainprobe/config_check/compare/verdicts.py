@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from trainprobe.engine.core.words import numbered, spans
+from trainprobe.engine.storage.html_page.markup import verdict_for_notebook
 
 Level = Literal["note", "warning", "error"]
 Verdict = Literal["pass", "warning", "error"]
@@ -66,6 +67,10 @@ class Comparison:
         if not any(check.compared for check in self.checks):
             return 3
         return max({"pass": 0, "warning": 1, "error": 2}[check.verdict] for check in self.checks)
+
+    def _repr_html_(self) -> str:
+        code = 3 if self.exit_code == 1 else self.exit_code
+        return verdict_for_notebook(self.sentence, code, list(filter(None, (self.consequences, *self.notes))))
 
 
 def which_ranks(differing: Sequence[int], all_ranks: Sequence[int]) -> str:

@@ -1,16 +1,11 @@
 // The page of config-check: the verdict of each check, and what differs.
 const withVerdict = (row, at) => row.map((cell, i) => (i === at ? verdict(cell) : cell));
 
-document.body.classList.add("flow");
-fillVerdictHead(data.sentence, data.code, data.paths, data.notes);
-if (data.consequences) $("sentence").after(el("p", { id: "consequences" }, data.consequences));
-new Table($("summary"), [["check"], ["verdict"], ["what differs", "text"]], (row) => withVerdict(row, 1)).show(data.summary);
-
-const shown = data.tables.map(({ title, columns, rows, more }) => {
-  const element = make("table"), card = make("section", "card", make("h2", "", title), make("div", "scroll", element), more ? make("p", "hint", more) : null);
-  document.querySelector("main").append(card);
-  return { card, rows, table: new Table(element, columns.map((name, i) => [name, "", (row) => row[i]]), (row) => withVerdict(row, columns.length - 1)) };
-});
+const cards = document.querySelectorAll(".differs");
+const shown = data.map(({ columns, rows }, k) => ({
+  card: cards[k], rows,
+  table: new Table(cards[k].querySelector("table"), columns.map((name, i) => [name, "", (row) => row[i]]), (row) => withVerdict(row, columns.length - 1)),
+}));
 
 function showTables() {
   const sought = $("search").value.trim().toLowerCase();
@@ -22,7 +17,7 @@ function showTables() {
 }
 
 $("tools").hidden = !shown.length;
-$("search").addEventListener("input", showTables);
 onKeys();
 showTables();
+searches(showTables);
 ready();

@@ -13,7 +13,8 @@ import orjson
 
 from trainprobe.dump_compare.judge import Judged
 from trainprobe.dump_compare.page.document import CHUNK, VERDICTS, Sides, chunk_documents, outcomes, tree_document
-from trainprobe.engine.storage.html_page import make_page, packed, shared, write_text
+from trainprobe.engine.storage.html_page import make_page, packed, write_text
+from trainprobe.engine.storage.html_page.markup import verdict_head
 
 PARTS = ("body.html", "style.css", "store.js", "tree.js", "rows.js", "panel.js", "find.js", "main.js")
 
@@ -63,10 +64,6 @@ def write_page(shown: Shown, ranks: Sequence[PackedRank], path: Path, option: st
 
 def _render(shown: Shown, ranks: Sequence[PackedRank]) -> str:
     head = {
-        "title": shown.title,
-        "sentence": shown.sentence,
-        "details": list(shown.details),
-        "code": shown.code,
         "paths": list(shown.paths),
         "first": shown.first,
         "verdicts": VERDICTS,
@@ -79,6 +76,8 @@ def _render(shown: Shown, ranks: Sequence[PackedRank]) -> str:
         for name, text in ((f"t{i}", rank.tree), *((f"c{i}-{k}", chunk) for k, chunk in enumerate(rank.chunks)))
     }
     assets = files("trainprobe.dump_compare.page") / "assets"
-    parts = [shared("verdict_head.html"), *(assets / name for name in PARTS)]
-    command = "dump-compare" if len(shown.paths) > 1 else "show"
-    return make_page(shown.title, command, parts, head, blobs)
+    parts = [assets / name for name in PARTS]
+    single = len(shown.paths) == 1
+    above = verdict_head(shown.sentence, "" if single else shown.code, shown.paths, shown.details)
+    command = "show" if single else "dump-compare"
+    return make_page(shown.title, command, parts, head, blobs, written={"head": above}, flow=False)

@@ -289,3 +289,8 @@ class Finding:
     """The last step at which it was seen, where that is not the first."""
     ranks: tuple[int, ...] = ()
     """The ranks that saw it, where findings of several ranks were joined."""
+
+    def _repr_html_(self) -> str:
+        from trainprobe.engine.storage.html_page.finding_item import findings_for_notebook
+
+        return findings_for_notebook(f"{self.severity} {self.rule}", [self])

@@ -43,13 +43,15 @@ class Task:
 class Examined:
     """What a share shows. differing: rank, step, values, position, place: of each rank and step with values that are not those
     of its replicas, how many, and the first in the order of execution. bad: the same of values that are not finite. compared:
-    grp, places: how many values of each group are compared. tied: grp, step, place, position of values without a majority.
+    grp, places: how many values of each group are compared. seen: grp, step: at which steps any was. tied: grp, step, place,
+    position of values without a majority.
     scalars: rank, step, name, value. places: place, phase, kind, name, call, slot, micro. fingerprints: whether there are any.
     """
 
     differing: pa.Table
     bad: pa.Table
     compared: pa.Table
+    seen: pa.Table
     tied: pa.Table
     scalars: pa.Table
     places: pa.Table
@@ -75,6 +77,7 @@ def examine(task: Task) -> Examined:
         differing=duck.table(_DIFFERING),
         bad=duck.table(_BAD),
         compared=duck.table("select grp, count(*) as places from replicated group by grp order by grp"),
+        seen=duck.table("select distinct grp, step from majority order by grp, step"),
         tied=duck.table(_TIED),
         scalars=duck.table(_SCALARS),
         places=duck.table(_PLACES),

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainprobe.engine.core.findings import place_in_words
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.storage.html_page import make_page, packed, shared, write_text
+from trainprobe.engine.storage.html_page.markup import run_head
+from trainprobe.monitor.report.findings_list import findings_card, in_order_shown
 from trainprobe.monitor.report.planes import Codes, Packed, bucket, pack, smallest
 from trainprobe.monitor.report.run_view import Curve, Metric, RunView
 from trainprobe.monitor.watcher import causes
@@ -39,10 +40,13 @@ def write_page(run: RunView, path: str | Path) -> Path:
 def render_page(run: RunView) -> str:
     """Return the page as HTML text."""
     blobs = _Blobs()
-    data = _describe(run, blobs)
+    found = in_order_shown(causes(run.findings))
+    data = _describe(run, found, blobs)
     assets = files("trainprobe.monitor.report") / "assets"
-    parts = [shared("run_head.html"), *(assets / name for name in PARTS), shared("foot.html")]
-    return make_page(run.title, "report", parts, data, blobs.packed)
+    parts = [*(assets / name for name in PARTS), shared("foot.html")]
+    meta = ((str(name), str(value)) for name, value in run.meta.items())
+    written = {"head": run_head(run.title, meta), "findings": findings_card(run, found)}
+    return make_page(run.title, "report", parts, data, blobs.packed, written)
 
 
 class _Blobs:
@@ -59,17 +63,14 @@ class _Blobs:
         return key
 
 
-def _describe(run: RunView, blobs: _Blobs) -> dict[str, Any]:
+def _describe(run: RunView, found: Sequence[Finding], blobs: _Blobs) -> dict[str, Any]:
     maps = [_Map.of(metric) for metric in run.metrics]
     every = _steps_a_column([one.packed.codes for one in maps])
     return {
-        "title": run.title,
-        "meta": [[str(k), str(v)] for k, v in run.meta.items()],
         "scalars": [_describe_curve(name, curve, blobs) for name, curve in run.scalars.items()],
         "metrics": [_describe_map(one, every, blobs) for one in maps],
-        "findings": [_describe_finding(f) for f in causes(run.findings)],
+        "findings": [_describe_finding(f) for f in found],
         "tables": [{"title": t.title, "columns": list(t.columns), "rows": [list(r) for r in t.rows]} for t in run.tables],
-        "notes": list(run.notes),
         "recorded": run.recorded,
         "jump": run.jump,
     }
@@ -188,15 +189,8 @@ def _describe_finding(finding: Finding) -> dict[str, Any]:
         "message": finding.message,
         "step": finding.step,
         "rank": place.rank if place else None,
-        "when": place_in_words(finding),
-        "names": list(finding.names),
         "name": site.name if site else None,
         "slot": site.slot if site else None,
-        "kind": site.kind if site else None,
-        "measured": _number(finding.measured),
-        "expected": _number(finding.expected),
-        "floor": _number(finding.floor),
-        "next": finding.next,
     }
 
 

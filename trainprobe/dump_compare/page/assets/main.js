@@ -8,6 +8,7 @@ function select(line, middle) {
   draw();
   countHits();
   showPanel(line);
+  keepPlace({ step: head.ranks[tree.index].step, rank: head.ranks[tree.index].rank, line });
 }
 
 function isInView(line) {
@@ -143,9 +144,17 @@ function split() {
   });
 }
 
+// The step, rank and call that the address names.
+async function toPlace() {
+  const { step, rank, line } = place(), index = head.ranks.findIndex((each) => `${each.step} ${each.rank}` === `${step} ${rank}`);
+  if (index < 0) return false;
+  await showRank(index);
+  if (line >= 0 && line < tree.size) select(Number(line), true);
+  return true;
+}
+
 async function begin() {
   document.body.classList.toggle("single", single);
-  fillVerdictHead(head.sentence, single ? "" : head.code, head.paths, head.details);
   for (const [i, side] of SIDES.entries()) $(`head-${side}`).textContent = single ? "call" : `${"AB"[i]}  ${head.paths[i].split("/").filter(Boolean).at(-1) ?? ""}`;
   $("to-first").hidden = !head.first;
   $("paths").append($("to-first"));
@@ -153,8 +162,11 @@ async function begin() {
   const steps = [...new Set(head.ranks.map((each) => each.step))];
   options($("pick-step"), steps.map((step) => [step, `${step}${head.ranks.some((each) => each.step === step && mark(each.counts)) ? " ●" : ""}`]));
   listen();
-  await showRank(head.first ? head.first[0] : 0);
-  if (head.first) await toFirst(); else { view.focus(); }
+  if (!(await toPlace())) {
+    await showRank(head.first ? head.first[0] : 0);
+    if (head.first) await toFirst(); else view.focus();
+  }
+  addEventListener("hashchange", toPlace);
   ready();
 }
 

@@ -5,7 +5,8 @@
     page.js             data and blobs, headings, keys, the theme, the tip, elements
     numbers.js          numbers as text
     table.js            tables that sort, and show long lists part by part
-    verdict_head.html   the heading of a comparison        run_head.html   that of a run        foot.html   the end of both
+    markup.py           what can be read without a script: headings, findings, tables
+    foot.html           the end of most pages
 
 `make_page` puts a page together from these and from the page's own files: its body (`.html`), its rules (`.css`) and its script
 (`.js`), which finds the data of the page as `data` and blobs through `bytes(id)` and `json(id)`. `write_text` writes it.
@@ -17,12 +18,14 @@ import base64
 import os
 import zlib
 from collections.abc import Mapping, Sequence
+from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from trainprobe.engine.storage.html_page.markup import Markup
 from trainprobe.errors import OutputError
 
 if TYPE_CHECKING:
@@ -36,21 +39,33 @@ def shared(name: str) -> Traversable:
     return files("trainprobe.engine.storage.html_page") / name
 
 
-def make_page(title: str, command: str, parts: Sequence[Traversable], data: Any, blobs: Mapping[str, str] | None = None) -> str:
+def make_page(
+    title: str,
+    command: str,
+    parts: Sequence[Traversable],
+    data: Any,
+    blobs: Mapping[str, str] | None = None,
+    written: Mapping[str, Markup] | None = None,
+    flow: bool = True,
+) -> str:
     """Return a page as HTML text, which needs no network and no other file.
 
     command: of trainprobe, which the page names as its generator. parts: files of the page; those of one kind are joined in
     their order, after what all pages share. data: anything that JSON can hold, NumPy arrays too; NaN and infinities become
-    null. blobs: id -> `packed` bytes, which are unpacked only when the script asks for them.
+    null. blobs: id -> `packed` bytes, which are unpacked only when the script asks for them. written: what can be read without
+    a script: `head`, which is above all, and what the page's `.html` has a `{{name}}` for. flow: whether the page scrolls as a
+    whole; otherwise it fills the window.
     """
     texts: dict[str, str] = dict.fromkeys((".html", ".css", ".js"), "")
     for part in (*map(shared, _IN_EVERY_PAGE), *parts):
         texts[Path(part.name).suffix] += part.read_text(encoding="utf-8")
     filled = {
-        "command": _escape(command),
-        "title": _escape(title),
+        "command": escape(command),
+        "title": escape(title),
         "style": texts[".css"],
-        "body": texts[".html"],
+        "flow": "flow" if flow else "",
+        "head": (written or {}).get("head", ""),
+        "body": _filled(texts[".html"], written or {}),
         "script": texts[".js"],
         "blobs": "\n".join(f'<script type="text/plain" id="{key}">{blob}</script>' for key, blob in (blobs or {}).items()),
         "data": orjson.dumps(data, option=orjson.OPT_SERIALIZE_NUMPY).decode().replace("<", "\\u003c"),
@@ -80,11 +95,6 @@ def _filled(page: str, parts: Mapping[str, str]) -> str:
         key, tail = part.split("}}", 1)
         pieces += [parts[key], tail]
     return "".join(pieces)
-
-
-def _escape(text: str) -> str:
-    """Return text as HTML holds it."""
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace('"', "&quot;")
 
 
 def packed(content: bytes) -> str:

@@ -1,4 +1,4 @@
-// Shared by all pages: the data of the page, its heading, the theme, keys, and elements.
+// Shared by all pages: the data of the page, its place in the address, the theme, keys, and elements.
 const data = JSON.parse(document.getElementById("data").textContent);
 const unpacked = new Map();
 const theme = matchMedia("(prefers-color-scheme: dark)");
@@ -62,22 +62,36 @@ function options(select, entries, chosen) {
   select.replaceChildren(...entries.map(([value, text]) => el("option", { value, selected: String(value) === String(chosen) }, text)));
 }
 
-// The heading of a comparison: what was found, of what, and what else is to be said.
-function fillVerdictHead(sentence, code, paths, remarks) {
-  $("sentence").textContent = sentence;
-  $("sentence").classList.add(`v-code${code}`);
-  const named = paths.map((path, i) => make("span", "", paths.length > 1 ? make("b", "", "AB"[i]) : null, path));
-  $("paths").replaceChildren(...named);
-  $("details").hidden = !remarks.length;
-  $("details").querySelector("summary").textContent = remarks.length === 1 ? "1 remark" : `${remarks.length} remarks`;
-  $("details").querySelector("ul").replaceChildren(...remarks.map((text) => make("li", "", text)));
+// What is looked at stands in the address after "#", as name=value; opening it again shows it again. "#finding-3" is an element.
+let placing, kept = {};
+
+function place() {
+  return location.hash.includes("=") ? Object.fromEntries(new URLSearchParams(location.hash.slice(1))) : {};
 }
 
-// The heading of a run: its name, and facts about it.
-function fillRunHead(title, meta) {
-  document.body.classList.add("flow");
-  $("title").textContent = title;
-  $("meta").append(...meta.map(([name, value]) => make("div", "", make("dt", "", name), make("dd", "", value))));
+function keepHash(hash) {
+  clearTimeout(placing);
+  kept = {};
+  history.replaceState(null, "", hash || location.pathname);
+}
+
+function keepPlace(changes) {
+  kept = { ...place(), ...kept, ...changes };
+  clearTimeout(placing);
+  placing = setTimeout(() => {
+    const said = Object.entries(kept).filter(([, value]) => value !== "" && value !== null);
+    if (said.length || location.hash.includes("=")) keepHash(said.length ? `#${new URLSearchParams(said)}` : "");
+  }, 100);
+}
+
+// What is searched for is kept in the address too.
+function searches(act) {
+  const search = $("search");
+  const restore = () => { if ((place().q ?? "") !== search.value) { search.value = place().q ?? ""; act(); } };
+  search.addEventListener("input", act);
+  search.addEventListener("input", () => keepPlace({ q: search.value }));
+  addEventListener("hashchange", restore);
+  restore();
 }
 
 // Calls a function by the key that is pressed, unless the user types; "/" goes to the search field of every page.

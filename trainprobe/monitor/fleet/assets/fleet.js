@@ -7,12 +7,24 @@ const patterns = data.patterns.map(runs => {
   return row;
 });
 const stateOf = (row, column) => patterns[data.rows[row]][column];
+let marked = data.first;
+
+// A cell at which nothing was compared is hatched: it is not known to be alike.
+function hatched(pen) {
+  const tile = new OffscreenCanvas(6, 6), brush = tile.getContext("2d");
+  brush.strokeStyle = css("--faint");
+  for (const x of [-6, 0, 6]) { brush.moveTo(x, 6); brush.lineTo(x + 6, 0); }
+  brush.stroke();
+  return pen.createPattern(tile, "repeat");
+}
+
 // Draws rows of ranks as bands; a band that joins several ranks shows the gravest state among them.
 function draw(canvas, rows, height, labels) {
   const width = canvas.parentElement.clientWidth, ink = css("--ink"), colours = data.states.map(([, colour]) => css(colour));
   const left = labels ? (width < 600 ? 74 : 130) : 0, bands = Math.min(rows.length, Math.max(1, Math.floor(height)));
   canvas.style.height = `${height}px`;
   const { context: pen } = sized(canvas, width, height);
+  colours[data.states.findIndex(([, colour]) => colour === "--unseen")] = hatched(pen);
   const tall = height / bands, wide = (width - left) / columns;
   for (let band = 0; band < bands; band++) {
     const from = Math.floor(band * rows.length / bands), to = Math.max(from + 1, Math.floor((band + 1) * rows.length / bands));
@@ -27,10 +39,10 @@ function draw(canvas, rows, height, labels) {
       pen.fillText(`rank ${data.ranks[rows[from]]}`, 0, (band + .5) * tall);
     }
   }
-  if (data.first) {
-    const place = rows.indexOf(data.first.row);
-    if (place >= 0) {
-      const y = place / rows.length * height, x = left + data.first.column * wide;
+  if (marked) {
+    const at = rows.indexOf(marked.row);
+    if (at >= 0) {
+      const y = at / rows.length * height, x = left + marked.column * wide;
       pen.strokeStyle = ink; pen.lineWidth = 2;
       pen.strokeRect(x - 2, Math.max(1, y - 3), Math.max(wide, 4) + 4, Math.max(tall, 4) + 5);
     }
@@ -56,6 +68,10 @@ function follow(canvas) {
     placeTip(event, say(...cell));
   });
   canvas.addEventListener("mouseleave", hideTip);
+  canvas.addEventListener("click", event => {
+    const cell = canvas.cell(event);
+    if (cell) { keepPlace({ rank: data.ranks[cell[0]], step: data.steps[cell[1]] }); mark(...cell); }
+  });
 }
 
 const everyRow = data.ranks.map((_, i) => i);
@@ -64,25 +80,25 @@ function drawAll() {
   if (data.odd.length) draw($("odd"), data.odd, data.odd.length * 20, true);
 }
 
-fillRunHead(data.title, data.meta);
-const first = data.findings[0];
-$("verdict").append(make("h2", "", first ? "First finding" : "Verdict"), make("p", "say", first ? first.message : data.calm));
-if (first && first.next) $("verdict").append(make("p", "hint", `→ ${first.next}`));
-$("verdict").classList.toggle("calm", !first);
 $("odd-card").hidden = !data.odd.length;
 $("odd-hint").textContent = data.more ? `and ${data.more} more ranks, which the map below shows` : "";
-data.states.forEach(([name, colour]) => $("states").append(make("li", "", el("i", { style: `background: var(${colour})` }), name)));
 $("first-step").textContent = `step ${data.steps[0]}`; $("last-step").textContent = `step ${data.last}`;
 $("joined").textContent = data.every > 1 ? `${data.every} steps a column, the gravest state shown` : "";
-new Table($("findings"), [["severity"], ["rule"], ["step", "number", (one) => one.step], ["what, and what to do next", "text"]],
-  (one) => [verdict(one.severity), one.rule, one.step, [one.message, one.next ? make("span", "next", `→ ${one.next}`) : ""]]).show(data.findings);
-$("findings-card").hidden = !data.findings.length && !data.notes.length;
-$("findings").hidden = !data.findings.length;
-data.notes.forEach((note) => $("notes").append(make("li", "", note)));
-new Table($("groups"), [["replicas"], ["ranks", "number", (one) => one[1]], ["values compared a step", "number", (one) => one[2]], ["ranks that left", "number", (one) => one[3]]],
-  (one) => one).show(data.groups);
+// The rank and step that the address names.
+function mark(row, column) {
+  marked = { row, column };
+  drawAll();
+  $("readout").textContent = say(row, column);
+}
+function toPlace() {
+  const { rank, step } = place(), row = data.ranks.indexOf(Number(rank)), column = data.steps.findLastIndex((one) => one <= step);
+  if (row >= 0 && column >= 0) mark(row, column);
+}
+
 drawAll();
 follow($("all")); follow($("odd"));
+toPlace();
+addEventListener("hashchange", toPlace);
 addEventListener("resize", drawAll);
 onTheme(drawAll);
 onKeys();

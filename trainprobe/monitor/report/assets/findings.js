@@ -1,4 +1,4 @@
-// What was found, causes first and notes last, and the run at a glance.
+// Where a finding is on the map, and the run at a glance.
 let offender;
 
 function firstOffender() {
@@ -7,37 +7,10 @@ function firstOffender() {
   return offender;
 }
 
-function listFindings() {
-  const list = $("finding-list"), note = (f) => f.severity === "info";
-  const order = [...run.findings].sort((a, b) => note(a) - note(b));
-  const section = $("findings");
-  const quiet = order.every(note);
-  if (quiet && run.jump) section.insertBefore(el("p", { id: "jump" }, `${run.jump}.`), $("notes"));
-  const none = run.recorded ? `${run.recorded}: no findings in these.` : "No findings.";
-  if (!order.length) list.replaceWith(el("p", { class: run.jump || run.recorded ? "" : "calm" }, none));
-  list.append(...order.slice(0, 8).map(findingItem));
-  if (order.length > 8) {
-    const more = el("button", { type: "button", id: "more-findings" }, `show ${show(order.length - 8)} more`);
-    more.addEventListener("click", () => { list.append(...order.slice(8).map(findingItem)); more.remove(); });
-    section.insertBefore(more, $("notes"));
-  }
-  $("notes").append(...run.notes.map((text) => el("li", {}, text)));
-}
-
-function findingItem(f) {
-  const place = [];
-  if (f.name) place.push(el("span", {}, el("code", {}, f.name), f.slot ? ` ${f.slot}` : ""));
-  if (f.measured !== null) place.push(el("span", {}, "measured ", el("code", {}, show(f.measured))));
-  if (f.expected !== null) place.push(el("span", {}, "expected ", el("code", {}, show(f.expected))));
-  if (f.floor !== null) place.push(el("span", {}, "noise floor ", el("code", {}, show(f.floor))));
-  if (f.step !== null && run.metrics.length) place.push(el("button", { type: "button", class: "show", onclick: () => showFinding(f) }, "show on the map"));
-  const all = f.names.length > 1 ? el("details", { class: "names" }, el("summary", {}, `all ${show(f.names.length)} names`), el("code", {}, f.names.join(", "))) : null;
-  const body = el("div", {}, el("div", { class: "say" }, f === firstOffender() ? el("span", { class: "first-badge" }, "first") : null, f.message),
-    el("div", { class: "where" }, ...place), f.next ? el("div", { class: "next" }, f.next) : null, all);
-  return el("li", { class: `finding ${f.severity}` }, el("div", { class: "mark" }, f.rule, el("span", {}, f.when)), body);
-}
-
-async function showFinding(f) {
+// Shows on the map what the finding of this number is about, which the address then names.
+async function showFinding(number, scroll) {
+  const f = run.findings[number - 1];
+  if (!f || f.step === null || !run.metrics.length) return;
   const names = (m) => m.rows.includes(f.name) || m.rows.includes(`${f.name}.${f.slot}`);
   const here = run.metrics[heat.metric];
   if (f.name && !names(here)) {
@@ -48,14 +21,36 @@ async function showFinding(f) {
   zoomTo(f.step - span, f.step + span);
   const at = new Map(heat.rows.map((r, i) => [heat.layer.names[r], i])), i = rowOfFinding(f, at);
   if (i !== undefined) setCursor({ i, column: columnAt(heat.layer, f.step) }, true);
-  $("map").scrollIntoView({ behavior: matchMedia("(prefers-reduced-motion: reduce)").matches ? "auto" : "smooth", block: "start" });
+  keepHash(`#finding-${number}`);
+  if (scroll) $("map").scrollIntoView({ behavior: matchMedia("(prefers-reduced-motion: reduce)").matches ? "auto" : "smooth", block: "start" });
+}
+
+function listenFindings() {
+  $("findings").addEventListener("click", (event) => {
+    const number = event.target.dataset?.finding;
+    if (number) { event.preventDefault(); showFinding(number, true); }
+  });
+  addEventListener("hashchange", toPlace);
+}
+
+// The finding, or the metric, steps and row, that the address names.
+async function toPlace() {
+  const finding = /^#finding-(\d+)$/.exec(location.hash);
+  if (finding) return showFinding(Number(finding[1]), false);
+  const { metric, view, steps, row, step } = place();
+  if (view !== undefined) heat.view = view === "spread" ? view : Number(view);
+  if (run.metrics[metric]) await pickMetric(Number(metric));
+  const span = /^(\d+)-(\d+)$/.exec(steps ?? "");
+  if (span && run.metrics.length) zoomTo(Number(span[1]), Number(span[2]) + 1);
+  const i = heat.layer ? heat.rows.findIndex((r) => heat.layer.names[r] === row) : -1;
+  if (i >= 0 && step) setCursor({ i, column: columnAt(heat.layer, Number(step)) }, true);
 }
 
 async function drawGlance() {
   const box = $("glance");
   const counts = { error: 0, warning: 0, info: 0 };
   for (const f of run.findings) counts[f.severity]++;
-  const worst = counts.error ? "error" : counts.warning ? "warning" : run.jump ? "" : "good", first = firstOffender();
+  const worst = counts.error ? "error" : counts.warning ? "warning" : run.jump || run.recorded ? "" : "good", first = firstOffender();
   const total = run.findings.length;
   box.append(tile("Findings", total ? show(total) : "none", total ? `${counted(counts.error, "error")}, ${counted(counts.warning, "warning")}` : run.jump || "neither by rules nor by the audit", worst));
   if (first) box.append(tile("First at", `step ${show(first.step)}`, first.name ?? first.rule, first.severity));

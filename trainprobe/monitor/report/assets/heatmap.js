@@ -218,6 +218,7 @@ function zoomTo(from, to) {
   drawHeat();
   drawBrush();
   drawCurves();
+  keepPlace({ steps: $("reset").disabled ? "" : `${Math.floor(heat.shown[0])}-${Math.ceil(heat.shown[1]) - 1}` });
 }
 
 function listenHeat() {
@@ -242,12 +243,19 @@ function listenHeat() {
     const drag = heat.drag;
     heat.drag = null;
     if (drag?.moved) zoomTo(drag.from, drag.to);
-    else if (drag) togglePin(heat.layer.names[heat.rows[drag.cell.i]]);
+    else if (drag) {
+      keepCell(drag.cell);
+      togglePin(heat.layer.names[heat.rows[drag.cell.i]]);
+    }
   });
   canvas.addEventListener("pointercancel", () => { heat.drag = null; drawOver(); });
   canvas.addEventListener("pointerleave", leaveHeat);
   canvas.addEventListener("dblclick", () => zoomTo(...heat.whole));
   canvas.addEventListener("keydown", heatKey);
+}
+
+function keepCell(cell) {
+  keepPlace({ row: heat.layer.names[heat.rows[cell.i]], step: heat.layer.begins[cell.column] });
 }
 
 function leaveHeat() {
@@ -267,6 +275,7 @@ function heatKey(event) {
     const t = layer.begins[next.column];
     if (t < shown[0] || t >= shown[1]) zoomTo(t - span / 2, t + span / 2);
     setCursor(next, true);
+    keepCell(next);
   } else if (event.key === "+" || event.key === "=") zoomTo(middle - span / 4, middle + span / 4);
   else if (event.key === "-") zoomTo(middle - span, middle + span);
   else if (event.key === "0" || event.key === "Escape") zoomTo(...heat.whole);

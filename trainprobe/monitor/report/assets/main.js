@@ -22,16 +22,22 @@ async function pickMetric(at) {
 function listenPicks() {
   pick.metric.addEventListener("change", () => {
     const choices = statisticsOf(pick.metric.value), same = run.metrics[heat.metric].statistic;
-    pickMetric((choices.find(([, s]) => s === same) ?? choices[0])[0]);
+    picked((choices.find(([, s]) => s === same) ?? choices[0])[0]);
   });
-  pick.statistic.addEventListener("change", () => pickMetric(Number(pick.statistic.value)));
+  pick.statistic.addEventListener("change", () => picked(Number(pick.statistic.value)));
   pick.view.addEventListener("change", () => {
     heat.view = pick.view.value === "spread" ? "spread" : Number(pick.view.value);
+    keepPlace({ view: heat.view });
     loadHeat();
   });
   pick.scale.addEventListener("change", () => { heat.scale = pick.scale.value; recolour(); });
   pick.rows.addEventListener("input", () => { heat.filter = pick.rows.value; heat.cursor = null; filterRows(); drawHeat(); drawBrush(); });
   $("reset").addEventListener("click", () => zoomTo(...heat.whole));
+}
+
+function picked(metric) {
+  keepPlace({ metric });
+  pickMetric(metric);
 }
 
 async function findWhole() {
@@ -60,9 +66,7 @@ function redraw() {
 }
 
 async function start() {
-  fillRunHead(run.title, run.meta);
   onKeys();
-  listFindings();
   await findWhole();
   if (run.metrics.length) {
     listenPicks();
@@ -79,6 +83,8 @@ async function start() {
   let width = innerWidth;
   addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; redraw(); } });
   onTheme(redraw);
+  await toPlace();
+  listenFindings();
   ready();
 }
 
