@@ -25,7 +25,7 @@ _HIDDEN = (
     "mindspore/common/api.py",
     "trainprobe/engine/",
     "trainprobe/integrations/",
-    "trainprobe/probe.py",
+    "trainprobe/run/probe.py",
     "trainprobe/watching.py",
     "trainprobe/debugger.py",
 )
