@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from trainprobe.composition import changed_schedules, compose
 from trainprobe.engine.capture import AUDIT, Tap, part_of
 from trainprobe.engine.capture.features.batches import BatchTap
 from trainprobe.engine.capture.parameter_states import ParameterStateTap
@@ -14,8 +13,9 @@ from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.plan.loading import load_plan
 from trainprobe.engine.program import Schedule
 from trainprobe.errors import PlanError
-from trainprobe.schedules import Parts, guard_of
-from trainprobe.torch_taps import TorchTaps
+from trainprobe.run.composition import changed_schedules, compose
+from trainprobe.run.schedules import Parts, guard_of
+from trainprobe.run.torch_taps import TorchTaps
 
 TAPS = (
     *("modules", "buffers", "ops", "collectives", "watched", "states", "clipping", "unreduced", "scaling", "exchanged"),

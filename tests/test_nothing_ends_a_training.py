@@ -27,7 +27,7 @@ from trainprobe.engine.core.records import Place
 from trainprobe.engine.plan.control import ControlFile
 from trainprobe.engine.plan.file import read_plan_file
 from trainprobe.errors import FormatError, PlanError
-from trainprobe.probe import Probe
+from trainprobe.run.probe import Probe
 
 
 class Distilled(nn.Module):

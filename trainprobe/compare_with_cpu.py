@@ -27,7 +27,7 @@ from trainprobe.engine.core.step_data import leaves, numbers_of_rows
 from trainprobe.engine.core.topology import place_from_environment
 from trainprobe.errors import StopTraining, UsageError
 from trainprobe.op_check.plan import OpCheckPlan
-from trainprobe.op_probe import Log, OpProbe
+from trainprobe.run.op_probe import Log, OpProbe
 from trainprobe.watching import Probe
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from trainprobe.engine.core.records import Place
 from trainprobe.engine.core.topology import check_place
 from trainprobe.engine.plan.loading import load_plan
 from trainprobe.errors import ProbeError
-from trainprobe.probe import PlanSource as PlanSource
-from trainprobe.probe import Probe as Probe
+from trainprobe.run.probe import PlanSource as PlanSource
+from trainprobe.run.probe import Probe as Probe
 from trainprobe.unobserved import lacks_descriptors, unobserved
 
 if TYPE_CHECKING:

@@ -17,7 +17,6 @@ from tests import zoo
 from tests.lockstep import differences, one_step, seed_all
 from tests.lockstep import train as train_case
 from tests.traces import left_behind, traces
-from trainprobe.composition import compose
 from trainprobe.engine.core.findings import in_folder
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.plan.loading import load_plan
@@ -28,7 +27,8 @@ from trainprobe.monitor.feature_plan import AttentionSettings, Features, FormatS
 from trainprobe.monitor.plan import make_rules, validate
 from trainprobe.monitor.run_folder import read_frames
 from trainprobe.monitor.watcher import judge_frames
-from trainprobe.torch_taps import TorchTaps
+from trainprobe.run.composition import compose
+from trainprobe.run.torch_taps import TorchTaps
 
 torch.set_num_threads(1)
 ALL = {

@@ -18,7 +18,7 @@ from benchmarks.op_check import overlooked
 from trainprobe.op_check.cases import Case, flat
 from trainprobe.op_check.check import check
 from trainprobe.op_check.plan import OpCheckPlan
-from trainprobe.op_probe import OpProbe
+from trainprobe.run.op_probe import OpProbe
 
 ZEROS = torch.tensor([0.0, -0.0, 3.0, -2.0, -0.0, 0.0])
 

@@ -9,7 +9,7 @@
     close()                    everything is written; what could not be seen is reported
 
 What a plan asks for are its programs (`engine.program`); the scheduler installs their taps (`engine.scheduling`). `Probe` knows
-no tensor library and no framework: `trainprobe.probe` composes it from a plan.
+no tensor library and no framework: `trainprobe.run.probe` composes it from a plan.
 """
 
 from __future__ import annotations

@@ -11,8 +11,6 @@ from typing import Any
 
 import mindspore
 
-from trainprobe.backend import Backend, Journal, Keep
-from trainprobe.composition import TapMaker
 from trainprobe.config_check.capture.mindspore_capture import CellCapture
 from trainprobe.engine.arrays.mindspore_library import MindSporeLibrary, copy_out
 from trainprobe.engine.capture import AUDIT, part_of
@@ -43,8 +41,10 @@ from trainprobe.monitor.audit.relations import relation_names
 from trainprobe.monitor.plan import MonitorPlan
 from trainprobe.monitor.plan import validate as monitor_plan
 from trainprobe.monitor.requests import no_flags
-from trainprobe.probe import Probe
-from trainprobe.schedules import Parts, guard_of
+from trainprobe.run.backend import Backend, Journal, Keep
+from trainprobe.run.composition import TapMaker
+from trainprobe.run.probe import Probe
+from trainprobe.run.schedules import Parts, guard_of
 
 REPLACED = (
     "the optimizer of {cell} was replaced: MindSpore does not compile the step anew for it, and goes on with the first one, "

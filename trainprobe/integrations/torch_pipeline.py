@@ -11,7 +11,7 @@ from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.core.naming import chunks_of
 from trainprobe.engine.core.records import Place
 from trainprobe.engine.core.topology import axes_of_parameters, place_from_environment
-from trainprobe.probe import Probe
+from trainprobe.run.probe import Probe
 
 _STAGE = "torch.distributed.pipelining.stage"
 _LEARNS = (

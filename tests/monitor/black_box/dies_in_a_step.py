@@ -29,7 +29,7 @@ STEP = 5
 NEEDED = (  # imported once, by the parent
     *(
         "torch._dynamo",
-        "trainprobe.torch_taps",
+        "trainprobe.run.torch_taps",
         "trainprobe.engine.storage.sinks.jsonl",
         "trainprobe.engine.storage.writer",
         "trainprobe.monitor.actions",

@@ -31,7 +31,7 @@ MOST = 1 << 20
 def sent() -> list[tuple[Any, RecordedRank, Frame]]:
     """The calls of a small step, each with what the training has of it and as a frame."""
     from trainprobe.op_check.plan import OpCheckPlan
-    from trainprobe.op_probe import OpProbe
+    from trainprobe.run.op_probe import OpProbe
 
     kept: list[tuple[Any, RecordedRank, Frame]] = []
     probe = OpProbe(OpCheckPlan(), lambda text: None, Path("nowhere"))

@@ -26,7 +26,7 @@ _HIDDEN = (
     "trainprobe/engine/",
     "trainprobe/monitor/audit/",
     "trainprobe/integrations/",
-    "trainprobe/probe.py",
+    "trainprobe/run/probe.py",
     "trainprobe/watching.py",
     "trainprobe/debugger.py",
 )

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainprobe.backend import Backend
 from trainprobe.engine.core.naming import Rename
 from trainprobe.engine.core.records import StepData
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.program import Program, Schedule
-from trainprobe.schedules import Parts
+from trainprobe.run.backend import Backend
+from trainprobe.run.schedules import Parts
 
 
 @dataclass(frozen=True, slots=True)

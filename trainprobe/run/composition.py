@@ -27,7 +27,7 @@ from trainprobe.monitor.audit.plan import validate as audit_plan
 from trainprobe.monitor.plan import MonitorPlan
 from trainprobe.monitor.plan import validate as monitor_plan
 from trainprobe.monitor.requests import flags_where, intervals_of, looks_when_asked, modules_of_monitor, no_flags
-from trainprobe.schedules import Parts, dumps_when_asked, guard_of, schedules
+from trainprobe.run.schedules import Parts, dumps_when_asked, guard_of, schedules
 
 
 class TapMaker(ABC):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from trainprobe.composition import TapMaker
 from trainprobe.engine.capture import AUDIT, part_of
 from trainprobe.engine.capture.awaited import AwaitedTap
 from trainprobe.engine.capture.clipping import ClippingTap
@@ -32,7 +31,8 @@ from trainprobe.engine.stats.partials import STATS
 from trainprobe.monitor.audit.capture.audit_tap import AuditTap
 from trainprobe.monitor.feature_plan import Features
 from trainprobe.monitor.plan import MonitorPlan
-from trainprobe.schedules import Parts, guard_of
+from trainprobe.run.composition import TapMaker
+from trainprobe.run.schedules import Parts, guard_of
 
 
 class TorchTaps(TapMaker):

@@ -9,9 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from trainprobe.backend import Backend, Journal, Keep
 from trainprobe.compiled import recording
-from trainprobe.composition import TapMaker
 from trainprobe.engine.core.gathering import Gathering
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.held_parameters import parameters_in
@@ -24,6 +22,8 @@ from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.storage.dumps.tensor_files import SAFETENSORS_NAMES
 from trainprobe.engine.tape import Tape
 from trainprobe.errors import MissingExtra
+from trainprobe.run.backend import Backend, Journal, Keep
+from trainprobe.run.composition import TapMaker
 
 if TYPE_CHECKING:
     from trainprobe.engine.program import Program
@@ -40,7 +40,7 @@ class TorchBackend(Backend):
         """Return what makes the taps. Raises MissingExtra when torch is not installed."""
         if "torch" not in sys.modules and importlib.util.find_spec("torch") is None:
             raise MissingExtra("torch", "torch", "a probe on a PyTorch training")
-        from trainprobe.torch_taps import TorchTaps
+        from trainprobe.run.torch_taps import TorchTaps
 
         return TorchTaps(guard, stacks, rename)
 
@@ -106,6 +106,6 @@ class TorchBackend(Backend):
 
     def op_check(self, plan: Plan, rename: Rename | None) -> Program:
         """Return the program that judges operators as the steps end."""
-        from trainprobe.op_probe import OpCheckProgram
+        from trainprobe.run.op_probe import OpCheckProgram
 
         return OpCheckProgram(plan, rename)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-from trainprobe.composition import TapMaker
 from trainprobe.engine.core.gathering import Gathering
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.naming import Rename
@@ -18,6 +17,7 @@ from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.program import Program
 from trainprobe.engine.storage.step_journal import StepJournal
 from trainprobe.engine.tape import Tape
+from trainprobe.run.composition import TapMaker
 
 Keep = Callable[[str, Any, Any, int], None]
 Journal = Callable[[int], StepJournal | None]

@@ -8,7 +8,7 @@ from trainprobe.engine.core.flat_parameters import FLAT
 from trainprobe.engine.core.unmatched import Unmatched
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.plan.selection import Names
-from trainprobe.schedules import Parts
+from trainprobe.run.schedules import Parts
 
 MONITORED = ("activations", "activation_gradients", "parameters", "gradients", "optimizer_state", "update")  # by name
 

@@ -9,9 +9,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from trainprobe.backend import Backend
 from trainprobe.compiled import require
-from trainprobe.composition import changed_schedules, compose
 from trainprobe.engine.capture import part_of
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.naming import Rename, chunks_of
@@ -23,9 +21,11 @@ from trainprobe.engine.plan.loading import load_plan
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.probe import Probe as EngineProbe
 from trainprobe.errors import UsageError
-from trainprobe.programs import Making, programs_of
-from trainprobe.torch_backend import TorchBackend
-from trainprobe.unmatched_names import unmatched_names
+from trainprobe.run.backend import Backend
+from trainprobe.run.composition import changed_schedules, compose
+from trainprobe.run.programs import Making, programs_of
+from trainprobe.run.torch_backend import TorchBackend
+from trainprobe.run.unmatched_names import unmatched_names
 
 if TYPE_CHECKING:
     from trainprobe.engine.core.sources import Source
@@ -153,7 +153,7 @@ class Probe(EngineProbe):
             self._end_reported = True
             self.console.line(f"step {step} begins after the probe was closed: it and later steps are not recorded")
         if self._control is not None and not self.closed:
-            from trainprobe.plan_changes import follow_control_file
+            from trainprobe.run.plan_changes import follow_control_file
 
             stopped = self.guard.tripped is not None
             self.guard.keep_on(follow_control_file, self._control, step, self.change, self.report, stopped)
@@ -211,7 +211,7 @@ class Probe(EngineProbe):
         of the monitor all but `actions`, of the audit `every` and `relations`. From outside the program the file `control.yaml`
         does the same (see `Plan.control`). Raises PlanError, and changes nothing, for anything else.
         """
-        from trainprobe.plan_changes import changed_plan
+        from trainprobe.run.plan_changes import changed_plan
 
         plan = changed_plan(self.plan, fields)
         self.settle()  # steps that have ended are judged by the plan that they ran under

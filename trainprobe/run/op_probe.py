@@ -14,7 +14,7 @@ from trainprobe.engine.program import Program, Schedule
 from trainprobe.engine.storage.safe_files import open_private
 from trainprobe.errors import OutputError, StopTraining
 from trainprobe.op_check.plan import OpCheckPlan
-from trainprobe.watching import Probe
+from trainprobe.run.probe import Probe
 
 if TYPE_CHECKING:
     from trainprobe.engine.storage.writer import Writer
