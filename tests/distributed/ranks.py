@@ -25,7 +25,14 @@ from tests.distributed.one_rank import settle
 
 # what trainprobe imports when a program asks for it, with all that it rests on
 _LATE = (
-    *("watching", "programs", "torch_taps", "torch_backend", "engine.storage.sinks.dump", "engine.storage.sinks.csv"),
+    *(
+        "watching",
+        "run.programs",
+        "run.torch_taps",
+        "run.torch_backend",
+        "engine.storage.sinks.dump",
+        "engine.storage.sinks.csv",
+    ),
     *("integrations.trainer_mon", "integrations.torch_loop", "monitor.watcher", "config_check.checker", "dump_compare.classic"),
     *("engine.storage.run_log.rows", "engine.storage.sinks.parquet"),
 )
