@@ -198,6 +198,8 @@ def _not_decoded(folder: Path) -> Iterator[Answer]:
     plain = {f"{k}.weight": v.bfloat16() for k, v in weights().items()}
     aqlm: State = {}
     hqq: State = {}
+    quanto: State = {}
+    marlin: State = {}
     for name in weights():
         aqlm |= {
             f"{name}.codes": torch.randint(-128, 127, (16, 16, 2), dtype=torch.int8),
@@ -210,10 +212,21 @@ def _not_decoded(folder: Path) -> Iterator[Answer]:
             f"{name}.zero": torch.rand(128, 1).half(),
             f"{name}.nbits": torch.tensor(4),
         }
-    for kind, state in (("aqlm", aqlm), ("hqq", hqq)):
+        quanto |= {
+            f"{name}.weight._data._data": torch.randint(0, 255, (128, 32), dtype=torch.uint8),
+            f"{name}.weight._scale": torch.rand(256, 1).half(),
+            f"{name}.weight._shift": torch.rand(256, 1).half(),
+            f"{name}.input_scale": torch.tensor(1.0),
+            f"{name}.output_scale": torch.tensor(1.0),
+        }
+        marlin |= {
+            f"{name}.B": torch.randint(-999, 999, (8, 256), dtype=torch.int32),
+            f"{name}.s": torch.rand(1, 128).half(),
+        }
+    for kind, state in (("aqlm", aqlm), ("hqq", hqq), ("quanto", quanto), ("marlin", marlin)):
         a = save(folder / kind, state, {"quant_method": kind})
         found = judged(a, save(folder / f"{kind} plain", plain, {}))
-        good = found.code == 3 and bool(re.search(rf"quantised \({kind}\), not compared", found.sentence))
+        good = found.code == 3 and bool(re.search(rf"quantised \({kind}\b[^)]*\), not compared", found.sentence))
         yield Answer(kind, "plain", "not decoded", good, found.sentence)
         found = judged(a, save(folder / f"{kind} again", state, {"quant_method": kind}))
         yield Answer(kind, "again", "", found.code == 0, found.sentence)

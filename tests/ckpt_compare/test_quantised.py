@@ -53,6 +53,19 @@ def blocks(tmp_path):
     return folder(tmp_path / "coded", coded, config), parts, value
 
 
+@pytest.mark.parametrize(("dtype", "most"), [(torch.int8, 127), (torch.float8_e4m3fn, 448)])
+def test_eight_bits_of_quanto_are_their_codes_times_their_scales(dtype, most, tmp_path):
+    weight = 0.02 * torch.randn(48, 64, generator=torch.Generator().manual_seed(0))
+    scale = weight.abs().amax(1, keepdim=True) / most
+    codes = weight / scale
+    codes = (codes if dtype.is_floating_point else codes.round()).to(dtype)
+    parts = {"weight._data": codes, "weight._scale": scale, "input_scale": torch.ones(1), "output_scale": torch.ones(1)}
+    a = folder(tmp_path / "a", {f"{NAME}.{k}": v for k, v in parts.items()}, {"quant_method": "quanto"})
+    for name, value, code in (("right", codes.float() * scale, 0), ("twice", 2 * codes.float() * scale, 2)):
+        found = judged(a, folder(tmp_path / name, {f"{NAME}.weight": value}))
+        assert found.code == code, found.sentence
+
+
 def test_scales_that_were_left_out_are_named(blocks, tmp_path):
     raw = folder(tmp_path / "raw", {f"{NAME}.weight": blocks[1]["weight"].float().bfloat16()})
     found = judged(blocks[0], raw)

@@ -11,6 +11,7 @@ import pytest
 
 from tests.foreign import running
 from tests.foreign.catalog import Program
+from trainprobe.monitor.run_folder import find_logs, frames_of_log
 
 VARIANTS = Path(__file__).parents[1] / "foreign" / "variants"
 RANKS = "torchrun --standalone --nproc_per_node 2 {here}/"
@@ -80,6 +81,18 @@ def test_a_healthy_program_gets_no_word(watched, start):
     assert result.losses > 0
     assert [finding for finding in result.findings if finding[1] != "info"] == []
     assert (result.steps, "cut short" in result.ending) == (HEALTHY[start], False)
+
+
+def test_the_first_step_behind_a_forward_without_gradients_has_all_gradients_and_states(watched, tmp_path):
+    watched(f"{RANKS}fsdp2_evaluated.py before")
+    logs = find_logs(tmp_path / "watched")
+    assert len(logs) == 2
+    for log in logs:
+        first = next(frames_of_log(log))
+        series = [first.table.series[number] for number in first.at.tolist()]
+        for slot in ("grad", "value_after", "exp_avg_after", "exp_avg_sq_after"):
+            names = {each.address.name for each in series if each.address.slot == slot and each.statistic == "norm"}
+            assert {name for name in names if "." in name} == {"0.weight", "0.bias", "2.weight", "2.bias"}, slot
 
 
 @pytest.mark.parametrize("start", FAULTS)

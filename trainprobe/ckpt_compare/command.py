@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -19,16 +19,16 @@ from rich.table import Table
 from trainprobe.ckpt_compare import formats, report
 from trainprobe.ckpt_compare.check import Checked, summary
 from trainprobe.ckpt_compare.check import check as check_all
-from trainprobe.ckpt_compare.compare import compare, logical
+from trainprobe.ckpt_compare.compare import Comparison, compare, logical
 from trainprobe.ckpt_compare.coverage import coverage_of
-from trainprobe.ckpt_compare.distributed import place, run_distributed, run_on_ray
+from trainprobe.ckpt_compare.distributed import PATIENCE, joined, place, run_on_ray
 from trainprobe.ckpt_compare.fingerprints import tensor_fingerprint
 from trainprobe.ckpt_compare.names import to_logical
 from trainprobe.ckpt_compare.pieces import KINDS, Checkpoint, LogicalTensor, What
 from trainprobe.ckpt_compare.quantised_layouts import decoded
 from trainprobe.ckpt_compare.tasks import Advance
 from trainprobe.ckpt_compare.tolerance import selected, tolerated, unmatched
-from trainprobe.ckpt_compare.verdict import verdict_of
+from trainprobe.ckpt_compare.verdict import Verdict, verdict_of
 from trainprobe.engine.compare.uncollected import uncollected
 from trainprobe.errors import UsageError, did_you_mean
 
@@ -59,6 +59,10 @@ def ckpt_compare(
     threads: Annotated[int | None, typer.Option(help="threads; by default one per core")] = None,
     copies: Annotated[bool, typer.Option(help="also compare the copies of a tensor inside each checkpoint")] = True,
     ray: Annotated[bool, typer.Option("--ray", help="measure on a Ray cluster whose machines see the same paths")] = False,
+    wait: Annotated[
+        float,
+        typer.Option(min=0.1, max=86400, help="under torchrun: give up on a rank that shows no sign of life for these seconds"),
+    ] = PATIENCE,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print only the verdict")] = False,
     only: Annotated[
         list[str] | None, typer.Option(help="compare tensors whose name matches this pattern (`layers.0.*`)")
@@ -69,24 +73,34 @@ def ckpt_compare(
 ) -> int:
     """Compare two checkpoints. Exit code: 0 identical, 1 within rounding, 2 differ, 3 not comparable or incomplete."""
     chosen = kinds_of(what)
-    if not all(math.isfinite(number) for number in (atol, rtol)):
-        raise typer.BadParameter("--atol and --rtol need finite numbers")
+    if not all(math.isfinite(number) for number in (atol, rtol, wait)):
+        raise typer.BadParameter("--atol, --rtol and --wait need finite numbers")
     given = {"heads": heads, "groups": groups, "head_dim": head_dim, "vocab": vocab}
     config = {k: v for k, v in given.items() if v}
     maps = [str(n) for n in names or ()]
-    with uncollected():
-        left, right = logical(formats.open_checkpoint(a, format_a), formats.open_checkpoint(b, format_b), config, maps)
-        notes = _check_patterns(only or (), ignore or (), (left, right))
-        left, right = (selected(one, only or (), ignore or ()) for one in (left, right))
-    if not (left.tensors or right.tensors) and (only or ignore):
-        raise typer.BadParameter("--only and --ignore leave no tensor; `trainprobe ckpt-show` lists the names")
-    with uncollected(), _progress(left, right, chosen, quiet) as advance:
-        runner = run_on_ray if ray else run_distributed
-        found = compare(left, right, chosen, threads=threads, copies=copies, advance=advance, runner=runner)
-    found = replace(tolerated(found, atol, rtol), notes=(*notes, *found.notes))
-    verdict = verdict_of(found)
-    if place()[0] > 0:
-        return verdict.code  # in a torchrun world rank 0 speaks for all
+    with nullcontext(run_on_ray) if ray else joined(wait) as runner:
+        with uncollected():
+            left, right = logical(formats.open_checkpoint(a, format_a), formats.open_checkpoint(b, format_b), config, maps)
+            notes = _check_patterns(only or (), ignore or (), (left, right))
+            left, right = (selected(one, only or (), ignore or ()) for one in (left, right))
+        if not (left.tensors or right.tensors) and (only or ignore):
+            raise typer.BadParameter("--only and --ignore leave no tensor; `trainprobe ckpt-show` lists the names")
+        with uncollected(), _progress(left, right, chosen, quiet) as advance:
+            found = compare(left, right, chosen, threads=threads, copies=copies, advance=advance, runner=runner)
+        found = replace(tolerated(found, atol, rtol), notes=(*notes, *found.notes))
+        verdict = verdict_of(found)
+        if place()[0] == 0:  # in a torchrun world rank 0 speaks for all
+            _write(found, verdict, json, csv, html)
+            console = report.wide_console()
+            if quiet:
+                console.print(verdict.sentence, markup=False, highlight=False, soft_wrap=True)
+            else:
+                report.show(found, verdict, console, every=every)
+    return verdict.code
+
+
+def _write(found: Comparison, verdict: Verdict, json: Path | None, csv: Path | None, html: Path | None) -> None:
+    """Write the files that were asked for, beside earlier ones."""
     for kept in filter(None, (report.keep_earlier(file) for file in (json, csv, html) if file is not None)):
         Console(stderr=True).print(kept, markup=False, highlight=False, soft_wrap=True)
     if json is not None:
@@ -97,12 +111,6 @@ def ckpt_compare(
         from trainprobe.ckpt_compare.page import write_page
 
         write_page(found, verdict, html)
-    console = report.wide_console()
-    if quiet:
-        console.print(verdict.sentence, markup=False, highlight=False, soft_wrap=True)
-    else:
-        report.show(found, verdict, console, every=every)
-    return verdict.code
 
 
 def _check_patterns(only: Sequence[str], ignore: Sequence[str], sides: Sequence[Checkpoint]) -> list[str]:

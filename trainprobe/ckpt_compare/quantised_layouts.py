@@ -245,6 +245,10 @@ def _fp4(parts: Parts, config: Mapping[str, Any], *, divide: bool = False) -> Ma
     return Fp4, "NVFP4" if parts["scales"].format.name == "float8_e4m3fn" else "MXFP4", shape, {"divide": divide}
 
 
+def _undecoded(parts: Parts, config: Mapping[str, Any]) -> Made:
+    raise FormatError("its tensors say neither bits nor groups")
+
+
 @dataclass(frozen=True, slots=True)
 class _Layout:
     """How one layout is found: the ending of its codes, the endings of what goes with them, and how the weight is called."""
@@ -269,12 +273,16 @@ _LAYOUTS = (
             ("table", "scales")),
     _Layout("nvfp4", ".weight", ".weight", {"scales": ".weight_scale", "whole": ".weight_scale_2"}, _fp4),
     _Layout("llm.int8", ".weight", ".weight", {"scales": ".SCB", "kind": ".weight_format"}, _eight_bits),
+    _Layout("quanto", ".weight._data", ".weight", {"scales": ".weight._scale"}, _eight_bits),
+    _Layout("quanto, 2 or 4 bits", ".weight._data._data", ".weight", {"scales": ".weight._scale", "zeros": ".weight._shift"},
+            _undecoded),
     _Layout("fp8", "", "", {"scales": "_scale_inv"}, _eight_bits),
     _Layout("8 bits", "", "", {"scales": "_scale", "zeros": "_zero_point"}, _eight_bits),
 )  # fmt: skip
 _CODES = {
     "compressed-tensors": {"int32", "uint8"}, "gptq": {"int32"}, "mxfp4": {"uint8"}, "bitsandbytes": {"uint8"},
-    "nvfp4": {"uint8"}, "llm.int8": {"int8"}, "fp8": _EIGHT_BITS, "8 bits": _EIGHT_BITS,
+    "nvfp4": {"uint8"}, "llm.int8": {"int8"}, "quanto": _EIGHT_BITS, "quanto, 2 or 4 bits": {"uint8"},
+    "fp8": _EIGHT_BITS, "8 bits": _EIGHT_BITS,
 }  # fmt: skip
 _STORED = {"int32", "uint8", *_EIGHT_BITS}
 _ACTIVATIONS = (".input_scale", ".input_global_scale", ".input_zero_point", ".k_scale", ".v_scale", ".output_scale")
