@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import os
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from tests.distributed.launch import free_port
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
+STARTS = ("python ", "trainprobe ", "torchrun ", "deepspeed ", "echo ")
 pytestmark = [pytest.mark.slow, pytest.mark.frameworks]
 
 # example → what its last command prints, its exit code, and what is in the place of its first command where there is no GPU
@@ -30,6 +30,7 @@ SHOWN = {
         "torchrun --standalone --nproc-per-node 2 examples/deepspeed_zero.py",
     ),
     "megatron_core_loop": ("10 steps watched, no findings", 0, "python examples/megatron_core_loop.py --cpu"),
+    "first_nan": ("line 25, in Scale.forward, root = torch.sqrt(self.gain)", 1, None),
     "two_runs": ("approximate is 'none' in A and 'tanh' in B", 2, None),
     "two_checkpoints": ("k and v are exchanged in 2 layers", 2, None),
 }
@@ -38,7 +39,7 @@ SHOWN = {
 def commands_of(name: str) -> list[str]:
     """Return the commands in the first lines of an example."""
     lines = (ast.get_docstring(ast.parse((EXAMPLES / f"{name}.py").read_text(encoding="utf-8"))) or "").splitlines()
-    return [line.strip() for line in lines if line.strip().startswith(("python ", "trainprobe ", "torchrun ", "deepspeed "))]
+    return [line.strip() for line in lines if line.strip().startswith(STARTS)]
 
 
 def test_every_example_is_run():
@@ -59,7 +60,7 @@ def test_an_example_shows_what_it_says(name, tmp_path):
     assert commands
     for command in commands:
         done = subprocess.run(
-            shlex.split(command), cwd=tmp_path, env={**os.environ, **here}, capture_output=True, text=True, timeout=300
+            ["sh", "-c", command], cwd=tmp_path, env={**os.environ, **here}, capture_output=True, text=True, timeout=300
         )
         last = command == commands[-1]
         assert done.returncode == (code if last else 0), done.stdout[-2000:] + done.stderr[-3000:]

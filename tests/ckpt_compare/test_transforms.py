@@ -2,9 +2,11 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from tests.ckpt_compare.memory import dense, tensor
 from trainprobe.ckpt_compare.transforms import TRANSFORMS, split, turn, unstack
+from trainprobe.cli import main
 from trainprobe.engine.model_names.rows import TRANSFORM_NAMES, Band
 from trainprobe.errors import CompareError
 
@@ -80,3 +82,24 @@ def test_bands_may_reorder_rows():
 
 def test_each_transform_that_a_map_may_name_is_carried_out():
     assert sorted(TRANSFORMS) == sorted(TRANSFORM_NAMES)
+
+
+@pytest.mark.parametrize("kv", [32, 16])
+@pytest.mark.parametrize("order", ["qkv", "qvk"])
+@pytest.mark.parametrize("fused_first", [False, True])
+def test_rows_of_fused_attention_are_known_from_the_side_that_has_its_parts(kv, order, fused_first, tmp_path, capsys):
+    """No config says how many heads there are: as many rows are q as the other side has."""
+    apart, fused = {}, {}
+    for layer in range(2):
+        prefix = f"model.layers.{layer}.self_attn."
+        parts = {part: numbers(32 if part == "q" else kv, 32) for part in "qkv"}
+        apart |= {f"{prefix}{part}_proj.weight": array for part, array in parts.items()}
+        fused[f"{prefix}qkv_proj.weight"] = np.concatenate([parts[part] for part in order])
+        apart[f"{prefix}o_proj.weight"] = fused[f"{prefix}o_proj.weight"] = numbers(32, 32)
+    paths = [tmp_path / "apart.safetensors", tmp_path / "fused.safetensors"]
+    for path, arrays in zip(paths, (apart, fused), strict=True):
+        save_file(arrays, path)
+    code = main(["ckpt-compare", *map(str, paths[::-1] if fused_first else paths)])
+    first = capsys.readouterr().out.splitlines()[0]
+    assert code == (0 if order == "qkv" else 2), first
+    assert first.startswith("identical: 8 " if order == "qkv" else "differ: k and v are exchanged in 2 layers")

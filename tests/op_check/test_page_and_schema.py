@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +29,8 @@ class Small(nn.Module):
         self.linear = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.softmax(self.linear(x), -1).max(-1).values.sum()
+        y = self.linear(x)
+        return (F.softmax(y, -1) + F.softmax(y, -1)).max(-1).values.sum()  # the second of two equal calls is not judged again
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +85,10 @@ def test_the_page_shows_the_gravest_result_first_and_finds_by_name(dump: Path, t
         first = browser.run("document.querySelector('#results tbody tr').innerText")
         assert "Functional.linear.0.forward" in first and "bug" in first and "1 infinities" in first
         assert "is a bug" in browser.run("document.getElementById('sentence').textContent")
+        judged = browser.run("document.getElementById('sentence').textContent.match(/calls judged \\((.*)\\)/)[1]")
+        chips = browser.run("[...document.querySelectorAll('#chips .chip')].map((e) => e.textContent)")
+        outcomes = {" ".join(part.split()[1:]): part.split()[0] for part in judged.split(", ")}
+        assert {re.sub(r" \d+ calls?$", "", chip): chip.split()[-2] for chip in chips} == outcomes
         browser.run("document.getElementById('search').value = 'softmax'")
         browser.run("document.getElementById('search').dispatchEvent(new Event('input')) && 0")
         names = browser.run("[...document.querySelectorAll('#results tbody td.name')].map((e) => e.textContent)")

@@ -42,18 +42,25 @@ def wheel(built):
 
 @dataclass(frozen=True)
 class Fresh:
-    """A new environment without a compiler on its path, with what trainprobe needs beside it."""
+    """A new environment, with what trainprobe needs beside it; no compiler is on the path of its programs."""
 
     folder: Path
     packages: Path
 
     def run(self, *words: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
         """Run a program of the environment."""
+        return self._run([self.folder / "bin" / words[0], *words[1:]], cwd, [])
+
+    def shell(self, line: str, cwd: Path, more: str = "") -> subprocess.CompletedProcess[str]:
+        """Run a line of a shell. more: folders of programs that it finds too."""
+        return self._run(["/bin/sh", "-c", line], cwd, [more] if more else [])
+
+    def _run(self, words: list[str | Path], cwd: Path, more: list[str]) -> subprocess.CompletedProcess[str]:
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "TRAINPROBE"))}
         return subprocess.run(
-            [self.folder / "bin" / words[0], *words[1:]],
+            words,
             cwd=cwd,
-            env={**clean, "PATH": str(self.folder / "bin"), "OMP_NUM_THREADS": "1"},
+            env={**clean, "PATH": os.pathsep.join([str(self.folder / "bin"), *more]), "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
             timeout=300,

@@ -23,12 +23,14 @@ from trainprobe.ckpt_compare.renames import follow_renames, under_names_of_a
 from trainprobe.ckpt_compare.results import Comparison, Fault, Row, RowVerdict
 from trainprobe.ckpt_compare.state import compare_state
 from trainprobe.ckpt_compare.tasks import Advance, Outcome, Runner, Task, run, tasks_of
+from trainprobe.ckpt_compare.transforms import QKV_ROWS
 from trainprobe.ckpt_compare.vocabulary import padding_reason
 from trainprobe.engine.compare.difference import Difference
 from trainprobe.engine.compare.uncollected import uncollected
 from trainprobe.engine.compare.verdict import judge
 
 UNTIED = "(untied)"  # in place of the tensor that a head shares its values with
+_Q = ".attention.q.weight"
 _HEADS = ("output.", "lm_head.", "proj_out.", "cls.", "embed_out.")
 AT_ONCE = 1 << 12  # pairs of tensors that are measured together: a pair at work weighs more than its result
 
@@ -411,5 +413,16 @@ def logical(
     if given.get("vocab"):
         a, b = (replace(c, config={**c.config, "vocab": given["vocab"]}) for c in (a, b))
     a, b = decoded(a, b), decoded(b, a)
-    a = to_logical(a, {**known[1], **known[0], **given}, maps)  # one after the other: of a million tensors both are large
-    return a, to_logical(b, {**known[0], **known[1], **given}, maps)
+    first = to_logical(a, {**known[1], **known[0], **given}, maps)  # one after the other: of a million tensors both are large
+    second = to_logical(b, {**known[0], **known[1], **_rows_of_attention(first), **given}, maps)
+    if (rows := _rows_of_attention(second)) and not _rows_of_attention(first):
+        first = to_logical(a, {**known[1], **known[0], **rows, **given}, maps)
+    return first, second
+
+
+def _rows_of_attention(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return how many rows q and k have where all layers have them apart, for a side that fuses them."""
+    tensors = checkpoint.tensors
+    of_k = {name: tensors.get(f"{name.removesuffix('q.weight')}k.weight") for name in tensors if name.endswith(_Q)}
+    rows = {(tensors[name].shape[0], k.shape[0]) for name, k in of_k.items() if k is not None and k.shape}
+    return {QKV_ROWS: rows.pop()} if len(rows) == 1 else {}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor, gather
-from trainprobe.ckpt_compare.transforms import NEEDS, TRANSFORMS
+from trainprobe.ckpt_compare.transforms import TRANSFORMS, lacking
 from trainprobe.engine.model_names import ADAPTER, TRAINED_WHOLE, NameMap, Rule, built_in, read_map
 from trainprobe.engine.storage.safe_files import read_text
 from trainprobe.errors import FormatError
@@ -103,9 +103,12 @@ def apply(
             continue
         if rule.drop:
             return []
-        lacking = [need for by in rule.by for need in NEEDS.get(by, ()) if not config.get(need)]
-        if lacking:
-            notes.append(f"{', '.join(lacking)} unknown: tensors such as {name} are compared as they are stored")
+        if unknown := lacking(rule.by, tensor, config):
+            options = ", ".join(f"--{need.replace('_', '-')}" for need in unknown)
+            notes.append(
+                f"{', '.join(unknown)} unknown: tensors such as {name} are compared as they are stored; give {options}, "
+                "or put the model's config.json beside the file"
+            )
             return [tensor.renamed(name)]
         if rule.by and match.groupdict().get("p") not in (None, *_SPLIT):
             return [tensor.renamed(name)]  # codes or scales of a fused matrix, which only whole have a meaning

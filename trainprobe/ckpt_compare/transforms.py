@@ -110,8 +110,11 @@ def _qkv_by_group(tensor: LogicalTensor, config: Mapping[str, Any]) -> list[Logi
 
 def _qkv_blocks(tensor: LogicalTensor, config: Mapping[str, Any]) -> list[LogicalTensor]:
     """Fused attention stored as all q, all k, all v with fewer key and value heads than query heads."""
-    heads, groups, dim = (config[k] for k in ("heads", "groups", "head_dim"))
-    return split(tensor, 0, interleaved([heads * dim, groups * dim, groups * dim]), 3)
+    if all(config.get(k) for k in NEEDS["qkv_blocks"]):
+        q, kv = config["heads"] * config["head_dim"], config["groups"] * config["head_dim"]
+    else:
+        q, kv = config[QKV_ROWS]
+    return split(tensor, 0, interleaved([q, kv, kv]), 3)
 
 
 def _rotary_pairs(tensor: LogicalTensor, config: Mapping[str, Any]) -> list[LogicalTensor]:
@@ -159,8 +162,16 @@ TRANSFORMS: dict[str, Transform] = {
     "transpose": _transpose,
     "by_index": _by_index,
 }
+QKV_ROWS = "qkv_rows"  # rows of q and of k, as the other checkpoint has them: all that `qkv_blocks` needs
 NEEDS: dict[str, tuple[str, ...]] = {
     "qkv_by_group": ("heads", "groups", "head_dim"),
     "qkv_blocks": ("heads", "groups", "head_dim"),
     "rotary_pairs": ("head_dim",),
 }
+
+
+def lacking(transforms: Sequence[str], tensor: LogicalTensor, config: Mapping[str, Any]) -> list[str]:
+    """Return what `config` lacks for splitting a tensor by `transforms`."""
+    q, kv = config.get(QKV_ROWS) or (0, 0)
+    known = ("qkv_blocks",) if q and tensor.shape and tensor.shape[0] == q + 2 * kv else ()
+    return [need for by in transforms if by not in known for need in NEEDS.get(by, ()) if not config.get(need)]

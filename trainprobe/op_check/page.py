@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from trainprobe.engine.storage.html_page import make_page, markup, shared, write_text
-from trainprobe.op_check.conclusion import Conclusion
+from trainprobe.op_check.conclusion import Conclusion, outcomes
 from trainprobe.op_check.dump import Row
 from trainprobe.op_check.judge import OUTCOMES
 from trainprobe.op_check.report import lines
@@ -24,7 +23,7 @@ def write_page(
     rows: Sequence[Row], conclusion: Conclusion, dumps: Sequence[Path], standard: Mapping[str, Any] | None, path: Path
 ) -> Path:
     """Write the page and return it; it appears whole or not at all. Raises OutputError."""
-    counts = Counter(row.worst.outcome for row in rows)
+    counts = outcomes(rows)
     results = sorted(lines(rows), key=_gravity)
     document = {
         "outcomes": [[outcome, counts[outcome]] for outcome in _GRAVEST if counts[outcome]],

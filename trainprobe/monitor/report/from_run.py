@@ -88,7 +88,7 @@ def view_of(title: str, histories: dict[int, History], findings: Sequence[Findin
     scalars = _scalars(histories)
     loss = next((name for name in scalars if role_of(name) == "loss"), None)
     jump = largest_jump(loss, scalars[loss]) if loss is not None else ""
-    return RunView(title, facts, scalars, metrics, findings, [t for t in tables if t.rows], notes[:1], jump)
+    return RunView(title, facts, scalars, metrics, findings, [t for t in tables if t.rows], notes[:1], jump=jump)
 
 
 def _scalars(histories: dict[int, History]) -> dict[str, Curve]:

@@ -61,7 +61,7 @@ function drawChart(chart, at = null) {
 }
 
 function axisMarks(low, high, log) {
-  if (!log) return ticks(low, high, 4).map((v) => [v, show(v, 3)]);
+  if (!log) return ticks(low, high, 4).map((v) => [v, show(v)]);
   const whole = ticks(Math.ceil(low), Math.floor(high), 4, true).filter((t) => t >= low && t <= high);
   const found = whole.length > 1 ? whole : ticks(low, high, 3);
   return found.map((t) => [t, show(10 ** t, 2)]);
