@@ -1,4 +1,4 @@
-"""A copy that follows the weights (an average, a target network, a teacher) does so in all tensors, towards them, and with memory.
+"""A copy that follows the weights (average, target network, teacher) does so in all tensors, towards them, and with memory.
 
 Relation: in a step in which a copy of the model moves, each of its tensors moves by one share of its distance to the weights,
 e' = e + r (w − e), with 0 < r ≤ 1. r is fitted to a sample of elements by least squares. Reported, each as a warning:
