@@ -41,7 +41,7 @@ from trainprobe.integrations.live_modules import (
 from trainprobe.integrations.loop_gates import DRIVERS, Handle, backward_gate, driven, module_gates
 from trainprobe.integrations.loop_losses import Losses
 from trainprobe.integrations.loop_step import Step
-from trainprobe.integrations.loop_words import NO_MODEL, NO_UPDATE, OWN_UPDATES, no_update
+from trainprobe.integrations.loop_words import NO_MODEL, NO_UPDATE, OWN_UPDATES, SKIPPED, no_update
 from trainprobe.integrations.output_folder import steps_to_go_on_from
 from trainprobe.integrations.own_updates import Gradients, Weights
 from trainprobe.integrations.session import Session, agreed
@@ -100,6 +100,7 @@ class TorchLoop:
         self._within: list[Any] = []  # what is taken off when the step ends
         self._updates = self._own_updates = self._trials = 0
         self._missed: set[int] = set()  # ids of the optimizers that stepped outside any step since the last one
+        self._nodes = 0  # of autograd's graph, from the begin of the last step to its first backward pass
         self._no_forwards = False  # of the model are seen in training mode
         self._asleep = False
         self._left_out = LeftOut()
@@ -148,6 +149,9 @@ class TorchLoop:
         if updated and self.session.is_inside:
             self.session.step_ends()
         elif self._no_forwards or goes_over or (step is not None and _only_called(step)):
+            skipped = step.made() // self._nodes if step is not None and self._nodes else 0
+            if skipped > 1 and self.session.probe is not None:
+                self.session.probe.at_end(SKIPPED.format(counted(skipped, "forward pass")))
             self.session.drop_step()  # what began it may have been another model's backward, an evaluation, or a generation
         self._report_missed_steps()
         self.session.end(complete=False)
@@ -213,6 +217,8 @@ class TorchLoop:
 
     def _add_loss(self, loss: Any) -> None:
         step = self._step
+        if step is not None and not step.backward:
+            self._nodes = step.made()
         if step is not None and step.gradients is not None and step.gradients.are_cleared():
             step.cleared = True
             self.session.losses_begin_again()

@@ -428,3 +428,24 @@ def test_backward_passes_of_no_module_are_said(tmp_path, caplog):
     loop.close()
     assert said(caplog, "1 backward pass and no model") == 1
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_a_loop_that_skips_all_steps_at_its_end_is_told_that_they_were_not_judged(skips, tmp_path, capfd):
+    torch.manual_seed(0)
+    loop = attach_to_script({**PLAN, "level": "off", "output": tmp_path / "out"})
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(20):
+        loss = loss_of(model)
+        if step > 3 and skips:
+            continue
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    if not skips:
+        with torch.no_grad():
+            loss_of(model)
+    loop.close()
+    said = "forward passes at the end with gradients enabled, which no backward pass and no update followed" in capfd.readouterr().err
+    assert said is skips

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 def plural(number: int, noun: str) -> str:
     """Return the noun for so many of it: "rank", "ranks"."""
-    return noun if number == 1 else f"{noun}es" if noun.endswith(("ch", "sh")) else f"{noun}s"
+    return noun if number == 1 else f"{noun}es" if noun.endswith(("ch", "sh", "ss")) else f"{noun}s"
 
 
 def counted(number: int, noun: str) -> str:
