@@ -86,7 +86,7 @@ def test_weights_that_part_between_two_steps_point_at_what_was_not_recorded(dump
     assert code == 2, said
     assert "Module.0.Linear.forward.0 (step 1, micro-batch 0, rank 0): the weights differ" in first, first
     assert "step 0, the last that was compared before, agrees in what both dumps hold" in first, first
-    assert "the step of the optimizer" in first, first
+    assert "the optimizer's step" in first, first
     assert "record `monitor: {parameters: true, gradients: true}` or `level: mix`" in rest[0], said
 
 

@@ -16,8 +16,8 @@ NO_MODEL = (
     "{} and no model: nothing was watched. Hand the model to trainprobe.watch or to trainprobe.integrations.torch_loop.attach."
 )
 SKIPPED = (
-    "Not judged: at least {} at the end with gradients enabled, which no backward pass and no update followed; a loop that skips steps "
-    "whose loss is not finite does so."
+    "Not judged: at least {} at the end with gradients enabled, which no backward pass and no update followed; a loop that "
+    "skips steps whose loss is not finite does so."
 )
 
 

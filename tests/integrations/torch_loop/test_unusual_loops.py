@@ -447,5 +447,8 @@ def test_a_loop_that_skips_all_steps_at_its_end_is_told_that_they_were_not_judge
         with torch.no_grad():
             loss_of(model)
     loop.close()
-    said = "forward passes at the end with gradients enabled, which no backward pass and no update followed" in capfd.readouterr().err
+    said = (
+        "forward passes at the end with gradients enabled, which no backward pass and no update followed"
+        in capfd.readouterr().err
+    )
     assert said is skips
