@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 import subprocess
 import sys
@@ -57,7 +58,7 @@ def told(folder: Path, capsys: Any) -> list[str]:
     main(["judge", str(folder)])
     said = [capsys.readouterr().out]
     main(["report", str(folder)])
-    said.append((folder / "report.html").read_text().replace("\\", ""))
+    said.append(html.unescape((folder / "report.html").read_text().replace("\\", "")))
     capsys.readouterr()
     main(["top", "--once", str(folder)])
     said.append(capsys.readouterr().out)

@@ -17,7 +17,7 @@ KINDS = ("gradients", "parameters", "optimizer_state", "activations", "activatio
 
 def announce(probe: Probe) -> None:
     """Print one line on rank 0: what is watched, where it is written and what it costs."""
-    if probe.place.rank == 0:
+    if probe.place.rank == 0 and probe.console.on:
         probe.console.line(describe(probe))
 
 

@@ -238,7 +238,7 @@ def _next(address: Address, step: int) -> str | None:
 def _not_seen(frame: Frame, bad: Bools) -> str:
     """Return what to do where the forward pass was not recorded, or modules alone: what comes next shows it, or a new run."""
     again = (
-        f"run again from an earlier checkpoint with `record: mix, step: [{frame.step}]`: `trainprobe nan-trace` names the line"
+        f"run again from an earlier checkpoint with `record: mix, step: [{frame.step}]`: `trainprobe nan-trace RUN` names it"
     )
     if _is_recorded(frame.table.addresses[s] for s in frame.addresses.tolist()):
         return again

@@ -1,14 +1,14 @@
 """Copies of the model that follow its weights: moving averages, target networks and teachers that are modules.
 
 A copy is a module outside of the watched models, of the class of one of them, whose parameters have the same names, shapes and
-numbers when it is found. A sample of its elements is read as an audited step begins and as it ends, in one transfer each.
+numbers when it is found. A sample of elements is read as an audited step begins and as it ends; one transfer brings all.
 """
 
 from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,11 +28,23 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 @dataclass(frozen=True, slots=True)
-class _Sampled:
-    """Elements and version counters of the parameters of a module, name → each."""
+class _Sample:
+    """Elements of the parameters of a module, one behind the other on its device, with each one's name, count and version."""
 
-    numbers: Mapping[str, np.ndarray]
+    elements: torch.Tensor
+    counts: Mapping[str, int]
     versions: Mapping[str, int]
+
+
+@dataclass(slots=True)
+class _Pair:
+    """A copy and the model that it may follow. begun, ended: samples of the copy and of the model in this step."""
+
+    copy: weakref.ref[Any]
+    model: weakref.ref[Any]
+    is_copy: bool = False
+    begun: tuple[_Sample, _Sample] | None = None
+    ended: tuple[_Sample, _Sample] | None = None
 
 
 class Followers(Observer):
@@ -40,45 +52,63 @@ class Followers(Observer):
 
     def __init__(self, guard: Guard, audited: Audited) -> None:
         super().__init__(guard, audited)
-        self._pairs: list[tuple[weakref.ref[Any], weakref.ref[Any]]] = []  # a copy, and the model
+        self._pairs: list[_Pair] = []
         self._searches = 0
-        self._begun: list[tuple[_Sampled, _Sampled]] = []
-        self._seen: list[Followed] = []
+        self._other: weakref.WeakSet[Any] = weakref.WeakSet()  # modules of the model's class that are no copies
 
     def begin(self) -> None:
         """Search for copies, and read those that are known."""
-        self._seen = []
         if self._searches < _SEARCHES:
             self._searches += 1
             self._search()
-        self._pairs = [pair for pair in self._pairs if pair[0]() is not None and pair[1]() is not None]
-        self._begun = [(_sampled(copy()), _sampled(model())) for copy, model in self._pairs] if not in_a_transform() else []
+        self._pairs = [pair for pair in self._pairs if pair.copy() is not None and pair.model() is not None]
+        for pair in self._pairs:
+            pair.begun, pair.ended = _sampled(pair), None
 
     def end(self) -> None:
-        """Read them again."""
-        begun, self._begun = self._begun, []
-        for (copy, model), (copy_before, model_before) in zip(self._pairs, begun, strict=False):
-            now, followed = copy(), model()
-            if now is not None and followed is not None and all(p.grad is None for p in now.parameters()):
-                self._seen.append(_followed(copy_before, _sampled(now), model_before, _sampled(followed), now))
+        """Read them again, but for those that have a gradient of their own."""
+        for pair in self._pairs:
+            copy = pair.copy()
+            if pair.begun is not None and copy is not None and all(p.grad is None for p in copy.parameters()):
+                pair.ended = _sampled(pair)
 
     def facts(self, step_data: StepData) -> FollowerSteps:
-        """Return how each copy moved in this step."""
-        return FollowerSteps(tuple(self._seen))
+        """Return how each copy moved in this step; one transfer brings all that was read."""
+        read = [sample for pair in self._pairs for both in (pair.begun, pair.ended) for sample in both or ()]
+        numbers = iter(_host(read))
+        seen: list[Followed] = []
+        for pair in list(self._pairs):
+            begun = [next(numbers), next(numbers)] if pair.begun else []
+            ended = [next(numbers), next(numbers)] if pair.ended else []
+            if begun and not pair.is_copy:
+                pair.is_copy = all(np.array_equal(begun[0][name], begun[1][name]) for name in begun[0])
+                if not pair.is_copy:
+                    self._pairs.remove(pair)
+                    self._reject(pair.copy())
+                    continue
+            if pair.begun and pair.ended:
+                seen.append(_followed(pair, begun, ended))
+            pair.begun = pair.ended = None
+        return FollowerSteps(tuple(seen))
+
+    def _reject(self, module: Any) -> None:
+        if module is not None:
+            self._other.add(module)
 
     def _search(self) -> None:
         models = [list(unwrapped(model))[-1] for model in self._audited.models]
         inside = {id(module) for model in self._audited.models for module in model.modules()}
-        known = {id(copy()) for copy, _ in self._pairs}
+        known = inside | {id(pair.copy()) for pair in self._pairs}
         kinds = {type(model): model for model in models if _parameters(model)}
         for module in _modules_of(kinds):
-            if id(module) not in inside and id(module) not in known and _is_copy(module, kinds[type(module)]):
-                self._pairs.append((weakref.ref(module), weakref.ref(kinds[type(module)])))
+            model = kinds[type(module)]
+            if id(module) not in known and module not in self._other and _are_alike(module, model):
+                self._pairs.append(_Pair(weakref.ref(module), weakref.ref(model)))
 
 
-def _modules_of(kinds: Mapping[type, Any]) -> Iterator[Any]:
-    """Yield the living objects of exactly these classes. Their own `__class__` is not asked: a proxy may answer by an error."""
-    return (one for one in gc.get_objects() if type(one) in kinds) if kinds else iter(())
+def _modules_of(kinds: Mapping[type, Any]) -> list[Any]:
+    """Return the living objects of exactly these classes. `__class__` is not asked: a proxy may answer by an error."""
+    return [one for one in gc.get_objects() if type(one) in kinds] if kinds else []
 
 
 def _parameters(module: Any) -> dict[str, Any]:
@@ -88,66 +118,70 @@ def _parameters(module: Any) -> dict[str, Any]:
     return found if plain else {}
 
 
-def _is_copy(module: Any, model: Any) -> bool:
+def _are_alike(module: Any, model: Any) -> bool:
+    """Tell whether two modules have parameters of the same names and shapes on one device, and share none."""
     mine, its = _parameters(module), _parameters(model)
-    if not mine or {name: p.shape for name, p in mine.items()} != {name: p.shape for name, p in its.items()}:
+    if not mine or mine.keys() != its.keys() or len({p.device for p in (*mine.values(), *its.values())}) > 1:
         return False
-    if any(p is its[name] for name, p in mine.items()):
-        return False
-    a, b = _sampled(module).numbers, {name: p.to(mine[name].dtype) for name, p in _samples(its).items()}
-    return all(np.array_equal(a[name], _host([b[name]])[0]) for name in a)
+    return all(p.shape == its[name].shape and p is not its[name] for name, p in mine.items())
 
 
-def _samples(parameters: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return elements of each parameter at even distances."""
+def _sampled(pair: _Pair) -> tuple[_Sample, _Sample] | None:
+    """Return elements of both at even distances, the model's rounded to the dtype of the copy; None where that cannot be."""
+    mine, its = _parameters(pair.copy()), _parameters(pair.model())
+    if not mine or mine.keys() != its.keys() or in_a_transform():
+        return None
+    return _sample(mine, mine), _sample(its, mine)
+
+
+def _sample(parameters: Mapping[str, Any], as_in: Mapping[str, Any]) -> _Sample:
     with without_dispatch(), torch.no_grad():
-        return {name: p.detach().reshape(-1)[:: max(1, p.numel() // SAMPLE)][:SAMPLE] for name, p in parameters.items()}
+        taken = {n: p.detach().reshape(-1)[:: max(1, p.numel() // SAMPLE)][:SAMPLE] for n, p in parameters.items()}
+        rounded = [taken[name].to(as_in[name].dtype).to(torch.float64) for name in as_in]
+        counts = {name: taken[name].numel() for name in as_in}
+        return _Sample(torch.cat(rounded), counts, {name: p._version for name, p in parameters.items()})
 
 
-def _host(samples: Iterable[torch.Tensor]) -> list[np.ndarray]:
-    """Return samples as float64 arrays, after one transfer."""
-    each = list(samples)
+def _host(samples: Sequence[_Sample]) -> Iterator[dict[str, np.ndarray]]:
+    """Yield each sample as arrays by name, after one transfer."""
+    if not samples:
+        return
     with without_dispatch(), torch.no_grad():
-        joined = torch.cat([s.to(torch.float32) if s.dtype != torch.float64 else s for s in each]).cpu().double().numpy()
-    return np.split(joined, np.cumsum([s.numel() for s in each])[:-1])
+        numbers = torch.cat([sample.elements for sample in samples]).cpu().numpy()
+    at = 0
+    for sample in samples:
+        found: dict[str, np.ndarray] = {}
+        for name, count in sample.counts.items():
+            found[name] = numbers[at : at + count]
+            at += count
+        yield found
 
 
-def _sampled(module: Any) -> _Sampled:
-    parameters = _parameters(module)
-    if not parameters:
-        return _Sampled({}, {})
-    samples = _samples(parameters)
-    return _Sampled(
-        dict(zip(samples, _host(samples.values()), strict=True)), {name: p._version for name, p in parameters.items()}
-    )
-
-
-def _followed(before: _Sampled, after: _Sampled, old: _Sampled, new: _Sampled, copy: Any) -> Followed:
+def _followed(pair: _Pair, begun: Sequence[dict[str, np.ndarray]], ended: Sequence[dict[str, np.ndarray]]) -> Followed:
     """Return how the copy moved, measured against the weights before or after the update, whichever explain it better."""
-    tried = [_against(before, after, weights) for weights in (new, old)]
+    assert pair.begun is not None and pair.ended is not None
+    before, after = pair.begun[0].versions, pair.ended[0].versions
+    written = {name: after[name] != before[name] for name in before}
+    tried = [_against(begun[0], ended[0], weights[1], written) for weights in (ended, begun)]
     best = min(tried, key=lambda tensors: sum(t.residual for t in tensors if t.moved))
-    dtype = str(next(iter(_parameters(copy).values())).dtype).removeprefix("torch.") if before.numbers else ""
+    copy = pair.copy()
+    dtype = str(next(iter(copy.parameters())).dtype).removeprefix("torch.") if copy is not None else ""
     return Followed(type(copy).__name__, dtype, tuple(best))
 
 
-def _against(before: _Sampled, after: _Sampled, weights: _Sampled) -> list[FollowedTensor]:
+def _against(
+    before: Mapping[str, np.ndarray],
+    after: Mapping[str, np.ndarray],
+    weights: Mapping[str, np.ndarray],
+    written: Mapping[str, bool],
+) -> list[FollowedTensor]:
     found: list[FollowedTensor] = []
-    for name, was in before.numbers.items():
-        if name not in after.numbers or name not in weights.numbers:
-            continue
-        moved, gap = after.numbers[name] - was, weights.numbers[name] - was
-        size = float(gap @ gap)
+    for name, was in before.items():
+        moved, gap = after[name] - was, weights[name] - was
+        size, length = float(gap @ gap), float(moved @ moved)
         rate = float(moved @ gap) / size if size else 0.0
         off = moved - rate * gap
-        length = float(moved @ moved)
-        found.append(
-            FollowedTensor(
-                name,
-                rate,
-                float(np.sqrt(off @ off / length)) if length else 0.0,
-                moved=float(np.mean(moved != 0)),
-                away=float(np.mean(gap != 0)),
-                written=after.versions[name] != before.versions[name],
-            )
-        )
+        residual = float(np.sqrt(off @ off / length)) if length else 0.0
+        shares = float(np.mean(moved != 0)), float(np.mean(gap != 0))
+        found.append(FollowedTensor(name, rate, residual, *shares, written[name]))
     return found
