@@ -414,8 +414,9 @@ def logical(
         a, b = (replace(c, config={**c.config, "vocab": given["vocab"]}) for c in (a, b))
     a, b = decoded(a, b), decoded(b, a)
     first = to_logical(a, {**known[1], **known[0], **given}, maps)  # one after the other: of a million tensors both are large
-    second = to_logical(b, {**known[0], **known[1], **_rows_of_attention(first), **given}, maps)
-    if (rows := _rows_of_attention(second)) and not _rows_of_attention(first):
+    rows = _rows_of_attention(first)
+    second = to_logical(b, {**known[0], **known[1], **rows, **given}, maps)
+    if not rows and (rows := _rows_of_attention(second)):
         first = to_logical(a, {**known[1], **known[0], **rows, **given}, maps)
     return first, second
 

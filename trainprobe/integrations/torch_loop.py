@@ -149,12 +149,15 @@ class TorchLoop:
         if updated and self.session.is_inside:
             self.session.step_ends()
         elif self._no_forwards or goes_over or (step is not None and _only_called(step)):
-            skipped = step.made() // self._nodes if step is not None and self._nodes else 0
-            if skipped > 1 and self.session.probe is not None:
-                self.session.probe.at_end(SKIPPED.format(counted(skipped, "forward pass")))
+            if step is not None and self._nodes and not goes_over:  # else another training's graph is counted too
+                self._say_what_was_skipped(step.made() // self._nodes)
             self.session.drop_step()  # what began it may have been another model's backward, an evaluation, or a generation
         self._report_missed_steps()
         self.session.end(complete=False)
+
+    def _say_what_was_skipped(self, forwards: int) -> None:
+        if forwards > 1 and self.session.probe is not None:
+            self.session.probe.at_end(SKIPPED.format(counted(forwards, "forward pass")))
 
     def _take_patches_off(self) -> None:
         for patch in self._patches:

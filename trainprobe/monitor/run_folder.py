@@ -82,8 +82,7 @@ def check_one_run(folder: Path, logs: Sequence[Path]) -> None:
     ranks = [log if log.is_dir() else log.parent for log in logs]
     runs = sorted({rank.parent for rank in ranks})
     if len({rank.name for rank in ranks}) < len(ranks):
-        names = ", ".join(str(run.relative_to(folder)) for run in runs[:SHOWN]) + ", …" * (len(runs) > SHOWN)
-        listed = f"`trainprobe runs {shlex.quote(str(folder))}` lists them"
+        names, listed = _named(runs, folder)
         raise FormatError(f"{folder} holds {len(runs)} runs: {names}. Name one of them ({listed})")
 
 
@@ -93,9 +92,15 @@ def _where_runs_are(folder: Path) -> str:
     for place in (looked, looked.parent):
         near = sorted({run for entry in islice(place.glob("*"), MOST_ENTRIES) for run in _runs_at(entry)})
         if near:
-            names = ", ".join(str(run.relative_to(place)) for run in near[:SHOWN]) + ", …" * (len(near) > SHOWN)
-            return f"Runs in {place}: {names} (`trainprobe runs {shlex.quote(str(place))}` lists them)"
+            names, listed = _named(near, place)
+            return f"Runs in {place}: {names} ({listed})"
     return "Name the folder that a run wrote to (`output` of its plan); `trainprobe runs DIR` lists the runs under DIR"
+
+
+def _named(runs: Sequence[Path], place: Path) -> tuple[str, str]:
+    """Name the first runs in a folder, and the command that lists all."""
+    names = ", ".join(str(run.relative_to(place)) for run in runs[:SHOWN]) + ", …" * (len(runs) > SHOWN)
+    return names, f"`trainprobe runs {shlex.quote(str(place))}` lists them"
 
 
 def _runs_at(folder: Path) -> Iterator[Path]:

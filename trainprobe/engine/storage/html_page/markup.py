@@ -54,13 +54,11 @@ def run_head(title: str, meta: Iterable[tuple[str, str]]) -> Markup:
 def verdict_head(sentence: str, code: int | str, paths: Sequence[str], remarks: Sequence[str]) -> Markup:
     """Return the heading of a comparison: what was found, of what, and what else is to be said."""
     named = (element("span", element("b", "AB"[i]) if len(paths) > 1 else None, path) for i, path in enumerate(paths))
-    summary = element("summary", counted(len(remarks), "remark"))
-    more = element("details", summary, listed(remarks), id="details") if remarks else None
     return element(
         "header",
         element("h1", sentence, id="sentence", class_=f"v-code{code}"),
         element("p", *named, id="paths"),
-        more,
+        _folded(remarks, id="details"),
         id="head",
     )
 
@@ -76,5 +74,10 @@ def notebook_card(headline: str, tone: str, *below: Markup | None) -> Markup:
 
 def verdict_for_notebook(sentence: str, code: int, remarks: Sequence[str]) -> Markup:
     """Return a verdict as `_repr_html_` gives it to a notebook. code: the command's: 0 good, 2 bad, others between."""
-    more = element("details", element("summary", counted(len(remarks), "remark")), listed(remarks)) if remarks else None
-    return notebook_card(sentence, ("good", "good", "error", "warning")[code], more)
+    return notebook_card(sentence, ("good", "good", "error", "warning")[code], _folded(remarks))
+
+
+def _folded(remarks: Sequence[str], **attributes: str) -> Markup | None:
+    """Return remarks behind their number; None where there are none."""
+    summary = element("summary", counted(len(remarks), "remark"))
+    return element("details", summary, listed(remarks), **attributes) if remarks else None

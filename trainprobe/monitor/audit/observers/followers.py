@@ -84,16 +84,13 @@ class Followers(Observer):
                 pair.is_copy = all(np.array_equal(begun[0][name], begun[1][name]) for name in begun[0])
                 if not pair.is_copy:
                     self._pairs.remove(pair)
-                    self._reject(pair.copy())
+                    if (module := pair.copy()) is not None:
+                        self._other.add(module)
                     continue
             if pair.begun and pair.ended:
                 seen.append(_followed(pair, begun, ended))
             pair.begun = pair.ended = None
         return FollowerSteps(tuple(seen))
-
-    def _reject(self, module: Any) -> None:
-        if module is not None:
-            self._other.add(module)
 
     def _search(self) -> None:
         models = [list(unwrapped(model))[-1] for model in self._audited.models]
