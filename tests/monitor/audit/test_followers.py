@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
 import trainprobe
+from trainprobe.monitor.audit.observers import followers
 
 HEALTHY = ("average", "with a warm-up", "hard", "now and then", "at rest", "of torch", "trained itself")
 FAULTS = {
@@ -68,3 +70,10 @@ def test_what_is_wrong_with_a_copy_is_named(how, tmp_path):
     told = found(how, tmp_path)
     assert [f.rule for f in told] == ["followers"]
     assert words in told[0].message and told[0].site.name == name, told[0].message
+
+
+def test_a_copy_that_goes_while_it_is_read_is_left_out():
+    """Garbage is collected at any moment, so also behind the look whether a copy is still there."""
+    model = nn.Linear(2, 2)
+    pair = followers._Pair("Linear", weakref.ref(copy.deepcopy(model)), weakref.ref(model))
+    assert followers._sampled(pair) is None

@@ -29,17 +29,22 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """Elements of the parameters of a module, one behind the other on its device, with each one's name, count and version."""
+    """Elements of the parameters of a module, one behind the other on its device, with each one's name, count and version.
+
+    dtype: of the first parameter.
+    """
 
     elements: torch.Tensor
+    dtype: str
     counts: Mapping[str, int]
     versions: Mapping[str, int]
 
 
 @dataclass(slots=True)
 class _Pair:
-    """A copy and the model that it may follow. begun, ended: samples of the copy and of the model in this step."""
+    """A copy and the model that it may follow. kind: their class. begun, ended: samples of both in this step."""
 
+    kind: str
     copy: weakref.ref[Any]
     model: weakref.ref[Any]
     is_copy: bool = False
@@ -100,7 +105,7 @@ class Followers(Observer):
         for module in _modules_of(kinds):
             model = kinds[type(module)]
             if id(module) not in known and module not in self._other and _are_alike(module, model):
-                self._pairs.append(_Pair(weakref.ref(module), weakref.ref(model)))
+                self._pairs.append(_Pair(type(module).__name__, weakref.ref(module), weakref.ref(model)))
 
 
 def _modules_of(kinds: Mapping[type, Any]) -> list[Any]:
@@ -124,9 +129,12 @@ def _are_alike(module: Any, model: Any) -> bool:
 
 
 def _sampled(pair: _Pair) -> tuple[_Sample, _Sample] | None:
-    """Return elements of both at even distances, the model's rounded to the dtype of the copy; None where that cannot be."""
-    mine, its = _parameters(pair.copy()), _parameters(pair.model())
-    if not mine or mine.keys() != its.keys() or in_a_transform():
+    """Return elements of both at even distances, the model's rounded to the dtype of the copy; None where there are none."""
+    copy, model = pair.copy(), pair.model()  # held: a copy that nobody holds may go at any moment
+    if copy is None or model is None or in_a_transform():
+        return None
+    mine, its = _parameters(copy), _parameters(model)
+    if not mine or mine.keys() != its.keys():
         return None
     return _sample(mine, mine), _sample(its, mine)
 
@@ -136,7 +144,8 @@ def _sample(parameters: Mapping[str, Any], as_in: Mapping[str, Any]) -> _Sample:
         taken = {n: p.detach().reshape(-1)[:: max(1, p.numel() // SAMPLE)][:SAMPLE] for n, p in parameters.items()}
         rounded = [taken[name].to(as_in[name].dtype).to(torch.float64) for name in as_in]
         counts = {name: taken[name].numel() for name in as_in}
-        return _Sample(torch.cat(rounded), counts, {name: p._version for name, p in parameters.items()})
+        dtype = str(next(iter(parameters.values())).dtype).removeprefix("torch.")
+        return _Sample(torch.cat(rounded), dtype, counts, {name: p._version for name, p in parameters.items()})
 
 
 def _host(samples: Sequence[_Sample]) -> Iterator[dict[str, np.ndarray]]:
@@ -161,9 +170,7 @@ def _followed(pair: _Pair, begun: Sequence[dict[str, np.ndarray]], ended: Sequen
     written = {name: after[name] != before[name] for name in before}
     tried = [_against(begun[0], ended[0], weights[1], written) for weights in (ended, begun)]
     best = min(tried, key=lambda tensors: sum(t.residual for t in tensors if t.moved))
-    copy = pair.copy()
-    dtype = str(next(iter(copy.parameters())).dtype).removeprefix("torch.") if copy is not None else ""
-    return Followed(type(copy).__name__, dtype, tuple(best))
+    return Followed(pair.kind, pair.begun[0].dtype, tuple(best))
 
 
 def _against(
