@@ -189,9 +189,9 @@ class RecordedRank:
         """Yield the devices of the tensors that a call was given."""
         yield from (value.device for _, value in leaves([unit.call.args, unit.call.kwargs], "") if value.device)
 
-    def made_case(self, unit: Unit, seed: int = 0) -> Case:
+    def made_case(self, unit: Unit) -> Case:
         """Return a call with made inputs that keep shape, dtype, layout and range of a dump of statistics; no outputs yet."""
-        self._maker: Callable[[Value], Tensor] | None = lambda value: random_input(value, self._range(value), seed)
+        self._maker: Callable[[Value], Tensor] | None = lambda value: random_input(value, self._range(value))
         try:
             return self.case(unit)
         finally:
