@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from trainprobe.debugger import PrecisionDebugger as PrecisionDebugger
     from trainprobe.engine.core.records import Place as Place
     from trainprobe.engine.plan.model import Plan as Plan
-    from trainprobe.op_check.saved import compare_for_single_op as compare_for_single_op
-    from trainprobe.op_check.saved import nan_inf_track_for_single_op as nan_inf_track_for_single_op
+    from trainprobe.op_check.saved_calls import compare_for_single_op as compare_for_single_op
+    from trainprobe.op_check.saved_calls import nan_inf_track_for_single_op as nan_inf_track_for_single_op
     from trainprobe.rollout import SingleComparator as SingleComparator
     from trainprobe.rollout import SingleSave as SingleSave
     from trainprobe.watching import Probe as Probe
@@ -38,8 +38,8 @@ _PUBLIC = {
     "Probe": "trainprobe.watching",
     "SingleComparator": "trainprobe.rollout",
     "SingleSave": "trainprobe.rollout",
-    "compare_for_single_op": "trainprobe.op_check.saved",
-    "nan_inf_track_for_single_op": "trainprobe.op_check.saved",
+    "compare_for_single_op": "trainprobe.op_check.saved_calls",
+    "nan_inf_track_for_single_op": "trainprobe.op_check.saved_calls",
     "open_module_tracker": "trainprobe.compare_with_cpu",
     "watch": "trainprobe.watching",
 }

@@ -16,7 +16,7 @@ from trainprobe.ckpt_compare import compare as comparing
 from trainprobe.ckpt_compare import formats
 from trainprobe.ckpt_compare.formats import open_checkpoint
 from trainprobe.ckpt_compare.storage import pickle_fetches
-from trainprobe.ckpt_compare.storage.pickle_fetches import fetched, perhaps_fetched
+from trainprobe.ckpt_compare.storage.pickle_fetches import perhaps_fetched
 from trainprobe.ckpt_compare.storage.pickle_machine import Machine
 from trainprobe.ckpt_compare.storage.torch_zip import Places, TorchZip
 from trainprobe.ckpt_compare.tasks import merged
@@ -33,22 +33,24 @@ OBJECT = [
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_what_a_pickle_fetches_is_known_beforehand(protocol):
     data = pickle.dumps(OBJECT, protocol)
-    expected = {int(arg) for op, arg, _ in pickletools.genops(data) if op.name in ("GET", "BINGET", "LONG_BINGET")}
-    assert indices(fetched(data)) == expected != set()
-    assert indices(fetched(b"junk" + data, 4)) == expected
-    assert expected <= indices(perhaps_fetched(data))
+    assert set() != fetched(data) <= indices(perhaps_fetched(data))
 
 
 def test_a_fetch_is_seen_where_the_search_goes_on(monkeypatch):
     monkeypatch.setattr(pickle_fetches, "_AT_ONCE", 7)
     for protocol in (0, 2, 4):
         data = pickle.dumps([held := [[i] for i in range(400)], held, *held], protocol)
-        assert indices(fetched(data)) <= indices(perhaps_fetched(data))
+        assert fetched(data) <= indices(perhaps_fetched(data))
 
 
 def test_few_values_are_kept_that_nobody_fetches():
     data = pickle.dumps([(f"layers.{i}.hj", i) for i in range(20_000)], 4)
-    assert len(indices(perhaps_fetched(data)) - indices(fetched(data))) < 600
+    assert len(indices(perhaps_fetched(data)) - fetched(data)) < 600
+
+
+def fetched(data):
+    """What the standard library says that a pickle fetches."""
+    return {int(arg) for op, arg, _ in pickletools.genops(data) if op.name in ("GET", "BINGET", "LONG_BINGET")}
 
 
 def indices(flags):
@@ -60,7 +62,6 @@ DAMAGED = [b"", b"\x80", b"X\xff\xff\xff\xff", b"h", b"g5", b"gx\n.", b"\xff" * 
 
 @pytest.mark.parametrize("data", DAMAGED)
 def test_a_damaged_pickle_ends_the_search(data):
-    assert isinstance(fetched(data), bytearray)
     assert isinstance(perhaps_fetched(data), bytearray)
 
 
@@ -70,9 +71,9 @@ class _Names:
 
 def test_values_that_nobody_fetches_are_not_kept():
     data = pickle.dumps([(i, str(i)) for i in range(1000)] + [SHARED, SHARED], 2)
-    machine = Machine(data, _Names())
+    machine = Machine(data, _Names(), alone=True)
     assert machine.run()[-2:] == [SHARED, SHARED]
-    assert len(machine.memo) == 1
+    assert len(machine.memo) < 300, "of 2,000 tuples and texts"
 
 
 def test_what_is_kept_of_a_pickle_is_no_longer_than_what_it_memoizes():
@@ -80,7 +81,7 @@ def test_what_is_kept_of_a_pickle_is_no_longer_than_what_it_memoizes():
     data = pickle.dumps([SHARED, SHARED, *(bytes([106, 0, 0, n, 1]) for n in range(256))], 5)
     memoizing = sum(op.name == "MEMOIZE" for op, _, _ in pickletools.genops(data))
     assert len(perhaps_fetched(data)) <= memoizing + 200  # bytes of numbers look like that opcode too
-    assert indices(fetched(data)) <= indices(perhaps_fetched(data))
+    assert fetched(data) <= indices(perhaps_fetched(data))
 
 
 def test_a_value_under_a_far_index_is_found():

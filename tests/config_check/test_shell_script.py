@@ -58,6 +58,30 @@ def test_a_variable_that_the_script_does_not_set_stays_as_it_is_written():
     assert read_shell_script('python t.py --out "$OUT/x" --n $(nproc)', "t.sh") == {"out": "$OUT/x", "n": "$(nproc)"}
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [
+        'if [ -z "$LR" ]; then\n  LR=1\nelse\n  LR=2\nfi',
+        "case $1 in\n  a) LR=1 ;;\n  b) LR=2 ;;\nesac",
+        "for LR in 1 2; do LR=$LR; done",
+        "while false; do LR=(1 2); done",
+    ],
+)
+def test_what_is_set_under_a_condition_is_not_guessed(setting):
+    assert read_shell_script(f'LR=0\n{setting}\nN=3\npython t.py --lr "$LR" --n $N', "t.sh") == {"lr": "$LR", "n": "3"}
+
+
+def test_a_command_may_be_nested_in_a_quoted_command():
+    read = read_shell_script('python t.py --home "$(dirname "$(realpath "$0")")/x" --price 5$ --lr 1', "t.sh")
+    assert read == {"home": '$(dirname "$(realpath "$0")")/x', "price": "5$", "lr": "1"}
+
+
+def test_variables_that_double_without_end_are_refused():
+    script = "A=xxxxxxxx\n" + 'A="$A$A"\n' * 60 + "python t.py --a $A"
+    with pytest.raises(FormatError, match=r"t\.sh: its variables expand to more than 16777216 characters"):
+        read_shell_script(script, "t.sh")
+
+
 def test_nothing_is_ever_run(tmp_path):
     read_shell_script(f"python t.py --x $(touch {tmp_path}/a) `touch {tmp_path}/b`", "t.sh")
     assert list(tmp_path.iterdir()) == []

@@ -112,7 +112,7 @@ def as_torch(x: Any) -> Any:
 
 @pytest.mark.parametrize(("name", "args", "kwargs", "oracle"), ORACLES, ids=[f"{o[0]} {i}" for i, o in enumerate(ORACLES)])
 def test_a_formula_is_the_definition(name: str, args: Any, kwargs: Any, oracle: Callable[[], Any]) -> None:
-    got = formulas()[name](*map(as_torch, args), **{key: as_torch(value) for key, value in kwargs.items()})
+    got = formulas()[name].compute(*map(as_torch, args), **{key: as_torch(value) for key, value in kwargs.items()})
     want = np.asarray(oracle())
     assert tuple(got.shape) == want.shape
     assert float(np.abs(got.numpy() - want).max()) <= 1e-13 * max(1.0, float(np.abs(want).max()))
@@ -121,19 +121,20 @@ def test_a_formula_is_the_definition(name: str, args: Any, kwargs: Any, oracle: 
 @pytest.mark.parametrize("name", ["softmax", "log_softmax", "tanh", "sigmoid"])
 def test_a_slope_that_is_written_out_is_the_slope(name: str) -> None:
     x = torch.from_numpy(X[:3]).requires_grad_()
-    call = formulas()[name]
+    call = formulas()[name].compute
     assert torch.autograd.gradcheck(lambda t: call(t, -1) if "softmax" in name else call(t), (x,))
 
 
 def test_a_row_that_sees_nothing_is_zero_and_nan_stays_nan() -> None:
-    blind = formulas()["scaled_dot_product_attention"](*map(as_torch, (Q, K, V)), attn_mask=torch.zeros(3, 5, dtype=torch.bool))
+    attention = formulas()["scaled_dot_product_attention"].compute
+    blind = attention(*map(as_torch, (Q, K, V)), attn_mask=torch.zeros(3, 5, dtype=torch.bool))
     assert not blind.any()
-    assert formulas()["relu"](torch.tensor([math.nan])).isnan().all()
+    assert formulas()["relu"].compute(torch.tensor([math.nan])).isnan().all()
 
 
 def test_the_row_of_padding_has_no_gradient() -> None:
     weight = torch.from_numpy(X).clone().requires_grad_()
-    formulas()["embedding"](torch.tensor([1, 2, 1]), weight, 1).sum().backward()
+    formulas()["embedding"].compute(torch.tensor([1, 2, 1]), weight, 1).sum().backward()
     assert weight.grad is not None
     assert weight.grad.abs().sum(1).nonzero().flatten().tolist() == [2]
 
@@ -152,7 +153,7 @@ def test_transposed_convolutions_are_the_adjoint_of_convolutions(dims: int, sett
     w = torch.randn(4, 3, *[3] * dims, dtype=torch.float64, requires_grad=True)
     b = torch.randn(3 * settings.get("groups", 1), dtype=torch.float64)
     name = f"conv_transpose{dims}d"
-    ours, theirs = formulas()[name](x, w, b, **settings), getattr(torch.nn.functional, name)(x, w, b, **settings)
+    ours, theirs = formulas()[name].compute(x, w, b, **settings), getattr(torch.nn.functional, name)(x, w, b, **settings)
     assert torch.allclose(ours, theirs, rtol=1e-12, atol=1e-12)
     g = torch.randn_like(theirs)
     for mine, torchs in zip(torch.autograd.grad(ours, [x, w], g), torch.autograd.grad(theirs, [x, w], g), strict=True):

@@ -20,8 +20,8 @@ from trainprobe.engine.storage.dumps import read
 from trainprobe.op_check.cases import Case, flat, laid, strides_of
 from trainprobe.op_check.check import check
 from trainprobe.op_check.dump import check_dump, rank_folders
+from trainprobe.op_check.execution import random_input, run_here
 from trainprobe.op_check.functions import function
-from trainprobe.op_check.made import made, run_here
 from trainprobe.op_check.recorded import RecordedRank
 
 RIGHT = ("exact", "rounding")
@@ -288,7 +288,7 @@ def test_made_inputs_reach_the_operator_in_the_layout_that_it_was_given(turned: 
 def test_made_inputs_that_share_memory_keep_both_limits() -> None:
     for strides in ([0, 1], [1, 0], [1, 4], [1, 1], [40, 2]):
         value = Value(0, "torch.float32", (4, 9), extra={"stride": strides})
-        t = laid(made(value, (-3.0, 5.0)), strides)
+        t = laid(random_input(value, (-3.0, 5.0)), strides)
         assert (t.stride(), t.min(), t.max()) == (tuple(strides), -3.0, 5.0)
 
 

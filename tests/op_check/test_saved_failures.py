@@ -21,7 +21,7 @@ from trainprobe.op_check.cases import Case, NotChecked
 from trainprobe.op_check.dump import check_dump, rank_folders
 from trainprobe.op_check.expression import expression
 from trainprobe.op_check.replay import write_replay
-from trainprobe.op_check.saved import CALL, read_saved
+from trainprobe.op_check.saved_calls import CALL, read_saved
 
 HOSTILE = "__import__('pathlib').Path('taken').touch()"
 

@@ -102,3 +102,8 @@ def mapped(tree: Any, change: Callable[[Tensor], Any], other: Callable[[Any], An
     if isinstance(tree, Mapping):
         return {key: mapped(item, change, other) for key, item in tree.items()}
     return other(tree)
+
+
+def argument(case: Case, name: str, place: int, default: object) -> object:
+    """Return an argument of a call by its name, or by its place among the positional ones."""
+    return case.kwargs.get(name, case.args[place] if len(case.args) > place else default)

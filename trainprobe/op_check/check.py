@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from trainprobe.op_check.autocast import autocast, takes_mixed_formats
 from trainprobe.op_check.cases import Case, NotChecked, Tensor, flat
 from trainprobe.op_check.causes import likely
 from trainprobe.op_check.error_locations import furthest
@@ -17,6 +18,7 @@ from trainprobe.op_check.judge import Judgement, Tolerance, gravest, judge
 from trainprobe.op_check.large_products import parts, told
 from trainprobe.op_check.measure import far
 from trainprobe.op_check.modes import recognised
+from trainprobe.op_check.mutations import overwritten_arguments, statistics, written_beside
 from trainprobe.op_check.noise import UNIT
 from trainprobe.op_check.properties import (
     DROPOUTS,
@@ -28,11 +30,10 @@ from trainprobe.op_check.properties import (
     tied,
     unspecified,
 )
-from trainprobe.op_check.references import judged_results
+from trainprobe.op_check.references import formulas
 from trainprobe.op_check.rerun import SOURCE as RUN_AGAIN
 from trainprobe.op_check.rerun import rerun_from_state
-from trainprobe.op_check.run import SINGLE, autocast, takes_mixed_formats
-from trainprobe.op_check.written import overwritten_arguments, statistics, written_beside
+from trainprobe.op_check.run import SINGLE
 
 Direction = Literal["forward", "backward"]
 # their results depend on the number format itself, or on memory that no argument shows
@@ -199,7 +200,7 @@ def _against(
     tolerance: Tolerance | None,
 ) -> Checked:
     direction: Direction = "backward" if backward else "forward"
-    limit = judged_results(api(case.name)) if reference.source == "formula" and not backward else None
+    limit = formulas()[api(case.name)].results if reference.source == "formula" and not backward else None
     left = 0 if limit is None else max(0, len(recorded) - limit)
     recorded = recorded[: len(recorded) - left]
     if len(recorded) > len(reference.results):

@@ -16,9 +16,9 @@ from trainprobe.engine.storage.dumps.layout import DUMP_FILE, find_dumps
 from trainprobe.errors import FormatError
 from trainprobe.op_check.cases import Case, NotChecked
 from trainprobe.op_check.check import Checked, check
+from trainprobe.op_check.execution import run_here
 from trainprobe.op_check.functions import api
 from trainprobe.op_check.judge import Judgement, Tolerance
-from trainprobe.op_check.made import run_here
 from trainprobe.op_check.properties import is_random
 from trainprobe.op_check.recorded import RecordedRank, Unit
 

@@ -9,12 +9,13 @@ from functools import cached_property
 
 import torch
 
+from trainprobe.op_check.autocast import autocast
 from trainprobe.op_check.cases import Case, Tensor, mapped
 from trainprobe.op_check.functions import api
 from trainprobe.op_check.measure import Allowance, far, is_nearest
 from trainprobe.op_check.noise import COARSE, UNIT, Noise
-from trainprobe.op_check.references import adds_rows, is_pointwise, known_rounding
-from trainprobe.op_check.run import SINGLE, Run, autocast
+from trainprobe.op_check.references import formulas
+from trainprobe.op_check.run import SINGLE, Run
 
 EVALUATIONS = 8  # with noise, at most
 _IEEE = frozenset(
@@ -109,9 +110,8 @@ class Reference:
     @property
     def can_narrow(self) -> bool:
         """Return whether the noise of some elements alone can be found."""
-        name = api(self._run.case.name)
-        tried = self._run.backward or known_rounding(name) is None
-        return self.source == "formula" and tried and is_pointwise(name) and self._left > 0
+        known = formulas().get(api(self._run.case.name)) if self.source == "formula" else None
+        return known is not None and known.pointwise and (self._run.backward or known.rounding is None) and self._left > 0
 
     @property
     def results(self) -> list[Expected | None]:
@@ -201,7 +201,7 @@ class Reference:
         """Return the rounding of the last step of a kernel, and a noise of factor · size before it."""
         if not (r.is_floating_point() or r.is_complex()):
             return Allowance.of(r)
-        if not (self.source == "formula" and r.ndim and not r.is_complex() and adds_rows(api(self._run.case.name))):
+        if not (self.source == "formula" and r.ndim and not r.is_complex() and formulas()[api(self._run.case.name)].rows):
             return Allowance(r, self._accumulate(), size, factor)
         whole = torch.where(r == 0, 0.0, r.abs() + (r * r).sum(-1, True).sqrt_())
         noise = whole.mul_(self._accumulate()).nan_to_num_(0.0, 0.0, 0.0)

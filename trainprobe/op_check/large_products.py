@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 
+from trainprobe.op_check.autocast import autocast
 from trainprobe.op_check.cases import Case, Tensor
 from trainprobe.op_check.error_locations import place_of
 from trainprobe.op_check.functions import api
 from trainprobe.op_check.judge import Judgement
 from trainprobe.op_check.noise import UNIT
 from trainprobe.op_check.references import formulas
-from trainprobe.op_check.run import SINGLE, autocast, recorded_edges
+from trainprobe.op_check.run import SINGLE, recorded_edges
 
 LARGE = 1 << 28  # products of two numbers, from which on a call is not judged whole
 ROWS = 64  # that are judged element by element in any case
@@ -98,7 +99,7 @@ def _product(case: Case) -> _Product | None:
         return None
     *names, turned = _ARGUMENTS[name]
     try:
-        given = dict(inspect.signature(formulas()[name]).bind(*case.args, **case.kwargs).arguments)
+        given = dict(inspect.signature(formulas()[name].compute).bind(*case.args, **case.kwargs).arguments)
     except TypeError:
         return None
     a, b, added = (given.get(n) for n in names)

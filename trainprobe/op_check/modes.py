@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from trainprobe.op_check.autocast import takes_mixed_formats
 from trainprobe.op_check.cases import Case, NotChecked, Tensor, mapped
 from trainprobe.op_check.causes import threads_that_kept_sums_in_16_bits
 from trainprobe.op_check.evaluate import Expected, Steps, expect
@@ -15,8 +16,8 @@ from trainprobe.op_check.functions import api
 from trainprobe.op_check.judge import FLIPPED, GROSS, ONE_SIDED, Judgement, judge, scaled
 from trainprobe.op_check.measure import bounds
 from trainprobe.op_check.noise import UNIT
-from trainprobe.op_check.references import sum_of_products
-from trainprobe.op_check.run import named_tensors, takes_mixed_formats
+from trainprobe.op_check.references import formulas
+from trainprobe.op_check.run import named_tensors
 
 _PRODUCTS = frozenset(
     """
@@ -106,8 +107,9 @@ def _rounded_inputs(case: Case, index: int, y: Tensor, found: Judgement, backwar
 
 def _with_factors(case: Case, rounded: Callable[[Tensor], Tensor]) -> Case:
     """Return the call with what it multiplies rounded; what it adds (a bias) is added as it is."""
-    known = sum_of_products(api(case.name))
-    added = [] if known is None else [t for name, t in named_tensors(case) if name in known.addends]
+    known = formulas().get(api(case.name))
+    adds = None if known is None else known.adds
+    added = [] if adds is None else [t for name, t in named_tensors(case) if name in adds.addends]
 
     def given(t: Tensor) -> Tensor:
         if not t.is_floating_point() or any(t is one for one in added):

@@ -20,8 +20,8 @@ from trainprobe.engine.core.step_data import AFTER, GENERATOR, WRITTEN, entry_na
 from trainprobe.engine.storage.dumps import TensorStore, read
 from trainprobe.errors import FormatError, UnsafeFile
 from trainprobe.op_check.cases import Case, NotChecked, Tensor, laid, strides_of
+from trainprobe.op_check.execution import random_input
 from trainprobe.op_check.functions import api
-from trainprobe.op_check.made import made
 
 _COMPLEX_LEAVES: dict[str, Callable[[Any], Any]] = {
     "torch.device": lambda v: "cpu",
@@ -189,9 +189,9 @@ class RecordedRank:
         """Yield the devices of the tensors that a call was given."""
         yield from (value.device for _, value in leaves([unit.call.args, unit.call.kwargs], "") if value.device)
 
-    def made_case(self, unit: Unit, seed: int = 0) -> Case:
+    def made_case(self, unit: Unit) -> Case:
         """Return a call with made inputs that keep shape, dtype, layout and range of a dump of statistics; no outputs yet."""
-        self._maker: Callable[[Value], Tensor] | None = lambda value: made(value, self._range(value), seed)
+        self._maker: Callable[[Value], Tensor] | None = lambda value: random_input(value, self._range(value))
         try:
             return self.case(unit)
         finally:
@@ -292,7 +292,7 @@ class RecordedRank:
 
     def _tensor(self, value: Value) -> Tensor:
         if value.note == NOT_WRITTEN:  # whatever it holds: the call writes there
-            return made(value, (0.0, 0.0))
+            return random_input(value, (0.0, 0.0))
         tensor, strides = (self._maker or self._stored)(value), strides_of(value)
         return tensor if strides is None else laid(tensor, strides)
 

@@ -12,10 +12,10 @@ from trainprobe.op_check.cases import Case, NotChecked, Tensor
 from trainprobe.op_check.check import check
 from trainprobe.op_check.dump import Row
 from trainprobe.op_check.evaluate import Expectation
+from trainprobe.op_check.execution import run_here
 from trainprobe.op_check.expression import expression
-from trainprobe.op_check.made import run_here
 from trainprobe.op_check.recorded import RecordedRank, Unit
-from trainprobe.op_check.saved import CALL, described
+from trainprobe.op_check.saved_calls import CALL, described
 
 _LONGEST = 120  # characters of a file's name
 

@@ -9,8 +9,8 @@ import torch
 
 from trainprobe.op_check.cases import Case, NotChecked, Tensor
 from trainprobe.op_check.evaluate import Expected
+from trainprobe.op_check.execution import run_here
 from trainprobe.op_check.judge import Judgement, gravest, judge
-from trainprobe.op_check.made import run_here
 from trainprobe.op_check.noise import UNIT
 
 _RIGHT = ("exact", "rounding")

@@ -12,57 +12,16 @@ from typing import Any
 import torch
 
 from trainprobe.engine.arrays.without_dispatch import without_dispatch
+from trainprobe.op_check.autocast import autocast
 from trainprobe.op_check.cases import Case, NotChecked, Tensor, flat, mapped
 from trainprobe.op_check.functions import api, function, is_in_place
 from trainprobe.op_check.noise import UNIT, Noise
-from trainprobe.op_check.references import (
-    Sum,
-    formulas,
-    is_wide,
-    known_rounding,
-    rounding_of_gradients,
-    sum_of_products,
-)
+from trainprobe.op_check.references import Formula, Sum, formulas
 from trainprobe.op_check.references.matrices import by_norms
 
 SINGLE = 2.0**-24  # what kernels calculate in, for all formats up to float32
 Size = tuple[Tensor, float]  # how far a kernel may be off, in multiples of the second
 _NONE = torch.zeros(())
-
-
-def autocast(case: Case) -> torch.dtype | None:
-    """Return the 16-bit format that inputs were cast to before the call, None where the output's format needs no such story."""
-    out = next((t.dtype for t in case.outputs if t is not None and t.dtype.is_floating_point), None)
-    if out not in (torch.float16, torch.bfloat16) or _names_a_dtype(case) or api(case.name) in _CASTS:
-        return None
-    if takes_mixed_formats(case):
-        return None
-    given = [t.dtype for t in case.tensors() if t.dtype.is_floating_point and t.ndim]
-    return out if any(d not in (out, torch.float64) and UNIT.get(d, 1.0) < UNIT[out] for d in given) else None
-
-
-def takes_mixed_formats(case: Case) -> bool:
-    """Return whether a norm was given 16 bits beside weights and statistics of float32, which its kernels take as they are."""
-    first = next((t.dtype for t in case.tensors() if t.dtype.is_floating_point), None)
-    return api(case.name) in _NORMS and first in (torch.float16, torch.bfloat16)
-
-
-_NORMS = {
-    "layer_norm",
-    "group_norm",
-    "batch_norm",
-    "instance_norm",
-    "native_layer_norm",
-    "native_group_norm",
-    "native_batch_norm",
-}
-_CASTS = {"to", "type_as", "type", "half", "bfloat16", "copy", "setitem", "_to_copy", "index_put", "fill", "masked_fill"}
-
-
-def _names_a_dtype(case: Case) -> bool:
-    found: list[bool] = []
-    mapped((case.args, dict(case.kwargs)), lambda t: t, lambda leaf: found.append(isinstance(leaf, torch.dtype)))
-    return any(found) or is_in_place(case.name) or "out" in case.kwargs
 
 
 _EDGES: dict[Any, tuple[list[int | None] | None, str]] = {}
@@ -90,7 +49,7 @@ class Run:
             moved = self._reshaped()
             if moved is not None:
                 return "float64 kernel", [moved]
-        if self._formula() is not None and (not self.backward or self.case.of_inputs or self.edges is not None):
+        if self._has_formula() and (not self.backward or self.case.of_inputs or self.edges is not None):
             self.source = "formula"
             with suppress(NotImplementedError, TypeError, RuntimeError, IndexError, StopIteration, KeyError):
                 return self.source, self.once(None)
@@ -124,7 +83,8 @@ class Run:
 
     def known_rounding(self, accumulate: float) -> list[Size] | None:
         """Return how far a kernel may be off where its formula tells; None where that has to be tried."""
-        known = known_rounding(api(self.case.name)) if self.source == "formula" and not self.backward else None
+        formula = self._used_formula()
+        known = formula.rounding if formula is not None and not self.backward else None
         if known is None or any(t.is_complex() for t in self.case.tensors()):
             return None
         with without_dispatch():
@@ -147,7 +107,8 @@ class Run:
 
     def _of_gradients(self, accumulate: float) -> list[Size] | None:
         """Return how far each gradient is off at least, where the formula tells; None where that has to be tried."""
-        known = rounding_of_gradients(api(self.case.name)) if self.source == "formula" and self.backward else None
+        formula = self._used_formula()
+        known = formula.gradients if formula is not None and self.backward else None
         given = self.case.gradients or ()
         if known is None or len(given) != 1 or given[0] is None or any(t.is_complex() for t in self.case.tensors()):
             return None
@@ -165,7 +126,8 @@ class Run:
 
         Of other operators what their formula tells of gradients, None where it tells nothing.
         """
-        known = sum_of_products(api(self.case.name)) if self.source == "formula" else None
+        formula = self._used_formula()
+        known = formula.adds if formula is not None else None
         if known is None:
             return self._of_gradients(accumulate)
         if any(t.is_complex() for t in self.case.tensors()):
@@ -176,7 +138,8 @@ class Run:
 
     def rounding_of_sums(self, accumulate: float) -> list[Size] | None:
         """Return the rounding of a sum of K products, u·√K·Σ|products|, for each result; None for any other operator."""
-        known = sum_of_products(api(self.case.name)) if self.source == "formula" else None
+        formula = self._used_formula()
+        known = formula.adds if formula is not None else None
         if known is None or any(t.is_complex() for t in self.case.tensors()):
             return None
         length = known.length(*self.case.args, **self.case.kwargs)
@@ -277,8 +240,11 @@ class Run:
         return each if self.edges is None else [None if e is None else each[e] for e in self.edges]
 
     def _callable(self) -> Callable[..., Any]:
-        known = self._formula() if self.source == "formula" else None
-        return known or self._torch_function()
+        known = self._used_formula()
+        return self._torch_function() if known is None else known.compute
+
+    def _used_formula(self) -> Formula | None:
+        return formulas()[api(self.case.name)] if self.source == "formula" else None
 
     def _torch_function(self) -> Callable[..., Any]:
         found = self._known()
@@ -297,16 +263,16 @@ class Run:
                 raise NotChecked(f"which argument each gradient of {self.case.name} is of cannot be told without its library")
         return [i if g is not None else None for i, g in enumerate(self.case.results[: len(given)])]
 
-    def _formula(self) -> Callable[..., Any] | None:
-        name = api(self.case.name)
-        known = formulas().get(name)
-        if known is None or (is_wide(name) and any(UNIT.get(t.dtype, 0.0) > SINGLE for t in self.case.tensors())):
-            return None
+    def _has_formula(self) -> bool:
+        """Return whether a formula takes these arguments."""
+        known = formulas().get(api(self.case.name))
+        if known is None or (known.wide and any(UNIT.get(t.dtype, 0.0) > SINGLE for t in self.case.tensors())):
+            return False
         try:
-            _signature(known).bind(*self.case.args, **self.case.kwargs)
+            _signature(known.compute).bind(*self.case.args, **self.case.kwargs)
         except TypeError:
-            return None
-        return known
+            return False
+        return True
 
     def _known_edges(self) -> list[int | None] | None:
         """Return `_edges`, found once for calls of the same function whose arguments have the same shapes and formats."""
@@ -363,7 +329,7 @@ _signature = cache(inspect.signature)  # of formulas
 
 def named_tensors(case: Case) -> list[tuple[str, Tensor]]:
     """Return the tensor arguments of a call, with the names that its formula gives them."""
-    names = [*_signature(formulas()[api(case.name)]).parameters]
+    names = [*_signature(formulas()[api(case.name)].compute).parameters]
     given = [*zip(names, case.args, strict=False), *case.kwargs.items()]
     return [(name, t) for name, t in given if isinstance(t, Tensor)]
 

@@ -446,10 +446,9 @@ def read_pickle_at(
     where: str,
     tensors: Mapping[str, Any] | None = None,
     storage: Callable[[Any], Any] | None = None,
-    unwanted: frozenset[str] = frozenset(),
 ) -> tuple[Any, int]:
     """Return the object whose pickle begins at byte `at`, and the first byte behind it."""
-    table = _Table(where, tensors, storage, unwanted)
+    table = _Table(where, tensors, storage)
     machine = Machine(data, table, at)
     return _run(machine, table, where), machine.at
 

@@ -1,10 +1,10 @@
 """The stack machine that a pickle is a program for, written so that a hostile program costs no more than its own length.
 
 It knows the opcodes of protocols 0 to 5 and nothing else: what a name means and what a call gives is decided by `Names`.
-Lengths are checked before anything is read. The memo is a dict (an index costs one entry, whatever its size) of the values
-that are fetched again, which `fetched` finds out beforehand: pickles memoize every tuple, and would hold a million tensors'
-tuples until they end. A key is hashed only after it has been looked at: tuples that hold the one before twice, sixty levels
-deep, would be hashed for ever. Opcodes: the standard library's `pickletools`.
+Lengths are checked before anything is read. The memo is a dict: an index costs one entry, whatever its size. Where nothing
+follows the pickle, the memo holds only values that are fetched again, which `perhaps_fetched` finds beforehand: pickles memoize
+every tuple, and would hold a million tensors' tuples until they end. A key is hashed only after it has been looked at: tuples
+that hold the one before twice, sixty levels deep, would be hashed for ever. Opcodes: the standard library's `pickletools`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from trainprobe.ckpt_compare.storage.mapped import forget_behind
-from trainprobe.ckpt_compare.storage.pickle_fetches import fetched, perhaps_fetched
+from trainprobe.ckpt_compare.storage.pickle_fetches import perhaps_fetched
 from trainprobe.errors import FormatError
 
 LARGEST_INTEGER = 1024  # bytes of an integer
@@ -68,7 +68,7 @@ class Names(Protocol):
 class Machine:
     """Runs one pickle. data: bytes, or a mapped file; at: where it begins. After `run`, `at` is the byte behind it.
 
-    alone: whether nothing follows it in the data.
+    alone: whether nothing follows it in the data; only then the memo leaves out what nobody fetches.
     """
 
     __slots__ = (
@@ -81,9 +81,9 @@ class Machine:
         self.stack: list[Any] = []
         self.marks: list[list[Any]] = []
         self.alone = alone
-        self.wanted = perhaps_fetched(data) if alone else fetched(data, at)
+        self.wanted = perhaps_fetched(data) if alone else None  # None: every value is kept
         self.memo: dict[int, Any] = {}
-        self.repeated: Any = _NOBODY  # class of objects that never change, once the pickle has named it
+        self.repeated: Any = _NOBODY if alone else _NEVER  # class of objects that never change, once the pickle has named it
         self.repeats: list[tuple[bytes, int, Any]] = []  # bytes, values that they memoize, the object that they make
         self.noted = 0, 0  # first byte of such an object, values memoized before it
         self.memoized = 0  # values that were memoized so far, those that nobody fetches included
@@ -91,11 +91,11 @@ class Machine:
     def run(self) -> Any:
         """Return the object. Raises FormatError, or what a damaged stream makes Python raise (IndexError, KeyError, …)."""
         data, opcodes, wanted, memo = self.data, _OPCODES, self.wanted, self.memo
-        at, last = self.at, len(wanted) - 1
+        at, last = self.at, -1 if wanted is None else len(wanted) - 1
         while (code := data[at]) != _STOP:
             at += 1
             if code == _MEMOIZE:  # this one and the fetches are half of all opcodes: a call for each would double the time
-                if self.memoized <= last and wanted[self.memoized]:
+                if wanted is None or (self.memoized <= last and wanted[self.memoized]):
                     memo[self.memoized] = self.stack[-1]
                 self.memoized += 1
             elif code == _SHORT_GET:
@@ -121,9 +121,9 @@ class Machine:
         At `start` the class of objects that never change is fetched. Equal bytes make equal objects as long as no index of the
         memo is used twice and nobody fetches what they memoize.
         """
-        data, memoized = self.data, self.memoized
+        data, memoized, wanted = self.data, self.memoized, self.wanted or b""
         for text, memos, made in self.repeats:
-            if data[start : start + len(text)] == text and self.wanted.find(1, memoized, memoized + memos) < 0:
+            if data[start : start + len(text)] == text and wanted.find(1, memoized, memoized + memos) < 0:
                 self.memoized += memos
                 self.stack.append(made)
                 return start + len(text)
@@ -135,7 +135,7 @@ class Machine:
         """Keep the bytes that made an object which never changes, if they make it by themselves, on an empty stack."""
         start, memoized = self.noted
         text = self.data[start : self.at]
-        if len(text) > LONGEST_REPEAT or self.wanted.find(1, memoized, self.memoized) >= 0:
+        if len(text) > LONGEST_REPEAT or (self.wanted or b"").find(1, memoized, self.memoized) >= 0:
             return
         alone = Machine(text + b".", self.names)
         alone.memo, alone.memoized, alone.wanted = self.memo, memoized, bytearray()
@@ -175,13 +175,13 @@ class Machine:
         """Memoize the uppermost value under an index that the pickle gives, if it is fetched again."""
         self.memoized += 1
         self.repeated, self.repeats = _NEVER, []  # the index may be used twice
-        beyond = index >= len(self.wanted)  # `perhaps_fetched` knows nothing of these
-        if self.alone if beyond else self.wanted[index]:
+        wanted = self.wanted
+        if wanted is None or (self.alone if index >= len(wanted) else wanted[index]):  # `perhaps_fetched` ends at its length
             self.memo[index] = self.stack[-1]
 
     def memoize(self, value: Any) -> None:
         """Memoize a value under the next index, if it is fetched again."""
-        if self.memoized < len(self.wanted) and self.wanted[self.memoized]:
+        if self.wanted is None or (self.memoized < len(self.wanted) and self.wanted[self.memoized]):
             self.memo[self.memoized] = value
         self.memoized += 1
 

@@ -56,7 +56,6 @@ class ShardedTensor:
     """A DTensor inside a torch.save file: this rank's part, its place unknown to the file alone."""
 
     local: Any
-    spec: Any
 
 
 def _tensor(storage: _Storage, offset: int, size: Point, stride: Point, *_: Any, dtype: str | None = None) -> MappedArray:
@@ -109,7 +108,7 @@ def _from_type(function: Any, type_: Any, args: Any, state: Any) -> Any:
 
 
 def _dtensor(*args: Any) -> Any:
-    return ShardedTensor(args[0], args[1:])
+    return ShardedTensor(args[0])
 
 
 _STORAGE_NAMES: dict[str, Any] = {

@@ -1,14 +1,14 @@
 """Reads the arguments of a training command out of a shell script, as bash would build them, without running anything.
 
-Understood: single and double quotes, backslashes, line continuations, comments, here-documents (skipped), `NAME=value`,
-`export`, `NAME+=value`, arrays, `$NAME`, `${NAME}`, `${NAME:-default}`, `${NAME[@]}`, word splitting of unquoted variables, and
-several commands a line. `$(…)`, `` `…` `` and what a variable holds that the script does not set stay as they are written.
+Read: quotes, backslashes, line continuations, comments, `NAME=value`, `NAME+=value`, `export`, arrays, `$NAME`, `${NAME}`,
+`${NAME:-default}`, `${NAME[@]}`, word splitting of unquoted variables, and several commands a line. Here-documents are skipped.
+Not read, and left as it is written: `$(…)`, `` `…` ``, any other `${…}`, and a variable that the script does not set, or sets
+inside of `if`, `case`, `for`, `while` or `until`.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
 
@@ -18,27 +18,35 @@ _LAUNCHERS = re.compile(
     r"(python[\d.]*|torchrun|msrun|mpirun|mpiexec|deepspeed|accelerate|srun|fabric|lightning|colossalai|horovodrun|ray|bash|sh)"
 )
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?=)(.*)", re.S)
-_REDIRECTION = re.compile(r"(?:\d*(?:>>|>|<<<|<)|&>>?)[ \t]*(&[\d-]+)?")
-_BREAKS = {";", "&", "|", "(", ")", "\n"}
 _PROLOGUE = frozenset(
     {"export", "nohup", "exec", "time", "then", "do", "else", "env", "sudo", "local", "readonly", "declare", "if", "!", "{"}
 )
-
-
-@dataclass
-class _Reader:
-    """The state of a reading: position, variables set so far, the words of the current command."""
-
-    text: str
-    path: str
-    at: int = 0
-    variables: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
-    words: list[str] = field(default_factory=list[str])
-    commands: list[list[str]] = field(default_factory=list[list[str]])
-
-    def fail(self, start: int, what: str) -> FormatError:
-        line = self.text.count("\n", 0, start) + 1
-        return FormatError(f"{self.path}, line {line}: {what}: the script is not valid shell")
+_OPENS, _CLOSES = {"if", "case", "for", "while", "until"}, {"fi", "esac", "done"}
+_MOST = 1 << 24  # characters that variables may expand to
+_RUN = r"\$\([^()]*(?:\([^()]*(?:\([^()]*\)[^()]*)*\)[^()]*)*\)"
+_DOLLAR = rf"{_RUN}|\$\{{[^{{}}]*(?:\{{[^{{}}]*\}}[^{{}}]*)*\}}|\$\w+|\$[@*#?$!-]"
+_TOKEN = re.compile(
+    rf"""
+      (?P<blank>[ \t]+) | (?P<joined>\\\n) | (?P<comment>(?<![^\s;&|()])\#[^\n]*)
+    | (?P<document><<-?[ \t]*(?P<quote>['"]?)(?P<end>[A-Za-z_]\w*)(?P=quote)(?!<))
+    | (?P<redirection>(?:(?:(?<![^\s;&|()])\d+)?(?:>>|>|<<<|<(?!<))|&>>?)[ \t]*(?P<stream>&[\d-]+)?)
+    | (?P<array>(?<![^\s;&|()])[A-Za-z_]\w*\+?=\() | (?P<stop>[;&|()\n])
+    | (?P<single>'[^']*') | (?P<double>"[^"\\$]*(?:(?:\\.|{_RUN}|\$(?!\())[^"\\$]*)*")
+    | (?P<dollar>{_DOLLAR}) | (?P<escape>\\.?) | (?P<plain>`[^`]*`|[^\s'"\\`$;&|()<>]+|\$(?![({{]))
+    """,
+    re.X | re.S,
+)
+_INSIDE = re.compile(rf'\\(?P<kept>[$`"\\])|(?P<joined>\\\n)|(?P<dollar>{_DOLLAR})', re.S)  # what is special in double quotes
+_VARIABLE = re.compile(r"\$(?:\{(\w+)(\[[@*\d]+\])?(?::?([-=+?])([^{}]*))?\}|(\w+))")
+_WHOLE_ARRAY = re.compile(r'"\$\{\w+\[@\]\}"')
+_UNCLOSED = {
+    "'": "a ' that is never closed",
+    '"': 'a " that is never closed',
+    "`": "a ` that is never closed",
+    "$(": "a $( that is never closed",
+    "${": "a ${ that is never closed",
+    "<<": "a here-document without a name",
+}
 
 
 def read_shell_script(text: str, path: str) -> dict[str, Any]:
@@ -47,20 +55,16 @@ def read_shell_script(text: str, path: str) -> dict[str, Any]:
     A flag without value is True; one that is given several values is a list; one that is repeated keeps the last, as
     argparse does. Raises FormatError for a script with a syntax error.
     """
-    reader = _Reader(text.replace("\r\n", "\n"), path)
-    _read(reader)
     values: dict[str, Any] = {}
-    for command in reader.commands:
+    for command in _Script(text, path).commands:
         values |= flags(command)
     return values
 
 
 def exported_variables(text: str, path: str) -> dict[str, str]:
     """Return the variables that a script exports or puts before its command."""
-    reader = _Reader(text.replace("\r\n", "\n"), path)
-    _read(reader)
     found: dict[str, str] = {}
-    for command in reader.commands:
+    for command in _Script(text, path).commands:
         leading = True
         for word in command:
             match = _ASSIGNMENT.fullmatch(word)
@@ -112,202 +116,138 @@ def is_flag(word: str) -> bool:
     return bool(re.match(r"--?[A-Za-z]", word)) and not re.fullmatch(r"-(inf|nan)", word, re.I)
 
 
-def _read(r: _Reader) -> None:
-    pending: list[tuple[str, bool]] = []
-    while r.at < len(r.text):
-        c = r.text[r.at]
-        if c == "\n" and pending:
-            r.at += 1
-            for end, strip in pending:
-                _skip_document(r, end, strip)
-            pending = []
-            _end_command(r)
-        elif r.text.startswith("<<", r.at) and not r.text.startswith("<<<", r.at):
-            match = re.compile(r"<<(-?)\s*(['\"]?)([A-Za-z_]\w*)\2").match(r.text, r.at)
-            if match is None:
-                raise r.fail(r.at, "a here-document without a name")
-            pending.append((match[3], bool(match[1])))
-            r.at = match.end()
-        elif redirection := _REDIRECTION.match(r.text, r.at):
-            r.at = redirection.end()
-            if not redirection[1]:
-                kept = list(r.words)
-                _word(r)
-                r.words = kept
-        elif c in _BREAKS:
-            r.at += 1
-            _end_command(r)
-        elif c in " \t" or r.text.startswith("\\\n", r.at):
-            r.at += 2 if c == "\\" else 1
-        elif c == "#":
-            r.at = _line_end(r.text, r.at)
+class _Script:
+    """A script as the words of its commands. Raises FormatError for a syntax error."""
+
+    def __init__(self, text: str, path: str) -> None:
+        self._text, self._path = text.replace("\r\n", "\n"), path
+        self.commands: list[list[str]] = []
+        self._variables: dict[str, list[str]] = {}
+        self._depth = 0  # of if, case and loops: what is set there may or may not hold behind them
+        self._words: list[str] = []
+        self._word: list[list[str]] | None = None  # pieces of the word that is read; of several, where a variable splits it
+        self._quoted = False
+        self._expanded = 0  # characters that came of variables
+        self._skipped = False  # whether it is the target of a redirection
+        self._array: tuple[int, re.Match[str]] | None = None  # where it begins, its name
+        self._before: list[str] = []  # words before the array
+        self._documents: list[tuple[str, bool]] = []
+        self._read()
+
+    def _error(self, at: int, what: str) -> FormatError:
+        line = self._text.count("\n", 0, at) + 1
+        return FormatError(f"{self._path}, line {line}: {what}: the script is not valid shell")
+
+    def _read(self) -> None:
+        at, text = 0, self._text
+        while at < len(text):
+            token = _TOKEN.match(text, at)
+            if token is None:
+                raise self._error(at, _UNCLOSED.get(text[at : at + 2]) or _UNCLOSED[text[at]])
+            kind, start, at = token.lastgroup, at, token.end()
+            if kind in ("single", "double", "dollar", "escape", "plain"):
+                self._piece(kind, token[0])
+            elif kind != "joined":
+                self._end_word()
+            if kind == "array" and self._array is None:
+                name = _ASSIGNMENT.match(token[0])
+                assert name is not None
+                self._array, self._before, self._words = (start, name), self._words, []
+            elif self._array is not None and kind in ("stop", "array", "redirection", "document"):
+                self._in_array(token[0])
+            elif kind == "document":
+                self._documents.append((token["end"], token[0].startswith("<<-")))
+            elif kind == "redirection":
+                self._skipped = token["stream"] is None
+            elif kind == "stop":
+                self._end_command()
+                at = self._behind_documents(at) if token[0] == "\n" else at
+        self._end_word()
+        if self._array is not None:
+            raise self._error(self._array[0], "an array that is never closed with )")
+        self._end_command()
+        self._behind_documents(at)
+
+    def _in_array(self, token: str) -> None:
+        assert self._array is not None
+        start, name = self._array
+        if token == ")":
+            inner, self._words, self._array = self._words, self._before, None
+            had = self._variables.get(name[1], []) if name[2] == "+=" else []
+            self._set(name[1], [*had, *inner])
+        elif token != "\n":
+            raise self._error(start, f"an array that holds a bare {token[-1]!r}")
+
+    def _piece(self, kind: str, raw: str) -> None:
+        word = self._word = self._word or [[]]
+        self._quoted |= kind in ("single", "double")
+        if kind == "dollar" or (word == [[]] and _WHOLE_ARRAY.fullmatch(raw)):
+            values = self._values(raw.strip('"'))
+            if kind == "dollar":
+                values = [part for value in values for part in (value.split() if value != raw else [value])]
+            word[-1] += values[:1]
+            word += [[value] for value in values[1:]]
+            self._quoted &= bool(values)
+        elif kind == "double":
+            text = _INSIDE.sub(lambda m: " ".join(self._values(m[0])) if m["dollar"] else m["kept"] or "", raw[1:-1])
+            word[-1].append(text)
         else:
-            _word(r)
-    _end_command(r)
+            word[-1].append({"single": raw[1:-1], "escape": raw[1:]}.get(kind, raw))
 
+    def _values(self, raw: str) -> list[str]:
+        """Return the words that a text which begins with $ stands for; what is not known stays as it is written."""
+        match = _VARIABLE.fullmatch(raw)
+        if match is None:
+            return [raw]
+        known = self._variables.get(match[1] or match[5])
+        if known is None:
+            return [_unquoted(match[4])] if match[3] in ("-", "=") else [raw]
+        found = known if match[2] in ("[@]", "[*]") else known[:1]
+        self._expanded += sum(len(value) + 1 for value in found)
+        if self._expanded > _MOST:
+            raise FormatError(
+                f"{self._path}: its variables expand to more than {_MOST} characters, which no launch script does"
+            )
+        return found
 
-def _skip_document(r: _Reader, end: str, strip: bool) -> None:
-    start = r.at
-    while r.at < len(r.text):
-        stop = _line_end(r.text, r.at)
-        line = r.text[r.at : stop]
-        r.at = stop + 1
-        if (line.lstrip("\t") if strip else line) == end:
-            r.at = stop
+    def _end_word(self) -> None:
+        if self._word is None:
             return
-    raise r.fail(start, f"a here-document that never ends with {end!r}")
+        word, quoted, skipped = ["".join(pieces) for pieces in self._word], self._quoted, self._skipped
+        self._word, self._quoted, self._skipped = None, False, False
+        if _ASSIGNMENT.fullmatch(word[0]):
+            word = [" ".join(word)]
+        self._words += [] if skipped else [w for w in word if w or quoted]
 
+    def _end_command(self) -> None:
+        words, self._words, self._skipped = self._words, [], False
+        if not words:
+            return
+        self.commands.append(words)
+        self._depth = max(0, self._depth + (words[0] in _OPENS) - (words[0] in _CLOSES))
+        rest = iter(words)
+        for word in rest:
+            match = _ASSIGNMENT.fullmatch(word)
+            if match:
+                had = self._variables.get(match[1], []) if match[2] == "+=" else []
+                self._set(match[1], [*had[:-1], "".join(had[-1:]) + match[3]])
+            elif word not in _PROLOGUE:
+                break
 
-def _line_end(text: str, at: int) -> int:
-    found = text.find("\n", at)
-    return len(text) if found < 0 else found
+    def _set(self, name: str, value: list[str]) -> None:
+        self._variables[name] = value
+        if self._depth:
+            del self._variables[name]
 
-
-def _end_command(r: _Reader) -> None:
-    words, r.words = r.words, []
-    rest = list(words)
-    while rest and rest[0] in _PROLOGUE:
-        rest.pop(0)
-    while rest and (match := _ASSIGNMENT.fullmatch(rest[0])):
-        _assign(r, match[1], [match[3]], match[2] == "+=")
-        rest.pop(0)
-    if words:
-        r.commands.append(words)
-
-
-def _assign(r: _Reader, name: str, value: list[str], more: bool, array: bool = False) -> None:
-    had = r.variables.get(name, [])
-    if more and had and not array:
-        value = [*had[:-1], had[-1] + value[0]]
-    r.variables[name] = [*had, *value] if more and array else value
-
-
-def _word(r: _Reader) -> None:
-    """Read one word with all its quotes and variables; it may become several words, or none."""
-    start = r.at
-    array = re.compile(r"([A-Za-z_]\w*)(\+?)=\(").match(r.text, r.at)
-    if array:
-        r.at = array.end()
-        _assign(r, array[1], _array(r, start), array[2] == "+", array=True)
-        return
-    text, splits, quoted = "", [], False
-    while r.at < len(r.text) and r.text[r.at] not in " \t\n;&|()<>":
-        piece, parts, in_quotes = _piece(r)
-        quoted = quoted or in_quotes
-        if parts is None:
-            text += piece
-        elif parts:
-            splits += [text + parts[0], *parts[1:]]
-            text = splits.pop()
-    assigns = _ASSIGNMENT.match(r.text[start : r.at])
-    if assigns and splits:
-        r.words.append(" ".join([*splits, text]))
-    else:
-        r.words += splits
-        if text or quoted:
-            r.words.append(text)
-
-
-def _array(r: _Reader, start: int) -> list[str]:
-    outer, r.words = r.words, []
-    while r.at < len(r.text) and r.text[r.at] != ")":
-        c = r.text[r.at]
-        if c in " \t\n" or r.text.startswith("\\\n", r.at):
-            r.at += 2 if c == "\\" else 1
-        elif c == "#":
-            r.at = _line_end(r.text, r.at)
-        elif c in ";&|(<>":
-            raise r.fail(start, f"an array that holds a bare {c!r}")
-        else:
-            _word(r)
-    if r.at >= len(r.text):
-        raise r.fail(start, "an array that is never closed with )")
-    r.at += 1
-    inner, r.words = r.words, outer
-    return inner
-
-
-def _piece(r: _Reader) -> tuple[str, list[str] | None, bool]:
-    """Read one piece of a word: (text, None, quoted), or ("", words, quoted) for something that splits into words."""
-    c = r.text[r.at]
-    if c == "\\":
-        r.at += 2
-        kept = r.text[r.at - 1 : r.at]
-        return ("" if kept == "\n" else kept), None, False
-    if c == "'":
-        end = r.text.find("'", r.at + 1)
-        if end < 0:
-            raise r.fail(r.at, "a ' that is never closed")
-        piece, r.at = r.text[r.at + 1 : end], end + 1
-        return piece, None, True
-    if c == '"':
-        return _double_quoted(r)
-    if c == "`":
-        end = r.text.find("`", r.at + 1)
-        if end < 0:
-            raise r.fail(r.at, "a ` that is never closed")
-        piece, r.at = r.text[r.at : end + 1], end + 1
-        return piece, None, False
-    if c == "$":
-        words = _dollar(r)
-        return "", [w for word in words for w in (word.split() if not word.startswith("$") else [word])], False
-    r.at += 1
-    return c, None, False
-
-
-def _double_quoted(r: _Reader) -> tuple[str, list[str] | None, bool]:
-    start = r.at
-    r.at += 1
-    text = ""
-    while r.at < len(r.text) and r.text[r.at] != '"':
-        c = r.text[r.at]
-        if c == "\\":
-            following = r.text[r.at + 1 : r.at + 2]
-            text += "" if following == "\n" else following if following in '$`"\\' else "\\" + following
-            r.at += 2
-        elif c == "$":
-            whole = re.compile(r'\$\{\w+\[@\]\}"').match(r.text, r.at)
-            words = _dollar(r)
-            if whole and not text and r.text[start + 1] == "$":
-                r.at += 1
-                return "", words, True
-            text += " ".join(words)
-        else:
-            text += c
-            r.at += 1
-    if r.at >= len(r.text):
-        raise r.fail(start, 'a " that is never closed')
-    r.at += 1
-    return text, None, True
-
-
-def _dollar(r: _Reader) -> list[str]:
-    """Read what begins with $ and return its words; what is not known stays as it is written."""
-    start = r.at
-    if r.text.startswith("$(", r.at):
-        depth, r.at = 1, r.at + 2
-        while r.at < len(r.text) and depth:
-            depth += {"(": 1, ")": -1}.get(r.text[r.at], 0)
-            r.at += 1
-        if depth:
-            raise r.fail(start, "a $( that is never closed")
-        return [r.text[start : r.at]]
-    match = re.compile(r"\$(?:\{(\w+)(\[[@*\d]+\])?(?::?([-=+?])([^{}]*))?\}|(\w+))").match(r.text, r.at)
-    if match is None:
-        if r.text.startswith("${", r.at):
-            end = r.text.find("}", r.at)
-            if end < 0:
-                raise r.fail(start, "a ${ that is never closed")
-            r.at = end + 1
-        else:
-            r.at += 2
-        return [r.text[start : r.at]]
-    r.at = match.end()
-    name = match[1] or match[5]
-    known = r.variables.get(name)
-    if known is None:
-        return [_unquoted(match[4])] if match[3] in ("-", "=") else [r.text[start : r.at]]
-    return known if match[2] in ("[@]", "[*]") else known[:1]
+    def _behind_documents(self, at: int) -> int:
+        for end, strip in self._documents:
+            indent = r"\t*" if strip else ""
+            found = re.compile(rf"^{indent}{re.escape(end)}$", re.M).search(self._text, at)
+            if found is None:
+                raise self._error(at, f"a here-document that never ends with {end!r}")
+            at = found.end()
+        self._documents = []
+        return at
 
 
 def _unquoted(text: str) -> str:

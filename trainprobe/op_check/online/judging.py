@@ -13,9 +13,9 @@ from trainprobe.errors import OutputError
 from trainprobe.op_check.cases import Case, NotChecked, flat, mapped
 from trainprobe.op_check.check import Checked, check
 from trainprobe.op_check.dump import DumpChecked, RankCheck, Row
+from trainprobe.op_check.execution import run_here
 from trainprobe.op_check.functions import function
 from trainprobe.op_check.judge import Judgement, Tolerance
-from trainprobe.op_check.made import run_here
 from trainprobe.op_check.online.messages import SentCall, Verdict, judgements_as_json
 from trainprobe.op_check.online.reports import Report
 from trainprobe.op_check.pairs import nearer

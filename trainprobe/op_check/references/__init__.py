@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-Formula = Callable[..., Any]
+_FORMULAS: dict[str, Formula] = {}  # by the operator's name
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,67 +29,39 @@ class Sum:
     addends: tuple[str, ...] = ()
 
 
-Known = Callable[..., Any]
-_FORMULAS: dict[str, Formula] = {}
-_KNOWN: dict[str, Known] = {}
-_GRADIENTS: dict[str, Known] = {}
-_RESULTS: dict[str, int] = {}
-_SUMS: dict[str, Sum] = {}
-_POINTWISE: set[str] = set()
-_WIDE: set[str] = set()
-_ROWS: set[str] = set()
+@dataclass(frozen=True, slots=True)
+class Formula:
+    """A formula, and what is known of the operator's kernels."""
 
+    compute: Callable[..., Any]
+    """Takes the operator's arguments in float64, and returns its results."""
+    results: int | None = None
+    """How many results it gives, where not all."""
+    adds: Sum | None = None
+    """Of a sum of products, whose rounding is known without trying."""
+    pointwise: bool = False
+    """Whether each element of the result depends only on the elements at its place."""
+    wide: bool = False
+    """Whether it holds for results of float32 and wider alone: 16-bit kernels round partial sums in an order of their own."""
+    rounding: Callable[..., Any] | None = None
+    """Tells from the arguments how far a kernel may be off, in units of what it calculates in; None where that is tried."""
+    rows: bool = False
+    """Whether a row of the result is made of sums over rows: an element may be off by the rounding of its whole row."""
+    gradients: Callable[..., Any] | None = None
+    """Tells from the gradient of the result and the arguments how far each argument's gradient is off at least, by its name.
 
-def formula(
-    *names: str,
-    results: int | None = None,
-    adds: Sum | None = None,
-    pointwise: bool = False,
-    wide: bool = False,
-    rounding: Known | None = None,
-    rows: bool = False,
-    gradients: Known | None = None,
-) -> Callable[[Formula], Formula]:
-    """Register a formula for operators of these names (see functions.api).
-
-    results: how many it gives, where not all. adds: for a sum of products, whose rounding is known without trying.
-    pointwise: each element of the result comes of the elements at its place alone. wide: for results of float32 and wider
-    alone, because kernels of 16 bits round partial sums in an order of their own. rounding: tells from the arguments how far
-    a kernel may be off, in units of what it calculates in. rows: a row of the result is made of sums over rows, so that an
-    element may be off by the rounding of its whole row. gradients: tells from the gradient of the result and the arguments how
-    far the gradient of each argument is off at least, by the argument's name: most are not further off, and need not be tried.
+    Most are not further off, and need not be tried.
     """
 
-    def register(function: Formula) -> Formula:
-        _FORMULAS.update(dict.fromkeys(names, function))
-        _RESULTS.update({} if results is None else dict.fromkeys(names, results))
-        _SUMS.update({} if adds is None else dict.fromkeys(names, adds))
-        _POINTWISE.update(names if pointwise else ())
-        _WIDE.update(names if wide else ())
-        _ROWS.update(names if rows else ())
-        _KNOWN.update({} if rounding is None else dict.fromkeys(names, rounding))
-        _GRADIENTS.update({} if gradients is None else dict.fromkeys(names, gradients))
+
+def formula(*names: str, **known: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a formula for operators of these names (see functions.api). known: fields of `Formula`."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        _FORMULAS.update(dict.fromkeys(names, Formula(function, **known)))
         return function
 
     return register
-
-
-def known_rounding(name: str) -> Known | None:
-    """Return what tells how far an operator may be off, None where that has to be tried."""
-    formulas()
-    return _KNOWN.get(name)
-
-
-def rounding_of_gradients(name: str) -> Known | None:
-    """Return what tells how far an operator's gradients are off at least, None where that has to be tried."""
-    formulas()
-    return _GRADIENTS.get(name)
-
-
-def sum_of_products(name: str) -> Sum | None:
-    """Return what an operator's formula adds up, None where it is more than a sum of products."""
-    formulas()
-    return _SUMS.get(name)
 
 
 @cache
@@ -98,27 +70,3 @@ def formulas() -> dict[str, Formula]:
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")
     return _FORMULAS
-
-
-def is_pointwise(name: str) -> bool:
-    """Return whether an operator's formula works element by element."""
-    formulas()
-    return name in _POINTWISE
-
-
-def adds_rows(name: str) -> bool:
-    """Return whether rows of an operator's result are made of sums over rows."""
-    formulas()
-    return name in _ROWS
-
-
-def is_wide(name: str) -> bool:
-    """Return whether an operator's formula holds for results of float32 and wider alone."""
-    formulas()
-    return name in _WIDE
-
-
-def judged_results(name: str) -> int | None:
-    """Return how many of an operator's results its formula gives, None for all."""
-    formulas()
-    return _RESULTS.get(name)

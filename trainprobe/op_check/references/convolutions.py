@@ -15,14 +15,14 @@ def _each(x: Any, n: int) -> list[int]:
     return [int(x)] * n if isinstance(x, int) else [int(i) for i in x] * (n if len(x) == 1 else 1)
 
 
-def _padded(x: Tensor, padding: Sequence[tuple[int, int]], value: float = 0.0) -> Tensor:
+def _padded(x: Tensor, padding: Sequence[tuple[int, int]]) -> Tensor:
     for dim, (before, after) in enumerate(padding, start=x.ndim - len(padding)):
         shape = [*x.shape]
         parts = [x]
         if before:
-            parts.insert(0, x.new_full([*shape[:dim], before, *shape[dim + 1 :]], value))
+            parts.insert(0, x.new_full([*shape[:dim], before, *shape[dim + 1 :]], 0.0))
         if after:
-            parts.append(x.new_full([*shape[:dim], after, *shape[dim + 1 :]], value))
+            parts.append(x.new_full([*shape[:dim], after, *shape[dim + 1 :]], 0.0))
         x = cat(parts, dim) if len(parts) > 1 else x
     return x
 

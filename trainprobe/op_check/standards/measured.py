@@ -9,10 +9,9 @@ import torch
 
 from trainprobe.op_check.cases import Case, NotChecked, Tensor, flat
 from trainprobe.op_check.check import Checked, fitted
+from trainprobe.op_check.execution import run_here, run_on
 from trainprobe.op_check.functions import function
 from trainprobe.op_check.judge import Judgement
-from trainprobe.op_check.made import run_here
-from trainprobe.op_check.saved import run_on
 from trainprobe.op_check.standards.metrics import Metrics, measure
 from trainprobe.op_check.standards.verdicts import ERROR, PASS, SKIP, Verdict, by_standard
 

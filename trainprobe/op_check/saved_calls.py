@@ -21,8 +21,9 @@ from safetensors import SafetensorError, safe_open
 
 from trainprobe.engine.storage.safe_files import regular
 from trainprobe.errors import FormatError, UsageError
-from trainprobe.op_check.cases import Case, NotChecked, Tensor, flat, mapped
+from trainprobe.op_check.cases import Case, NotChecked, Tensor, flat
 from trainprobe.op_check.check import check
+from trainprobe.op_check.execution import run_on
 from trainprobe.op_check.functions import function
 from trainprobe.op_check.judge import Tolerance
 
@@ -172,33 +173,6 @@ def _callable(op: Callable[..., Any] | str | None, case: Case) -> Callable[..., 
     if found is None:
         raise UsageError(f"there is no operator {name} in this installation of torch {torch.__version__}: hand over a function")
     return found
-
-
-def run_on(case: Case, backward: bool, call: Callable[..., Any], device: str) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-    """Return the arguments on the device and what comes out, or the gradients of the tensor arguments."""
-    leaves: list[Tensor | None] = []
-    wanted = [*case.requires_grad] or [True] * len(case.tensors())
-
-    def given(t: Tensor) -> Tensor:
-        x = t.to(device)
-        needs = backward and wanted[len(leaves)] and (x.is_floating_point() or x.is_complex())
-        leaves.append(x.requires_grad_() if needs else None)
-        return x.clone()  # an operator may write its argument
-
-    held = {key: value for key, value in case.kwargs.items() if key not in ("device", "out")}
-    args, kwargs = mapped((tuple(case.args), held), given)
-    with torch.set_grad_enabled(backward):
-        out = call(*args, **kwargs)
-    if not backward:
-        return args, kwargs, out
-    pairs = [
-        (o, g.to(device).reshape(o.shape))
-        for o, g in zip((o for o in flat(out) if o.requires_grad), case.gradients or (), strict=False)
-        if g is not None
-    ]
-    asked = [leaf for leaf in leaves if leaf is not None]
-    found = iter(torch.autograd.grad([o for o, _ in pairs], asked, [g for _, g in pairs], allow_unused=True))
-    return args, kwargs, [None if leaf is None else next(found) for leaf in leaves]
 
 
 def _say(text: str) -> None:

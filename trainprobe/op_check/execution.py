@@ -1,8 +1,9 @@
-"""Inputs for operators of a dump that holds statistics alone, and the operator run here on them."""
+"""Runs an operator on this machine: on its recorded inputs, or on random inputs where a dump holds statistics alone."""
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from trainprobe.op_check.cases import Case, NotChecked, Tensor, flat, laid, mapp
 from trainprobe.op_check.functions import function
 
 
-def made(value: Value, limits: tuple[float, float], seed: int = 0) -> Tensor:
+def random_input(value: Value, limits: tuple[float, float]) -> Tensor:
     """Return a tensor of the value's shape and dtype, uniform between its recorded limits, which are two of its elements: those
     that it keeps when it is laid out with the value's strides.
 
@@ -22,7 +23,7 @@ def made(value: Value, limits: tuple[float, float], seed: int = 0) -> Tensor:
     dtype = getattr(torch, value.dtype.rpartition(".")[2].lower(), None)
     if not isinstance(dtype, torch.dtype) or dtype.is_complex:
         raise NotChecked(f"no inputs are made of dtype {value.dtype}")
-    drawn = torch.Generator().manual_seed(seed + zlib.crc32(repr((value.row, value.shape)).encode()))
+    drawn = torch.Generator().manual_seed(zlib.crc32(repr((value.row, value.shape)).encode()))
     (least, most), shape = limits, value.shape
     if dtype == torch.bool:
         return torch.rand(shape, generator=drawn) < (least + most) / 2
@@ -67,3 +68,30 @@ def run_here(case: Case, backward: bool) -> Case:
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         raise NotChecked(f"torch cannot run it here: {(str(error).splitlines() or [''])[0][:120]}") from None
     return case
+
+
+def run_on(case: Case, backward: bool, call: Callable[..., Any], device: str) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    """Return the arguments on the device and what comes out, or the gradients of the tensor arguments."""
+    leaves: list[Tensor | None] = []
+    wanted = [*case.requires_grad] or [True] * len(case.tensors())
+
+    def given(t: Tensor) -> Tensor:
+        x = t.to(device)
+        needs = backward and wanted[len(leaves)] and (x.is_floating_point() or x.is_complex())
+        leaves.append(x.requires_grad_() if needs else None)
+        return x.clone()  # an operator may write its argument
+
+    held = {key: value for key, value in case.kwargs.items() if key not in ("device", "out")}
+    args, kwargs = mapped((tuple(case.args), held), given)
+    with torch.set_grad_enabled(backward):
+        out = call(*args, **kwargs)
+    if not backward:
+        return args, kwargs, out
+    pairs = [
+        (o, g.to(device).reshape(o.shape))
+        for o, g in zip((o for o in flat(out) if o.requires_grad), case.gradients or (), strict=False)
+        if g is not None
+    ]
+    asked = [leaf for leaf in leaves if leaf is not None]
+    found = iter(torch.autograd.grad([o for o, _ in pairs], asked, [g for _, g in pairs], allow_unused=True))
+    return args, kwargs, [None if leaf is None else next(found) for leaf in leaves]
