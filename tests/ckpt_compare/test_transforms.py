@@ -7,7 +7,8 @@ from safetensors.numpy import save_file
 from tests.ckpt_compare.memory import dense, tensor
 from trainprobe.ckpt_compare.transforms import TRANSFORMS, split, turn, unstack
 from trainprobe.cli import main
-from trainprobe.engine.model_names.rows import TRANSFORM_NAMES, Band
+from trainprobe.engine.geometry.fused_rows import Band
+from trainprobe.engine.model_names import TRANSFORM_NAMES
 from trainprobe.errors import CompareError
 
 RNG = np.random.default_rng(0)

@@ -16,7 +16,7 @@ from trainprobe.ckpt_compare.cause import Mismatch
 from trainprobe.ckpt_compare.causes import find_causes
 from trainprobe.ckpt_compare.coverage import Coverage, Part, coverage_of, overlaps
 from trainprobe.ckpt_compare.pairing import Move, align, explain_moves, find_aliases, find_copies, hold_the_same
-from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor, Rectangle, What, bottom, origin
+from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor, What, bottom, origin
 from trainprobe.ckpt_compare.quantised import Undecoded, scheme_of
 from trainprobe.ckpt_compare.quantised_layouts import decoded, hide_codes
 from trainprobe.ckpt_compare.renames import follow_renames, under_names_of_a
@@ -28,6 +28,7 @@ from trainprobe.ckpt_compare.vocabulary import padding_reason
 from trainprobe.engine.compare.difference import Difference
 from trainprobe.engine.compare.uncollected import uncollected
 from trainprobe.engine.compare.verdict import judge
+from trainprobe.engine.geometry.rectangles import Rectangle
 
 UNTIED = "(untied)"  # in place of the tensor that a head shares its values with
 _Q = ".attention.q.weight"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from trainprobe.ckpt_compare.pieces import Array, LogicalTensor, Piece, Point, Rectangle, origin, part_of
+from trainprobe.ckpt_compare.pieces import Array, LogicalTensor, Piece, origin, part_of
+from trainprobe.engine.geometry.rectangles import Point, Rectangle
 
 
 @dataclass(frozen=True, slots=True)

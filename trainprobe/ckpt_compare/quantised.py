@@ -16,9 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from trainprobe.ckpt_compare.coverage import Part
-from trainprobe.ckpt_compare.pieces import Array, LogicalTensor, Point, Rectangle, Reshaped, Source, Turned, Window, bottom
+from trainprobe.ckpt_compare.pieces import Array, LogicalTensor, Reshaped, Source, Turned, Window, bottom
 from trainprobe.engine.compare.difference import Difference
 from trainprobe.engine.compare.number_formats import NumberFormat, decode, number_format
+from trainprobe.engine.geometry.rectangles import Point, Rectangle
 from trainprobe.errors import FormatError
 
 View = Literal["values", "units", "scales", "zeros", "halves"]

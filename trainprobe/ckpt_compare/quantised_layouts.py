@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from trainprobe.ckpt_compare.pieces import Array, Checkpoint, LogicalTensor, Point, Problem, Source, Turned, whole
+from trainprobe.ckpt_compare.pieces import Array, Checkpoint, LogicalTensor, Problem, Source, Turned, whole
 from trainprobe.ckpt_compare.quantised import MISFITS, Coded, Quantised, Undecoded, scheme_of
 from trainprobe.engine.compare.number_formats import decode, number_format
+from trainprobe.engine.geometry.rectangles import Point
 from trainprobe.errors import FormatError
 
 _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)  # OCP MX, E2M1

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from itertools import chain
 
 from trainprobe.ckpt_compare.coverage import Overlap, Part
-from trainprobe.ckpt_compare.pieces import Rectangle, Source, bottom
+from trainprobe.ckpt_compare.pieces import Source, bottom
 from trainprobe.ckpt_compare.quantised import Quantised, within_codes
 from trainprobe.ckpt_compare.storage.mapped import Mapped, each_file_once, forget_pages
 from trainprobe.engine.compare.difference import Difference
 from trainprobe.engine.compare.measure import measure
+from trainprobe.engine.geometry.rectangles import Rectangle
 from trainprobe.errors import FormatError
 
 CHUNK = 32 << 20  # bytes a side of one task

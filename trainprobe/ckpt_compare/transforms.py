@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from trainprobe.ckpt_compare.pieces import LogicalTensor, Piece, Reshaped, Turned, window
-from trainprobe.engine.model_names.rows import Band, interleaved
+from trainprobe.engine.geometry.fused_rows import Band, interleaved
 from trainprobe.errors import CompareError
 
 

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from trainprobe.ckpt_compare.optimizer_names import is_array, one_or_all, scalar
-from trainprobe.ckpt_compare.pieces import Array, Checkpoint, LogicalTensor, Piece, Point, Problem, file_name, origin
+from trainprobe.ckpt_compare.pieces import Array, Checkpoint, LogicalTensor, Piece, Problem, file_name, origin
 from trainprobe.ckpt_compare.plain_state import flat
 from trainprobe.ckpt_compare.storage import dcp_metadata, torch_archive
 from trainprobe.ckpt_compare.storage.mapped import Mapped, inside
 from trainprobe.engine.compare.number_formats import NumberFormat
+from trainprobe.engine.geometry.rectangles import Point
 from trainprobe.errors import FormatError
 
 _STATE = re.compile(r"(?:optim\w*|optimizers?(?:_\d+)?|osd)\.(?:state\.)?(?P<name>.+)\.(?P<slot>[A-Za-z_]\w*)")

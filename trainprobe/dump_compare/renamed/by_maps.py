@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from trainprobe.dump_compare.renamed.fused import Fused, make
 from trainprobe.dump_compare.renamed.modules import Looks, Module, weight_names
-from trainprobe.engine.model_names import NameMap, built_in
-from trainprobe.engine.model_names.rows import ONE_AFTER_THE_OTHER
+from trainprobe.engine.model_names import ONE_AFTER_THE_OTHER, NameMap, built_in
 
 _NOT_ONE_MODULE = frozenset(["by_index", "rotary_pairs"])  # experts of one tensor; rows of each head in another order
 

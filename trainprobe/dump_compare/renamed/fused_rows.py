@@ -1,8 +1,8 @@
 """How the rows of a projection lie that is several on the other side: by a map of names, or found by the stored weights.
 
 In one family all rows of q come first, then those of k and of v; in another each group of heads has its own q, k and v. Both,
-and gate and up, are interleaved in some number of groups (see engine.model_names.rows). Where the map says the number, nothing
-else is asked; else the weights of both sides tell it, as far as both dumps store them.
+and gate and up, are interleaved in some number of groups (see engine.geometry.fused_rows). Where the map says the number,
+nothing else is asked; else the weights of both sides tell it, as far as both dumps store them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainprobe.engine.model_names.rows import interleaved
+from trainprobe.engine.geometry.fused_rows import interleaved
 
 Array = npt.NDArray[Any]
 Load = Callable[[], Sequence[Array | None]]
