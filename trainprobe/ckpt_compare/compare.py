@@ -26,8 +26,8 @@ from trainprobe.ckpt_compare.tasks import Advance, Outcome, Runner, Task, run, t
 from trainprobe.ckpt_compare.transforms import QKV_ROWS
 from trainprobe.ckpt_compare.vocabulary import padding_reason
 from trainprobe.engine.compare.difference import Difference
+from trainprobe.engine.compare.rounding import agreement_of
 from trainprobe.engine.compare.uncollected import uncollected
-from trainprobe.engine.compare.verdict import judge
 from trainprobe.engine.geometry.rectangles import Rectangle
 
 UNTIED = "(untied)"  # in place of the tensor that a head shares its values with
@@ -361,13 +361,11 @@ def _row(key: str, pair: _Pair, coverages: tuple[Coverage, Coverage], result: _R
         return replace(
             row, verdict="incomplete", note="; ".join(dict.fromkeys([*result.failures, *_holes(coverages, pair.box, d)]))
         )
-    verdict = judge(d, row.floor, stored=True)
+    verdict = agreement_of(d, row.floor)
     if pair.rest:
         reason = f"with {pair.rest.partition(':')[0]}"
-        return replace(
-            row, verdict="differ" if verdict in ("bug", "suspicious") else "incomplete", note=pair.rest, reason=reason
-        )
-    return replace(row, verdict="differ" if verdict in ("bug", "suspicious") else verdict)
+        return replace(row, verdict="differ" if verdict == "differ" else "incomplete", note=pair.rest, reason=reason)
+    return replace(row, verdict=verdict)
 
 
 def _lean(d: Difference) -> Difference:

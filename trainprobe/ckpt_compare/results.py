@@ -11,7 +11,7 @@ from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor, What
 from trainprobe.ckpt_compare.quantised import scheme_of
 from trainprobe.ckpt_compare.state import StateRow
 from trainprobe.engine.compare.difference import Difference
-from trainprobe.engine.compare.verdict import noise_floor
+from trainprobe.engine.compare.rounding import noise_floor
 
 RowVerdict = Literal["identical", "rounding", "differ", "only in A", "only in B", "shape", "incomplete"]
 INCOMPLETE: tuple[RowVerdict, ...] = ("only in A", "only in B", "shape", "incomplete")
