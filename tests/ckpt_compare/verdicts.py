@@ -9,7 +9,8 @@ from pathlib import Path
 from trainprobe.ckpt_compare.compare import compare, logical
 from trainprobe.ckpt_compare.formats import open_checkpoint
 from trainprobe.ckpt_compare.results import Comparison
-from trainprobe.ckpt_compare.verdict import Verdict, verdict_of
+from trainprobe.ckpt_compare.verdict import verdict_of
+from trainprobe.comparison.verdict import Verdict
 
 
 def compared(a: Path | str, b: Path | str, what=("weights", "optimizer")) -> Comparison:

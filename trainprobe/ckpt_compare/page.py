@@ -11,18 +11,18 @@ from typing import Any
 
 from trainprobe.ckpt_compare.report import entry
 from trainprobe.ckpt_compare.results import Comparison, Row
-from trainprobe.ckpt_compare.verdict import Verdict, by_error
+from trainprobe.ckpt_compare.verdict import by_error
+from trainprobe.comparison.verdict import NAMES, Verdict
 from trainprobe.engine.storage.html_page import make_page, markup, shared, write_text
 
 _LAYER = re.compile(r"(?<![A-Za-z_])(?P<n>\d+)(?=\.)")
 _EXPERT = re.compile(r"(?<=experts\.)\d+(?=\.)")
 _WRITTEN = 50  # tensors that can be read without a script
-WORDS = ("identical", "equal within rounding", "differ", "not comparable or incomplete")
 
 
 def write_page(c: Comparison, verdict: Verdict, path: Path) -> None:
     """Write the page; it needs no network and no other file."""
-    title = f"{Path(c.a.path).name} and {Path(c.b.path).name}: {WORDS[verdict.code]}"
+    title = f"{Path(c.a.path).name} and {Path(c.b.path).name}: {NAMES[verdict.code]}"
     folder = files("trainprobe.ckpt_compare")
     own = (folder / name for name in ("page.html", "page.css", "page.js"))
     data = page_data(c, verdict)

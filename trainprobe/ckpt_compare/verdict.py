@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from trainprobe.ckpt_compare.adapters import method_of, written
@@ -18,23 +17,11 @@ from trainprobe.ckpt_compare.pairing import Move, layer_sentences
 from trainprobe.ckpt_compare.pieces import KINDS
 from trainprobe.ckpt_compare.results import INCOMPLETE, Comparison, Fault, Row
 from trainprobe.ckpt_compare.state import StateRow
-from trainprobe.engine.storage.html_page.markup import verdict_for_notebook
+from trainprobe.comparison.verdict import Verdict
 
 IDENTICAL, ROUNDING, DIFFER, INCOMPLETE_CODE = 0, 1, 2, 3
 TOLERATED = "within --atol"  # how the note of a row begins whose difference a user allows
 SAID = 6  # named examples in a list
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """Exit code, the verdict as a sentence, and further sentences in order of weight."""
-
-    code: int
-    sentence: str
-    details: tuple[str, ...]
-
-    def _repr_html_(self) -> str:
-        return verdict_for_notebook(self.sentence, self.code, self.details)
 
 
 def verdict_of(c: Comparison) -> Verdict:

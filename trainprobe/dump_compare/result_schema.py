@@ -69,10 +69,10 @@ class ComparedCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class DumpComparison:
     """What two dumps come to."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = _CONFIG
+    __pydantic_config__: ClassVar[dict[str, Any]] = {**_CONFIG, "title": "Comparison"}
 
     code: int
     """Exit code: 0 identical, 1 within rounding, 2 they part, 3 not comparable or incomplete."""
@@ -88,7 +88,7 @@ class Comparison:
 
 def schema() -> dict[str, Any]:
     """Return the JSON schema of what `--json` writes."""
-    return schema_of(Comparison)
+    return schema_of(DumpComparison)
 
 
 def schema_text() -> str:

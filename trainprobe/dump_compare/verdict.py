@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from trainprobe.comparison.verdict import Verdict
 from trainprobe.dump_compare.arguments import given_alone
 from trainprobe.dump_compare.between_steps import NO_WEIGHTS, Left, Weights, changed, left_by, optimizer_parts, who_changed
 from trainprobe.dump_compare.causes import causes, without_gradient
@@ -20,7 +21,6 @@ from trainprobe.dump_compare.pairing import RankPair
 from trainprobe.engine.core.naming import ROOT
 from trainprobe.engine.core.records import Call
 from trainprobe.engine.core.step_data import entry_name
-from trainprobe.engine.storage.html_page.markup import verdict_for_notebook
 
 _ROUNDING = "what both dumps hold agrees within rounding"
 _RANDOM = ("dropout", "rand", "normal", "bernoulli", "multinomial", "uniform", "exponential")
@@ -59,20 +59,14 @@ class Compared:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """code: 0 identical, 1 within rounding, 2 differ, 3 not comparable or incomplete. first: where they part."""
+class DumpsVerdict(Verdict):
+    """What a comparison of two dumps comes to. first: the first place where they differ. counts: of calls, by outcome."""
 
-    code: int
-    sentence: str
-    details: Sequence[str]
     first: tuple[Compared, Judged] | None = None
     counts: Mapping[Outcome, int] = field(default_factory=dict[Outcome, int])
 
-    def _repr_html_(self) -> str:
-        return verdict_for_notebook(self.sentence, self.code, self.details)
 
-
-def judge_runs(ranks: Sequence[Compared], missing: Sequence[str]) -> Verdict:
+def judge_runs(ranks: Sequence[Compared], missing: Sequence[str]) -> DumpsVerdict:
     """Return what to say of all ranks and steps. missing: steps and ranks that only one side has."""
     found = _judge_runs(ranks, missing)
     short = [text for rank in ranks if (text := _cut_short(rank))]
@@ -87,7 +81,7 @@ def _cut_short(rank: Compared) -> str:
     return "" if rank.joined else cut_short(rank.calls, sum(rank.agreeing.values()), rank.cut, where)
 
 
-def _judge_runs(ranks: Sequence[Compared], missing: Sequence[str]) -> Verdict:
+def _judge_runs(ranks: Sequence[Compared], missing: Sequence[str]) -> DumpsVerdict:
     _carry_over(ranks)
     counts: Counter[Outcome] = Counter(judged.outcome for rank in ranks for judged in rank.calls)
     for rank in ranks:
@@ -102,7 +96,7 @@ def _judge_runs(ranks: Sequence[Compared], missing: Sequence[str]) -> Verdict:
     structured = len({name for rank in ranks for name in rank.by_structure})
     of_them = f", {structured} modules of A paired by structure" if structured else ""
     if optimizer is not None:
-        return Verdict(
+        return DumpsVerdict(
             2, optimizer, ["config-check compares rates, weight decay and the formula of the update", *details], None, counts
         )
     if first is not None:
@@ -115,30 +109,30 @@ def _judge_runs(ranks: Sequence[Compared], missing: Sequence[str]) -> Verdict:
         what = "".join(
             [_what(judged, changed(judged, _left_before(ranks, rank))), *between[:1], *_scaled(rank, judged), *because]
         )
-        return Verdict(2, f"{surely} {_where(rank, judged)}: {what}", details, first, counts)
+        return DumpsVerdict(2, f"{surely} {_where(rank, judged)}: {what}", details, first, counts)
     if whole == counts["missing"]:
         said = "no call of one has a partner in the other" if whole else "neither dump holds a call"
-        return Verdict(3, f"nothing was compared: {said}", details, None, counts)
+        return DumpsVerdict(3, f"nothing was compared: {said}", details, None, counts)
     arguments = _about_arguments(ranks)
     if counts["unknown"]:
         said = (
             f"{counts['unknown']} of {whole} calls cannot be compared: both dumps need statistics, or fingerprints of one kind"
         )
-        return Verdict(3, "; ".join([said, *arguments]), details, None, counts)
+        return DumpsVerdict(3, "; ".join([said, *arguments]), details, None, counts)
     details = [*arguments, *details]
     because = list(dict.fromkeys(cause for rank in ranks for cause in causes(rank.calls)))
     unread = any(rank.unread for rank in ranks)
     if missing or alone or unread:
         agrees = _ROUNDING if counts["rounding"] + counts["carried"] else "all that both dumps hold agrees"
         lacking = "stored values cannot be read" if unread else "parts of one have no partner in the other"
-        return Verdict(3, "; ".join([f"{agrees}, but {lacking}", *because]), details, None, counts)
+        return DumpsVerdict(3, "; ".join([f"{agrees}, but {lacking}", *because]), details, None, counts)
     if counts["rounding"] or counts["carried"]:
-        return Verdict(1, "; ".join([f"{_ROUNDING}: {whole} calls{of_them}", *because]), details, None, counts)
+        return DumpsVerdict(1, "; ".join([f"{_ROUNDING}: {whole} calls{of_them}", *because]), details, None, counts)
     alike = sum(rank.by_statistics for rank in ranks)
     if alike:
         details = [f"{alike} values are told by statistics alone, which the same numbers in another order have too", *details]
     whom = "their tensors" if arguments else "them"
-    return Verdict(0, f"all {whole} calls agree in all that the dumps hold of {whom}{of_them}", details, None, counts)
+    return DumpsVerdict(0, f"all {whole} calls agree in all that the dumps hold of {whom}{of_them}", details, None, counts)
 
 
 def _first(ranks: Sequence[Compared]) -> tuple[Compared, Judged] | None:
