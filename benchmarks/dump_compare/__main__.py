@@ -25,7 +25,8 @@ from benchmarks.dump_compare.runs import Way, train
 from benchmarks.dump_compare.stored import measure as measure_stored
 from trainprobe.dump_compare.command import compare_dumps, compare_rank
 from trainprobe.dump_compare.pairing import pair_ranks
-from trainprobe.dump_compare.verdict import DumpsVerdict, judge_runs
+from trainprobe.dump_compare.results import DumpsVerdict
+from trainprobe.dump_compare.verdict import judge_runs
 from trainprobe.engine.core.step_data import entry_name
 
 SEEDS = 40  # of each mutation

@@ -17,9 +17,9 @@ from rich.filesize import decimal
 from rich.progress import DownloadColumn, TransferSpeedColumn
 
 from trainprobe.ckpt_compare import formats, report
-from trainprobe.ckpt_compare.check import Checked, summary
+from trainprobe.ckpt_compare.check import CheckedCheckpoint, summary
 from trainprobe.ckpt_compare.check import check as check_all
-from trainprobe.ckpt_compare.compare import Comparison, compare, logical
+from trainprobe.ckpt_compare.compare import CheckpointComparison, compare, logical
 from trainprobe.ckpt_compare.coverage import coverage_of
 from trainprobe.ckpt_compare.distributed import PATIENCE, joined, place, run_on_ray
 from trainprobe.ckpt_compare.fingerprints import tensor_fingerprint
@@ -100,7 +100,7 @@ def ckpt_compare(
     return verdict.code
 
 
-def _write(found: Comparison, verdict: Verdict, json: Path | None, csv: Path | None, html: Path | None) -> None:
+def _write(found: CheckpointComparison, verdict: Verdict, json: Path | None, csv: Path | None, html: Path | None) -> None:
     """Write the files that were asked for, beside earlier ones."""
     for kept in filter(None, (report.keep_earlier(file) for file in (json, csv, html) if file is not None)):
         say(Console(stderr=True), kept)
@@ -187,7 +187,7 @@ def ckpt_show(
     return 3 if broken else 0
 
 
-def _show_check(checked: Checked, console: Console) -> None:
+def _show_check(checked: CheckedCheckpoint, console: Console) -> None:
     """Print the answer, and every fault on a line of its own."""
     style = {0: "bold green", 2: "bold red"}.get(checked.code, "bold yellow")
     say(console, checked.sentence, style)

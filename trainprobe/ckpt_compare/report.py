@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from trainprobe.ckpt_compare.results import INCOMPLETE, Comparison, Row
+from trainprobe.ckpt_compare.results import INCOMPLETE, CheckpointComparison, TensorRow
 from trainprobe.ckpt_compare.verdict import TOLERATED, by_error, relative
 from trainprobe.comparison.files import write_csv, write_json
 from trainprobe.comparison.terminal import plain_table, show_verdict
@@ -31,7 +31,7 @@ _NUMBERS = re.compile(r"(?<![A-Za-z_\d])\d+(?![A-Za-z_\d])")
 _STYLE = {"identical": "green", "rounding": "cyan", "differ": "red"}
 
 
-def entry(row: Row) -> dict[str, Any]:
+def entry(row: TensorRow) -> dict[str, Any]:
     """Return one tensor's result in the classic shape (l2, cos, numel, shape) with everything else beside it."""
     d = row.difference
     measured = row.verdict in ("identical", "rounding", "differ")
@@ -61,7 +61,7 @@ def entry(row: Row) -> dict[str, Any]:
     }
 
 
-def write_tensors(c: Comparison, path: Path, verdict: Verdict) -> None:
+def write_tensors(c: CheckpointComparison, path: Path, verdict: Verdict) -> None:
     """Write `{name: {l2, cos, numel, shape, …}}`, one entry a logical tensor, and the verdict under `SUMMARY`.
 
     Tensors that both sides store under one other name have an entry of four values under that name as well.
@@ -70,9 +70,9 @@ def write_tensors(c: Comparison, path: Path, verdict: Verdict) -> None:
     write_json(_by_native_names(c.rows) | held, path)
 
 
-def _by_native_names(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
+def _by_native_names(rows: Sequence[TensorRow]) -> dict[str, dict[str, Any]]:
     """Return name in the files → l2, cos, numel and shape; of one that was split (q, k and v) those of its parts together."""
-    parts: dict[str, list[Row]] = {}
+    parts: dict[str, list[TensorRow]] = {}
     for row in rows:
         if row.a is not None and row.b is not None and row.native_a == row.native_b and not row.a.slot:
             parts.setdefault(row.native_a, []).append(row)
@@ -98,7 +98,7 @@ def keep_earlier(path: Path) -> str:
     return f"{path} held an earlier result: it is kept as {kept.name}"
 
 
-def summary(c: Comparison, verdict: Verdict) -> dict[str, Any]:
+def summary(c: CheckpointComparison, verdict: Verdict) -> dict[str, Any]:
     """Return the whole comparison in a few plain values: for CI, which should not read sentences."""
     return {
         "verdict": "incomplete" if verdict.code == 3 else NAMES[verdict.code],
@@ -116,12 +116,12 @@ def summary(c: Comparison, verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def write_table(c: Comparison, path: Path) -> None:
+def write_table(c: CheckpointComparison, path: Path) -> None:
     """Write one line a tensor as CSV, largest relative error first. Raises OutputError."""
     write_csv(COLUMNS, map(_line, by_error(c.rows)), path)
 
 
-def _line(row: Row) -> list[Any]:
+def _line(row: TensorRow) -> list[Any]:
     found = entry(row)
     found |= {"name": row.key, "numel": row.difference.count or found["numel"]}
     found |= {name: getattr(row, name) for name in COLUMNS if name.endswith(("_a", "_b")) and not name.startswith("nan")}
@@ -129,28 +129,28 @@ def _line(row: Row) -> list[Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class KindOfTensor:
     """Tensors whose names differ by numbers only (one parameter of all layers), worst first."""
 
     name: str
-    rows: tuple[Row, ...]
+    rows: tuple[TensorRow, ...]
 
     @property
-    def worst(self) -> Row:
+    def worst(self) -> TensorRow:
         """The row with the largest relative error."""
         return self.rows[0]
 
 
-def kinds(rows: Sequence[Row]) -> list[Kind]:
+def kinds(rows: Sequence[TensorRow]) -> list[KindOfTensor]:
     """Group rows by kind of layer; kinds with the largest relative error first."""
-    grouped: dict[str, list[Row]] = {}
+    grouped: dict[str, list[TensorRow]] = {}
     for row in by_error(rows):
         grouped.setdefault(_NUMBERS.sub("*", row.key), []).append(row)
-    found = [Kind(name, tuple(rs)) for name, rs in grouped.items()]
+    found = [KindOfTensor(name, tuple(rs)) for name, rs in grouped.items()]
     return sorted(found, key=lambda k: (-relative(k.worst), k.name))
 
 
-def show(c: Comparison, verdict: Verdict, console: Console, most: int = 20, every: bool = False) -> None:
+def show(c: CheckpointComparison, verdict: Verdict, console: Console, most: int = 20, every: bool = False) -> None:
     """Print the verdict, what explains it, and a table of what is not identical."""
     sides: list[str] = []
     for side, checkpoint in (("A", c.a), ("B", c.b)):
@@ -162,10 +162,10 @@ def show(c: Comparison, verdict: Verdict, console: Console, most: int = 20, ever
         console.print(_table(mismatches, most, every))
 
 
-def _table(mismatches: Sequence[Row], most: int, every: bool) -> Table:
+def _table(mismatches: Sequence[TensorRow], most: int, every: bool) -> Table:
     numbers = ("n", "rel. error", "max |a−b|", "ulp", "changed")
     table = plain_table(("tensor" if every else "kind of tensor", *numbers, "verdict", "dtypes"), numbers)
-    found = [Kind(r.key, (r,)) for r in by_error(mismatches)] if every else kinds(mismatches)
+    found = [KindOfTensor(r.key, (r,)) for r in by_error(mismatches)] if every else kinds(mismatches)
     for kind in found if every else found[:most]:
         table.add_row(*_cells(kind))
     if not every and len(found) > most:
@@ -173,7 +173,7 @@ def _table(mismatches: Sequence[Row], most: int, every: bool) -> Table:
     return table
 
 
-def _cells(kind: Kind) -> tuple[str | Text, ...]:
+def _cells(kind: KindOfTensor) -> tuple[str | Text, ...]:
     row = kind.worst
     d = row.difference
     changed = sum(r.difference.changed for r in kind.rows) / max(1, sum(r.difference.count for r in kind.rows))

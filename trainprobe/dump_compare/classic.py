@@ -13,7 +13,8 @@ from trainprobe.comparison.files import writing
 from trainprobe.dump_compare.command import compare_rank
 from trainprobe.dump_compare.pairing import RankPair, pair_ranks
 from trainprobe.dump_compare.renamed.mapping_files import MappingFile, read_mappings
-from trainprobe.dump_compare.verdict import Compared, DumpsVerdict, judge_runs
+from trainprobe.dump_compare.results import Compared, DumpsVerdict
+from trainprobe.dump_compare.verdict import judge_runs
 from trainprobe.engine.core.log_lines import say
 from trainprobe.engine.storage.safe_files import LARGEST_STATE, read_bounded
 from trainprobe.engine.storage.writer import flush_all

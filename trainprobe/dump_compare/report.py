@@ -13,7 +13,7 @@ from trainprobe.comparison.files import write_json
 from trainprobe.comparison.terminal import plain_table, show_verdict
 from trainprobe.dump_compare.judge import Judged
 from trainprobe.dump_compare.result_schema import ComparedCall, ComparedValue, DumpComparison
-from trainprobe.dump_compare.verdict import Compared, DumpsVerdict
+from trainprobe.dump_compare.results import Compared, DumpsVerdict
 from trainprobe.engine.core.step_data import entry_name
 
 _STYLE = {"identical": "green", "rounding": "cyan", "carried": "", "suspicious": "yellow", "bug": "bold red"}

@@ -86,11 +86,6 @@ class DumpComparison:
     """All calls, in order."""
 
 
-def schema() -> dict[str, Any]:
-    """Return the JSON schema of what `--json` writes."""
-    return schema_of(DumpComparison)
-
-
 def schema_text() -> str:
-    """Return that schema as the text of a file."""
-    return text_of(schema())
+    """Return the JSON schema of what `--json` writes, as the text of a file."""
+    return text_of(schema_of(DumpComparison))

@@ -31,7 +31,7 @@ _WRAPPERS = re.compile(r"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_m
 
 
 @dataclass(frozen=True, slots=True)
-class _Form:
+class _ItemForm:
     """What a million items have in common: their file, length, and the shape and format of their tensors."""
 
     path: str
@@ -40,7 +40,7 @@ class _Form:
     format: NumberFormat
 
 
-_form = lru_cache(maxsize=1024)(_Form)  # one object for equal ones
+_form = lru_cache(maxsize=1024)(_ItemForm)  # one object for equal ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Item(Mapped):
     """One chunk of a tensor: a torch archive at some bytes of a file. It knows its shape without being opened."""
 
     start: int
-    form: _Form
+    form: _ItemForm
 
     @property
     def path(self) -> str:

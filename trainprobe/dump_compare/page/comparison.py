@@ -9,7 +9,7 @@ from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.judge import Judged
 from trainprobe.dump_compare.page.write import PackedRank, Shown, pack_rank, write_page
 from trainprobe.dump_compare.pairing import RankPair
-from trainprobe.dump_compare.verdict import Compared, DumpsVerdict
+from trainprobe.dump_compare.results import Compared, DumpsVerdict
 
 
 def page_of_rank(pair: RankPair, judged: Sequence[Judged], sides: tuple[Side, Side]) -> PackedRank:

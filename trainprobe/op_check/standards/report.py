@@ -16,7 +16,7 @@ from trainprobe.op_check.conclusion import Conclusion
 from trainprobe.op_check.dump import Row
 from trainprobe.op_check.standards.limits import ALIASES, BY_OPERATOR, NAMES, assigned
 from trainprobe.op_check.standards.measured import Output, without_metrics
-from trainprobe.op_check.standards.verdicts import ERROR, PASS, SKIP, Verdict
+from trainprobe.op_check.standards.verdicts import ERROR, PASS, SKIP, StandardVerdict
 
 
 @dataclass(slots=True)
@@ -25,7 +25,7 @@ class StandardResult:
 
     row: Row
     number: int | None
-    verdict: Verdict
+    verdict: StandardVerdict
     output: Output | None = None
 
 
