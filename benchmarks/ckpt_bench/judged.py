@@ -9,7 +9,8 @@ from pathlib import Path
 from trainprobe.ckpt_compare.compare import compare, logical
 from trainprobe.ckpt_compare.formats import open_checkpoint
 from trainprobe.ckpt_compare.tolerance import selected
-from trainprobe.ckpt_compare.verdict import Verdict, verdict_of
+from trainprobe.ckpt_compare.verdict import verdict_of
+from trainprobe.comparison.verdict import Verdict
 from trainprobe.errors import ProbeError
 
 

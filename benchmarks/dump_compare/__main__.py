@@ -25,7 +25,8 @@ from benchmarks.dump_compare.runs import Way, train
 from benchmarks.dump_compare.stored import measure as measure_stored
 from trainprobe.dump_compare.command import compare_dumps, compare_rank
 from trainprobe.dump_compare.pairing import pair_ranks
-from trainprobe.dump_compare.verdict import Verdict, judge_runs
+from trainprobe.dump_compare.results import DumpsVerdict
+from trainprobe.dump_compare.verdict import judge_runs
 from trainprobe.engine.core.step_data import entry_name
 
 SEEDS = 40  # of each mutation
@@ -162,19 +163,19 @@ def stored(only: str, plans: list[str], folder: Path) -> None:
         print(line, flush=True)
 
 
-def judged(a: Path, b: Path) -> Verdict:
+def judged(a: Path, b: Path) -> DumpsVerdict:
     """Return the verdict of two dumps."""
     pairs, missing = pair_ranks(a, b)
     return judge_runs([compare_rank(pair) for pair in pairs], missing)
 
 
-def judged_anyhow(a: Path, b: Path) -> tuple[Verdict, str]:
+def judged_anyhow(a: Path, b: Path) -> tuple[DumpsVerdict, str]:
     """Return the verdict of two dumps whose numbers of micro-batches may be two, and its first line."""
     found = compare_dumps(a, b)[1]
     return found, found.sentence
 
 
-def place_of(found: Verdict) -> tuple[str, int]:
+def place_of(found: DumpsVerdict) -> tuple[str, int]:
     """Return the entry that is named first, after "optimizer/" where the optimizer calls it, and the step."""
     if found.first is None:
         return "nowhere", -1

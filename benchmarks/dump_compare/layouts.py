@@ -13,7 +13,7 @@ from pathlib import Path
 from tests.distributed.launch import launch
 from tests.dump_compare import train_layouts
 from trainprobe.dump_compare.command import compare_dumps
-from trainprobe.dump_compare.verdict import Verdict
+from trainprobe.dump_compare.results import DumpsVerdict
 
 STATES = ("ddp+states", "fsdp1+states", "fsdp2+states", "tensor+states", "redundancy+states")
 HEALTHY = ("ddp", "fsdp1", "fsdp2", "tensor", "context", *STATES)
@@ -30,7 +30,7 @@ class Pair:
 
     name: str
     healthy: bool
-    found: Verdict
+    found: DumpsVerdict
     seconds: float
 
 

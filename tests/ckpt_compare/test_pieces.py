@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.ckpt_compare.memory import held, tensor
-from trainprobe.ckpt_compare.pieces import Rectangle, flat_pieces, flat_rectangles, gather, window
+from trainprobe.ckpt_compare.pieces import flat_pieces, gather, window
+from trainprobe.engine.geometry.rectangles import Rectangle, flat_rectangles
 from trainprobe.errors import FormatError
 
 SHAPES = st.lists(st.integers(1, 6), min_size=0, max_size=4).map(tuple)

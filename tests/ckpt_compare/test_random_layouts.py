@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.ckpt_compare.memory import checkpoint, tensor
 from trainprobe.ckpt_compare.compare import compare
-from trainprobe.ckpt_compare.tasks import Outcome, run
+from trainprobe.ckpt_compare.tasks import TaskOutcome, run
 from trainprobe.engine.compare.difference import Difference
 
 
@@ -47,7 +47,7 @@ def pairs(draw):
 @given(pairs())
 def test_any_two_layouts_measure_as_the_whole_arrays_do(case):
     a, b, cut_a, cut_b = case
-    measured: list[Outcome] = []  # a row of equal values keeps no sums
+    measured: list[TaskOutcome] = []  # a row of equal values keeps no sums
 
     def runner(*given):
         measured.extend(run(*given))

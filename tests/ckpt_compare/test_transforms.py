@@ -5,9 +5,10 @@ import pytest
 from safetensors.numpy import save_file
 
 from tests.ckpt_compare.memory import dense, tensor
-from trainprobe.ckpt_compare.transforms import TRANSFORMS, split, turn, unstack
+from trainprobe.ckpt_compare.transforms import TRANSFORMS, split, turn
 from trainprobe.cli import main
-from trainprobe.engine.model_names.rows import TRANSFORM_NAMES, Band
+from trainprobe.engine.geometry.fused_rows import Band
+from trainprobe.engine.model_names import TRANSFORM_NAMES
 from trainprobe.errors import CompareError
 
 RNG = np.random.default_rng(0)
@@ -62,11 +63,6 @@ def test_stacked_experts_become_one_tensor_each():
 def test_a_turned_tensor_is_its_transpose():
     x = numbers(4, 6)
     assert np.array_equal(dense(turn(tensor("w", x, rows_of(x, 1)))), x.T)
-
-
-def test_any_axis_can_be_unstacked():
-    x = numbers(3, 4, 5)
-    assert all(np.array_equal(dense(t), x[:, i]) for i, t in enumerate(unstack(tensor("w", x), 1)))
 
 
 def test_a_number_of_heads_that_does_not_fit_is_refused_with_both_numbers():

@@ -8,11 +8,12 @@ from pathlib import Path
 
 from trainprobe.ckpt_compare.compare import compare, logical
 from trainprobe.ckpt_compare.formats import open_checkpoint
-from trainprobe.ckpt_compare.results import Comparison
-from trainprobe.ckpt_compare.verdict import Verdict, verdict_of
+from trainprobe.ckpt_compare.results import CheckpointComparison
+from trainprobe.ckpt_compare.verdict import verdict_of
+from trainprobe.comparison.verdict import Verdict
 
 
-def compared(a: Path | str, b: Path | str, what=("weights", "optimizer")) -> Comparison:
+def compared(a: Path | str, b: Path | str, what=("weights", "optimizer")) -> CheckpointComparison:
     """Compare two checkpoints on disk."""
     return compare(*logical(open_checkpoint(a), open_checkpoint(b)), what)
 
@@ -22,7 +23,7 @@ def judged(a: Path | str, b: Path | str, what=("weights", "optimizer")) -> Verdi
     return verdict_of(compared(a, b, what))
 
 
-def kinds(found: Comparison) -> dict[str, int]:
+def kinds(found: CheckpointComparison) -> dict[str, int]:
     """Count the compared tensors by kind."""
     return {what: sum(r.what == what for r in found.rows) for what in ("weights", "optimizer")}
 

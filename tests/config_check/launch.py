@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.distributed.launch import ONE_RANK, free_port
 from trainprobe.config_check.compare import compare_packs
-from trainprobe.config_check.compare.verdicts import Comparison
+from trainprobe.config_check.compare.verdicts import PackComparison
 from trainprobe.config_check.pack_reader import read_pack
 from trainprobe.engine.at_start import VARIABLE as AT_START
 
@@ -54,5 +54,5 @@ def run(*command: str | Path, ranks: int = 1, distributed: bool = False, timeout
     return outputs[0]
 
 
-def compared(folder: Path, change: str, base: str = "base") -> Comparison:
+def compared(folder: Path, change: str, base: str = "base") -> PackComparison:
     return compare_packs(read_pack(folder / f"{base}.zip"), read_pack(folder / f"{change.replace(' ', '_')}.zip"))

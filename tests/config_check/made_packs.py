@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from trainprobe.config_check.compare import compare_packs
-from trainprobe.config_check.compare.verdicts import Comparison
+from trainprobe.config_check.compare.verdicts import PackComparison
 from trainprobe.config_check.pack import Pack, RankPack
 from trainprobe.config_check.pack_writer import PackWriter
 from trainprobe.engine.stats import fingerprint
@@ -67,7 +67,7 @@ def pack(*ranks: RankPack, world_size: int | None = None, path: str = "pack.zip"
     return Pack(path, held, world_size or len(held), **more)
 
 
-def compare(a: Pack | RankPack, b: Pack | RankPack) -> Comparison:
+def compare(a: Pack | RankPack, b: Pack | RankPack) -> PackComparison:
     """Compare two packs, or packs of one rank."""
     return compare_packs(*(p if isinstance(p, Pack) else pack(p) for p in (a, b)))
 

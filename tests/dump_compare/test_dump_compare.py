@@ -17,7 +17,7 @@ from tests.dump_compare.small_runs import Gpt, run
 from trainprobe.cli import main
 from trainprobe.dump_compare.command import compare_rank
 from trainprobe.dump_compare.pairing import pair_ranks
-from trainprobe.dump_compare.result_schema import Comparison
+from trainprobe.dump_compare.result_schema import DumpComparison
 from trainprobe.dump_compare.verdict import judge_runs
 from trainprobe.engine.core.step_data import entry_name, unwrap
 from trainprobe.engine.storage.dumps import TensorStore, read
@@ -217,11 +217,11 @@ def test_the_published_schema_is_that_of_what_is_written(tmp_path, capsys):
         "run `trainprobe dump-compare --schema > docs/dump_compare.schema.json`"
     )
     compared(tmp_path, capsys, PLANS["modules"], "gelu")
-    whole = TypeAdapter(Comparison).validate_json((tmp_path / "all.json").read_bytes())
+    whole = TypeAdapter(DumpComparison).validate_json((tmp_path / "all.json").read_bytes())
     assert whole.first is not None and whole.first in whole.calls
     odd = (tmp_path / "all.json").read_text().replace('"given"', '"handed"', 1)
     with pytest.raises(ValidationError):
-        TypeAdapter(Comparison).validate_json(odd)
+        TypeAdapter(DumpComparison).validate_json(odd)
 
 
 @pytest.mark.parametrize(("subject", "change"), [("gpt", "label smoothing"), ("lstm", "weight decay"), ("moe", "capacity")])

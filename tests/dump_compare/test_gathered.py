@@ -13,7 +13,7 @@ from tests.dump_compare import train_gathered, train_styles
 from trainprobe.cli import main
 from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.layouts.collectives import COPIES, Collectives
-from trainprobe.dump_compare.layouts.joined import Part
+from trainprobe.dump_compare.layouts.joined import RankPart
 from trainprobe.engine.core.step_data import slots
 
 KINDS = ["gathered", "vocab", "functional", "sequence", "ulysses", "exchanged"]
@@ -96,10 +96,10 @@ def test_only_a_gather_of_this_value_over_these_ranks_proves_an_order(dumps, tmp
     alone = Side(next((dumps / "alone+mix-both" / "step0").iterdir()))
     name = "blocks.1.act" if change == "numbers" else "head"
 
-    def output(side: Side) -> Part:
+    def output(side: Side) -> RankPart:
         calls = [c for c in side.step_data.calls if c.kind == "module" and c.name == name and c.phase == "forward"]
         place = side.step_data.place
-        return Part(side, dict(slots(calls[0]))["output"], place.rank, (0,), place.rank)
+        return RankPart(side, dict(slots(calls[0]))["output"], place.rank, (0,), place.rank)
 
     rule = Collectives(ranks).rule([output(side) for side in ranks], [output(alone)])
     assert (rule and rule.tp) == {None: -1, "order": "split"}.get(change)
@@ -108,7 +108,7 @@ def test_only_a_gather_of_this_value_over_these_ranks_proves_an_order(dumps, tmp
 def test_what_a_sum_gives_are_copies(dumps):
     ranks = [Side(dumps / "gathered+mix-both" / "step0" / f"rank{rank}") for rank in range(2)]
     sums = [next(c for c in side.step_data.calls if c.name == "Distributed.all_reduce" and c.call == 2) for side in ranks]
-    parts = [Part(side, call.out[0], rank, (0,), rank) for rank, (side, call) in enumerate(zip(ranks, sums, strict=True))]
+    parts = [RankPart(side, call.out[0], rank, (0,), rank) for rank, (side, call) in enumerate(zip(ranks, sums, strict=True))]
     assert Collectives(ranks).rule(parts) is COPIES
 
 

@@ -13,9 +13,10 @@ from tests.distributed.launch import launch
 from tests.dump_compare import train_layouts
 from tests.dump_compare.test_other_layouts import _Known
 from trainprobe.cli import main
-from trainprobe.dump_compare import spread
-from trainprobe.dump_compare.layouts.joined import Part
-from trainprobe.dump_compare.layouts.operators import Known, forward_joins
+from trainprobe.dump_compare import parallel_ranks
+from trainprobe.dump_compare.layouts.joined import RankPart
+from trainprobe.dump_compare.layouts.known_values import KnownValues
+from trainprobe.dump_compare.layouts.operators import forward_joins
 from trainprobe.engine.core.records import Call, Value
 
 HEALTHY = ["ddp", "pipeline", "tensor", "fsdp2"]
@@ -73,8 +74,8 @@ def spoken(dumps, monkeypatch, tmp_path, capsys):
 
 def test_processes_give_the_answer_of_one_for_the_steps_of_two_layouts(spoken, monkeypatch):
     before, used = spoken(), list[int]()
-    monkeypatch.setattr(spread, "WORTH_PROCESSES", 0)
-    monkeypatch.setattr(spread, "cores", lambda: used.append(1) or 2)
+    monkeypatch.setattr(parallel_ranks, "WORTH_PROCESSES", 0)
+    monkeypatch.setattr(parallel_ranks, "cores", lambda: used.append(1) or 2)
     assert spoken() == before
     assert used
 
@@ -90,9 +91,11 @@ def ways(
 ):
     """Return how each value of an operator lies over two ranks of samples, given what one process has there; or None."""
 
-    def parts(of: list[dict[str, np.ndarray]]) -> dict[str, list[Part]]:
+    def parts(of: list[dict[str, np.ndarray]]) -> dict[str, list[RankPart]]:
         return {
-            slot: [Part(_Known(one[slot]), Value(0, "torch.float64", one[slot].shape), i, (0, i)) for i, one in enumerate(of)]
+            slot: [
+                RankPart(_Known(one[slot]), Value(0, "torch.float64", one[slot].shape), i, (0, i)) for i, one in enumerate(of)
+            ]
             for slot in of[0]
         }
 
@@ -101,7 +104,7 @@ def ways(
         made.args = list(arguments)
         return made
 
-    a, b, seen = parts([whole]), parts(ranks), Known()
+    a, b, seen = parts([whole]), parts(ranks), KnownValues()
     for slot in known:
         seen.add(b.get(slot, []))
     found = forward_joins([[call()], [call(), call()]], a, b, seen)

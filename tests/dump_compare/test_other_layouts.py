@@ -20,7 +20,7 @@ from tests.distributed.launch import launch
 from tests.dump_compare import train_layouts
 from trainprobe.cli import main
 from trainprobe.dump_compare.dump_side import Columns, gathered
-from trainprobe.dump_compare.layouts.joined import JoinedSide, Part
+from trainprobe.dump_compare.layouts.joined import JoinedSide, RankPart
 from trainprobe.dump_compare.layouts.splits import joins
 from trainprobe.engine.core.records import Value
 from trainprobe.engine.stats.checksum import fingerprint
@@ -331,9 +331,11 @@ def test_terms_that_are_shards_add_up_to_the_mean_of_the_whole():
     rng = np.random.default_rng(0)
     terms = rng.normal(size=(2, 6, 4))
     halves = [(stage, rank, np.split(term, 2)[rank]) for stage, term in enumerate(terms) for rank in (0, 1)]
-    parts = [Part(_Known(half), Value(0, "torch.float64", half.shape), rank, (0, stage), rank) for stage, rank, half in halves]
+    parts = [
+        RankPart(_Known(half), Value(0, "torch.float64", half.shape), rank, (0, stage), rank) for stage, rank, half in halves
+    ]
     whole = terms.sum(0)
-    alone = [Part(_Known(whole), Value(0, "torch.float64", whole.shape), 0, (0, 0))]
+    alone = [RankPart(_Known(whole), Value(0, "torch.float64", whole.shape), 0, (0, 0))]
     made = joins(alone, parts, "weight gradient")
     assert made is not None
     assert made[1].how == "terms"

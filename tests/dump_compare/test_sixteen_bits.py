@@ -15,9 +15,9 @@ from benchmarks.dump_compare.kernels import HEALTHY, Replaced
 from benchmarks.dump_compare.runs import Way, train
 from benchmarks.dump_compare.sixteen_bits import PLANS, PLANTS, REGIMES
 from trainprobe.cli import main
-from trainprobe.dump_compare.own_rounding import Counted, Rounding, by_counts, by_elements, by_statistics, statistics_of
+from trainprobe.dump_compare.own_rounding import Counted, OwnRounding, by_counts, by_elements, by_statistics, statistics_of
 
-BFLOAT16 = Rounding(2.0**-7, 0.0, 1e-6)
+BFLOAT16 = OwnRounding(2.0**-7, 0.0, 1e-6)
 NAMED = ("linear: gain 1.05", "linear: a column zero", "linear: a column doubled", "loss: gain 1.05", "weights: all 3 % off")
 
 

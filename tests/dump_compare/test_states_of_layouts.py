@@ -15,7 +15,7 @@ import trainprobe
 from tests.distributed.launch import launch
 from tests.dump_compare import train_layouts
 from trainprobe.cli import main
-from trainprobe.dump_compare.layouts.rectangles import Box, holder, put_together
+from trainprobe.dump_compare.layouts.rank_boxes import Box, holder, put_together
 from trainprobe.engine.core.step_data import numbers_of_rows
 from trainprobe.engine.stats.checksum import fingerprint
 from trainprobe.engine.storage.dumps import read

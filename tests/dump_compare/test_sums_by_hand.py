@@ -14,7 +14,7 @@ from tests.dump_compare import train_by_hand
 from trainprobe.cli import main
 from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.layouts.collectives import Collectives
-from trainprobe.dump_compare.layouts.joined import Part
+from trainprobe.dump_compare.layouts.joined import RankPart
 
 DOWN = "Module.blocks.1.down.Linear.forward.0 (step 0"
 PLANTED = {
@@ -92,9 +92,11 @@ def test_only_a_sum_of_this_value_over_these_ranks_proves_anything(dumps, tmp_pa
             c for c in side.step_data.calls if c.kind == "module" and c.name == "blocks.1.down" and c.phase == "forward"
         )
         outputs[side.step_data.place.rank] = call.out[0]
-    parts = [Part(side, outputs[rank], rank, (0,), rank) for rank, side in enumerate(ranks)]
+    parts = [RankPart(side, outputs[rank], rank, (0,), rank) for rank, side in enumerate(ranks)]
     if change == "numbers":  # a value of the same shape that nobody summed
         inside = [next(c for c in side.step_data.calls if c.name == "blocks.1.norm" and c.phase == "forward") for side in ranks]
         assert Collectives(ranks).rule(parts) is not None
-        parts = [Part(side, call.out[0], rank, (0,), rank) for rank, (side, call) in enumerate(zip(ranks, inside, strict=True))]
+        parts = [
+            RankPart(side, call.out[0], rank, (0,), rank) for rank, (side, call) in enumerate(zip(ranks, inside, strict=True))
+        ]
     assert Collectives(ranks).rule(parts) is None

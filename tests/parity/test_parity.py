@@ -8,7 +8,7 @@ import pytest
 
 from trainprobe.cli import main
 from trainprobe.errors import UsageError
-from trainprobe.parity.layouts import Layout, read_layouts
+from trainprobe.parity.layouts import ScriptLayout, read_layouts
 
 SCRIPT = """
 import sys
@@ -94,8 +94,8 @@ def test_layouts_of_several_ranks_are_started_and_joined(tmp_path, capsys):
 
 def test_a_layout_is_a_name_a_number_of_ranks_and_arguments():
     assert read_layouts(["one=1", "tp2=2 --tp 2 --name 'a b'"]) == [
-        Layout("one", 1),
-        Layout("tp2", 2, ("--tp", "2", "--name", "a b")),
+        ScriptLayout("one", 1),
+        ScriptLayout("tp2", 2, ("--tp", "2", "--name", "a b")),
     ]
     for wrong in (["one=1"], ["one=1", "one=2"], ["one", "two=2"], ["one=1", "two=0"], ["one=1", "two=2 'a"]):
         with pytest.raises(UsageError):

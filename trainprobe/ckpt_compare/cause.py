@@ -15,7 +15,7 @@ from trainprobe.ckpt_compare.tasks import release
 from trainprobe.engine.compare.difference import Difference
 from trainprobe.engine.compare.measure import blocks
 from trainprobe.engine.compare.number_formats import NumberFormat, decode, number_format
-from trainprobe.engine.compare.verdict import noise_floor
+from trainprobe.engine.compare.rounding import noise_floor
 from trainprobe.errors import FormatError
 
 SMALL = 1 << 20  # elements of a tensor that is looked at whole, however few of them differ

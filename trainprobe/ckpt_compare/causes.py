@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from trainprobe.ckpt_compare.cause import Cause, Mismatch, Sides, count, listed
-from trainprobe.ckpt_compare.files_alone import files_alone
+from trainprobe.ckpt_compare.differing_files import files_alone
 from trainprobe.ckpt_compare.pairing import Move
 from trainprobe.ckpt_compare.quantised_causes import quantised
 from trainprobe.ckpt_compare.rearranged import rearranged

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trainprobe.ckpt_compare.coverage import Part, coverage_of
+from trainprobe.ckpt_compare.coverage import HeldBox, coverage_of
 from trainprobe.ckpt_compare.masters import agreement
 from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor
-from trainprobe.ckpt_compare.tasks import Outcome, chunks, release, run, tasks_of
+from trainprobe.ckpt_compare.tasks import TaskOutcome, chunks, release, run, tasks_of
 from trainprobe.engine.compare.difference import Difference
 from trainprobe.engine.compare.measure import blocks
 from trainprobe.engine.compare.number_formats import decode
@@ -25,7 +25,7 @@ SOUND, WRONG, INCOMPLETE = 0, 2, 3
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class CheckFault:
     """One thing that is wrong: the tensor or file, and what. missing: it could not be looked at, rather than being wrong."""
 
     where: str
@@ -34,10 +34,10 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class CheckedCheckpoint:
     """What a check found. masters: parameters whose master weights were held against them."""
 
-    faults: tuple[Fault, ...]
+    faults: tuple[CheckFault, ...]
     tensors: int
     elements: int
     masters: int
@@ -62,7 +62,7 @@ class Checked:
         return f"{word}: {first.where}: {first.message}{more}; looked at {looked}"
 
 
-def check(checkpoint: Checkpoint, threads: int | None = None) -> Checked:
+def check(checkpoint: Checkpoint, threads: int | None = None) -> CheckedCheckpoint:
     """Read every element of a checkpoint once, and its copies and master weights once more."""
     tensors = list(checkpoint.tensors.values())
     with ThreadPoolExecutor(threads, thread_name_prefix="ckpt-check") as pool:
@@ -76,18 +76,20 @@ def check(checkpoint: Checkpoint, threads: int | None = None) -> Checked:
             looked, fault = _master(weight, tensor)
             masters += looked
             found += fault
-    found += [Fault(p.where, p.message, missing=True) for p in checkpoint.problems]
+    found += [CheckFault(p.where, p.message, missing=True) for p in checkpoint.problems]
     elements = sum(t.count for t in tensors)
-    return Checked(tuple(sorted(found, key=lambda f: f.missing)), len(tensors), elements, masters)
+    return CheckedCheckpoint(tuple(sorted(found, key=lambda f: f.missing)), len(tensors), elements, masters)
 
 
-def _values(tensor: LogicalTensor) -> list[Fault]:
+def _values(tensor: LogicalTensor) -> list[CheckFault]:
     """Count what is not finite, and what nobody holds."""
     held = coverage_of(tensor)
-    faults: list[Fault] = []
+    faults: list[CheckFault] = []
     if held.uncovered:
         gaps = ", ".join(map(str, held.gaps()))
-        faults.append(Fault(tensor.key, f"no file holds {held.uncovered} of {tensor.count} elements: {gaps}", missing=True))
+        faults.append(
+            CheckFault(tensor.key, f"no file holds {held.uncovered} of {tensor.count} elements: {gaps}", missing=True)
+        )
     nan = infinite = 0
     where = ""
     for part in held.parts:
@@ -98,16 +100,16 @@ def _values(tensor: LogicalTensor) -> list[Fault]:
                     nans = int(np.isnan(values).sum())
                     nan, infinite, where = nan + nans, infinite + int(nonfinite.sum()) - nans, where or part.piece.where
         except FormatError as error:
-            faults.append(Fault(tensor.key, str(error), missing=True))
+            faults.append(CheckFault(tensor.key, str(error), missing=True))
         release(part.piece.source)
     if nan or infinite:
         faults.append(
-            Fault(tensor.key, f"{nan:,} NaN and {infinite:,} infinite of {tensor.count:,} elements, first in {where}")
+            CheckFault(tensor.key, f"{nan:,} NaN and {infinite:,} infinite of {tensor.count:,} elements, first in {where}")
         )
     return faults
 
 
-def _decoded(part: Part) -> Iterator[np.ndarray]:
+def _decoded(part: HeldBox) -> Iterator[np.ndarray]:
     """Yield the values of a part block by block; nothing for integers, which are always finite."""
     fmt = part.piece.source.format
     for box in chunks(part.box, part.piece.source):
@@ -117,41 +119,41 @@ def _decoded(part: Part) -> Iterator[np.ndarray]:
         yield from (decode(np.ascontiguousarray(bits[where]), fmt) for where in blocks(bits.shape))
 
 
-def _copies(tensors: Sequence[LogicalTensor], threads: int | None) -> list[Fault]:
+def _copies(tensors: Sequence[LogicalTensor], threads: int | None) -> list[CheckFault]:
     """Compare the copies of a tensor that several ranks hold."""
     pairs = [(t, copy) for t in tensors for copy in coverage_of(t).copies]
     outcomes = run([task for i, (_, copy) in enumerate(pairs) for task in tasks_of(i, copy)], threads)
     merged: dict[int, Difference] = {}
     for outcome in outcomes:
         merged[outcome.row] = merged.get(outcome.row, Difference()).merge(outcome.difference)
-    told: list[Fault] = []
+    told: list[CheckFault] = []
     for row, d in merged.items():
         tensor, copy = pairs[row]
         if d.changed:
             which = f"{copy.a.piece.where} and {copy.b.piece.where}"
-            told.append(Fault(tensor.key, f"copies disagree in {d.changed:,} of {d.count:,} elements ({which})"))
+            told.append(CheckFault(tensor.key, f"copies disagree in {d.changed:,} of {d.count:,} elements ({which})"))
     return [*told, *_unread(outcomes, [t.key for t, _ in pairs])]
 
 
-def _unread(outcomes: Sequence[Outcome], keys: Sequence[str]) -> list[Fault]:
+def _unread(outcomes: Sequence[TaskOutcome], keys: Sequence[str]) -> list[CheckFault]:
     failures = dict.fromkeys((keys[o.row], o.failure) for o in outcomes if o.failure)
-    return [Fault(key, failure, missing=True) for key, failure in failures]
+    return [CheckFault(key, failure, missing=True) for key, failure in failures]
 
 
-def _master(weight: LogicalTensor, master: LogicalTensor) -> tuple[bool, list[Fault]]:
+def _master(weight: LogicalTensor, master: LogicalTensor) -> tuple[bool, list[CheckFault]]:
     """Tell whether a master could be held against its weight, and what is wrong with it."""
     try:
         seen = agreement(weight, master, most=None)
     except FormatError as error:
-        return False, [Fault(master.key, str(error), missing=True)]
+        return False, [CheckFault(master.key, str(error), missing=True)]
     if seen is None or seen.equal == seen.count:
         return seen is not None, []
     unequal = seen.count - seen.equal
     text = f"rounded to {weight.format.name}, {unequal:,} of {seen.count:,} master weights are not the weight"
-    return True, [Fault(master.key, text)]
+    return True, [CheckFault(master.key, text)]
 
 
-def summary(checked: Checked) -> Mapping[str, object]:
+def summary(checked: CheckedCheckpoint) -> Mapping[str, object]:
     """Return a check as plain values, for JSON."""
     faults = [{"where": f.where, "message": f.message, "missing": f.missing} for f in checked.faults]
     return {"verdict": checked.sentence.partition(":")[0], "exit_code": checked.code, "faults": faults}

@@ -6,6 +6,7 @@ import math
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -13,13 +14,12 @@ import orjson
 import typer
 from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-from rich.table import Table
+from rich.progress import DownloadColumn, TransferSpeedColumn
 
 from trainprobe.ckpt_compare import formats, report
-from trainprobe.ckpt_compare.check import Checked, summary
+from trainprobe.ckpt_compare.check import CheckedCheckpoint, summary
 from trainprobe.ckpt_compare.check import check as check_all
-from trainprobe.ckpt_compare.compare import Comparison, compare, logical
+from trainprobe.ckpt_compare.compare import CheckpointComparison, compare, logical
 from trainprobe.ckpt_compare.coverage import coverage_of
 from trainprobe.ckpt_compare.distributed import PATIENCE, joined, place, run_on_ray
 from trainprobe.ckpt_compare.fingerprints import tensor_fingerprint
@@ -28,7 +28,9 @@ from trainprobe.ckpt_compare.pieces import KINDS, Checkpoint, LogicalTensor, Wha
 from trainprobe.ckpt_compare.quantised_layouts import decoded
 from trainprobe.ckpt_compare.tasks import Advance
 from trainprobe.ckpt_compare.tolerance import selected, tolerated, unmatched
-from trainprobe.ckpt_compare.verdict import Verdict, verdict_of
+from trainprobe.ckpt_compare.verdict import verdict_of
+from trainprobe.comparison.terminal import plain_table, progress_bar, say, wide_console
+from trainprobe.comparison.verdict import Verdict
 from trainprobe.engine.compare.uncollected import uncollected
 from trainprobe.errors import UsageError, did_you_mean
 
@@ -91,22 +93,21 @@ def ckpt_compare(
         verdict = verdict_of(found)
         if place()[0] == 0:  # in a torchrun world rank 0 speaks for all
             _write(found, verdict, json, csv, html)
-            console = report.wide_console()
             if quiet:
-                console.print(verdict.sentence, markup=False, highlight=False, soft_wrap=True)
+                say(wide_console(), verdict.sentence)
             else:
-                report.show(found, verdict, console, every=every)
+                report.show(found, verdict, wide_console(), every=every)
     return verdict.code
 
 
-def _write(found: Comparison, verdict: Verdict, json: Path | None, csv: Path | None, html: Path | None) -> None:
+def _write(found: CheckpointComparison, verdict: Verdict, json: Path | None, csv: Path | None, html: Path | None) -> None:
     """Write the files that were asked for, beside earlier ones."""
     for kept in filter(None, (report.keep_earlier(file) for file in (json, csv, html) if file is not None)):
-        Console(stderr=True).print(kept, markup=False, highlight=False, soft_wrap=True)
+        say(Console(stderr=True), kept)
     if json is not None:
-        report.write_json(found, json, verdict)
+        report.write_tensors(found, json, verdict)
     if csv is not None:
-        report.write_csv(found, csv)
+        report.write_table(found, csv)
     if html is not None:
         from trainprobe.ckpt_compare.page import write_page
 
@@ -143,18 +144,8 @@ def _bytes(a: Checkpoint, b: Checkpoint, what: Sequence[What]) -> int:
 @contextmanager
 def _progress(a: Checkpoint, b: Checkpoint, what: Sequence[What], quiet: bool) -> Generator[Advance | None]:
     """Show bytes measured on standard error while the block runs; nothing where nobody looks."""
-    console = Console(stderr=True)
-    if quiet or not console.is_terminal:
-        yield None
-        return
-    columns = (TextColumn("comparing"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("comparing", total=_bytes(a, b, what))
-
-        def advance(size: int) -> None:
-            bar.advance(task, size)
-
-        yield advance
+    with progress_bar("comparing", DownloadColumn(), TransferSpeedColumn(), total=_bytes(a, b, what), quiet=quiet) as bar:
+        yield None if bar is None else partial(bar[0].advance, bar[1])
 
 
 def ckpt_show(
@@ -181,7 +172,7 @@ def ckpt_show(
         given = {k: v for k, v in (("heads", heads), ("groups", groups), ("head_dim", head_dim)) if v}
         checkpoint = to_logical(checkpoint, {**checkpoint.config, **given}, [str(n) for n in names or ()])
     described = {t.key: _described(t, fingerprint) for t in checkpoint.tensors.values()}
-    console = report.wide_console()
+    console = wide_console()
     checked = check_all(checkpoint) if check else None
     if json:
         said = _summary(checkpoint) | ({} if checked is None else {"check": summary(checked)})
@@ -196,12 +187,12 @@ def ckpt_show(
     return 3 if broken else 0
 
 
-def _show_check(checked: Checked, console: Console) -> None:
+def _show_check(checked: CheckedCheckpoint, console: Console) -> None:
     """Print the answer, and every fault on a line of its own."""
     style = {0: "bold green", 2: "bold red"}.get(checked.code, "bold yellow")
-    console.print(checked.sentence, markup=False, highlight=False, style=style, soft_wrap=True)
+    say(console, checked.sentence, style)
     for fault in checked.faults:
-        console.print(f"  • {fault.where}: {fault.message}", markup=False, highlight=False, soft_wrap=True)
+        say(console, f"  • {fault.where}: {fault.message}")
 
 
 def _described(tensor: LogicalTensor, fingerprint: bool) -> dict[str, Any]:
@@ -228,41 +219,18 @@ def _summary(c: Checkpoint) -> dict[str, Any]:
 def _show(c: Checkpoint, described: dict[str, dict[str, Any]], console: Console) -> None:
     said = _summary(c)
     names = f" ({c.family} names)" if c.family else ""
-    console.print(
-        f"{c.format}{names}: {len(described)} tensors, {decimal(said['bytes'], precision=3)}",
-        markup=False,
-        soft_wrap=True,
-    )
+    say(console, f"{c.format}{names}: {len(described)} tensors, {decimal(said['bytes'], precision=3)}")
     for key in ("layout", "config"):
         if said[key]:
-            console.print(
-                f"  {key}: " + ", ".join(f"{k} {v}" for k, v in said[key].items()),
-                markup=False,
-                highlight=False,
-                soft_wrap=True,
-            )
+            say(console, f"  {key}: " + ", ".join(f"{k} {v}" for k, v in said[key].items()))
     for section, values in said["state"].items():
         short = ", ".join(f"{k} {v}" for k, v in list(values.items())[:4])
-        console.print(
-            f"  {section}: {short}{f' … {len(values)} values' if len(values) > 4 else ''}",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
+        say(console, f"  {section}: {short}{f' … {len(values)} values' if len(values) > 4 else ''}")
     for line in [*said["warnings"], *said["problems"], *said["notes"]]:
-        console.print(f"  ! {line}", markup=False, highlight=False, style="yellow", soft_wrap=True)
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    some = next(iter(described.values()), {})
-    for head in (
-        "tensor",
-        "shape",
-        "dtype",
-        "pieces",
-        "copies",
-        "missing",
-        *(("fingerprint",) if "fingerprint" in some else ()),
-    ):
-        table.add_column(head, no_wrap=True, justify="right" if head in ("pieces", "copies", "missing") else "left")
+        say(console, f"  ! {line}", "yellow")
+    numbers = ("pieces", "copies", "missing")
+    further = ("fingerprint",) if "fingerprint" in next(iter(described.values()), {}) else ()
+    table = plain_table(("tensor", "shape", "dtype", *numbers, *further), numbers)
     for key, d in described.items():
         shape = "×".join(map(str, d["shape"])) or "scalar"
         cells = [key, shape, d["dtype"] or "?", str(d["pieces"]), str(d["copies"] or ""), str(d["missing"] or "")]

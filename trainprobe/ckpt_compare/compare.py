@@ -14,36 +14,23 @@ from typing import Any
 from trainprobe.ckpt_compare.adapters import drawn_alike, is_projection
 from trainprobe.ckpt_compare.cause import Mismatch
 from trainprobe.ckpt_compare.causes import find_causes
-from trainprobe.ckpt_compare.coverage import Coverage, Part, coverage_of, overlaps
-from trainprobe.ckpt_compare.pairing import Move, align, explain_moves, find_aliases, find_copies, hold_the_same
-from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor, Rectangle, What, bottom, origin
-from trainprobe.ckpt_compare.quantised import Undecoded, scheme_of
+from trainprobe.ckpt_compare.coverage import Coverage, HeldBox, coverage_of, overlaps
+from trainprobe.ckpt_compare.pairing import Move, align, explain_moves, find_copies
+from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor, What
 from trainprobe.ckpt_compare.quantised_layouts import decoded, hide_codes
 from trainprobe.ckpt_compare.renames import follow_renames, under_names_of_a
-from trainprobe.ckpt_compare.results import Comparison, Fault, Row, RowVerdict
+from trainprobe.ckpt_compare.results import CheckpointComparison, CheckpointFault, RowVerdict, TensorRow
 from trainprobe.ckpt_compare.state import compare_state
-from trainprobe.ckpt_compare.tasks import Advance, Outcome, Runner, Task, run, tasks_of
+from trainprobe.ckpt_compare.tasks import Advance, MeasureTask, Runner, TaskOutcome, run, tasks_of
+from trainprobe.ckpt_compare.tensor_pairs import TensorPair, pair_of, shared_values
 from trainprobe.ckpt_compare.transforms import QKV_ROWS
-from trainprobe.ckpt_compare.vocabulary import padding_reason
 from trainprobe.engine.compare.difference import Difference
+from trainprobe.engine.compare.rounding import agreement_of
 from trainprobe.engine.compare.uncollected import uncollected
-from trainprobe.engine.compare.verdict import judge
+from trainprobe.engine.geometry.rectangles import Rectangle
 
-UNTIED = "(untied)"  # in place of the tensor that a head shares its values with
 _Q = ".attention.q.weight"
-_HEADS = ("output.", "lm_head.", "proj_out.", "cls.", "embed_out.")
 AT_ONCE = 1 << 12  # pairs of tensors that are measured together: a pair at work weighs more than its result
-
-
-@dataclass(frozen=True, slots=True)
-class _Pair:
-    """Two tensors to compare, and the part of both that is compared. rest: why that is not all, where it should be."""
-
-    a: LogicalTensor
-    b: LogicalTensor
-    box: Rectangle
-    note: str = ""
-    rest: str = ""
 
 
 @uncollected()
@@ -56,7 +43,7 @@ def compare(
     copies: bool = True,
     advance: Advance | None = None,
     runner: Runner = run,
-) -> Comparison:
+) -> CheckpointComparison:
     """Compare two checkpoints that already carry logical names (see `names.to_logical`).
 
     what: kinds of content that count for the verdict. copies: also compare the copies of a tensor that one checkpoint holds.
@@ -69,21 +56,21 @@ def compare(
     left, right = hide_codes(left, right, a.config), hide_codes(right, left, b.config)
     names = follow_renames(left, right)
     right = under_names_of_a(right, names)
-    rows: list[Row] = []
-    measured: list[Row] = []
-    faults: list[Fault] = []
-    shared = _shared(left, right, (a.config, b.config))
+    rows: list[TensorRow] = []
+    measured: list[TensorRow] = []
+    faults: list[CheckpointFault] = []
+    shared = shared_values(left, right, (a.config, b.config))
     keys = chain(left, (key for key in right if key not in left))
     while some := list(islice(keys, AT_ONCE)):
-        paired = [_pair(key, left, right, (a.config, b.config), shared) for key in some]
-        rows += [p for p in paired if isinstance(p, Row)]
-        pairs = {key: p for key, p in zip(some, paired, strict=True) if isinstance(p, _Pair)}
+        paired = [pair_of(key, left, right, (a.config, b.config), shared) for key in some]
+        rows += [p for p in paired if isinstance(p, TensorRow)]
+        pairs = {key: p for key, p in zip(some, paired, strict=True) if isinstance(p, TensorPair)}
         notes += [f"{key}: {p.note}" for key, p in pairs.items() if p.a.shape != p.b.shape and not p.rest]
         found, disagree = _measured(pairs, copies, lambda tasks: runner(tasks, threads, advance))
         measured += found
         faults += disagree
     rows += measured
-    faults += [Fault(side, p.where, p.message) for side, c in (("A", a), ("B", b)) for p in c.problems]
+    faults += [CheckpointFault(side, p.where, p.message) for side, c in (("A", a), ("B", b)) for p in c.problems]
     moves = explain_moves({r.key for r in rows if r.verdict not in ("identical", "rounding")}, left, right)
     rows, renamed, moves = _paired_by_content(rows, moves)
     if names:
@@ -96,14 +83,14 @@ def compare(
     apart = {o.key: o.difference for o in mismatches if o.key not in {m.b_key for m in moves}}
     every = [r.key for r in rows] if mismatches else ()
     causes = find_causes(mismatches, moves, find_copies(apart, left, right), (left, right), every)
-    return Comparison(
+    return CheckpointComparison(
         a, b, tuple(rows), tuple(faults), state, moves, compared, tuple(what), tuple(notes), one_sided, renamed, causes
     )
 
 
 def _measured(
-    pairs: Mapping[str, _Pair], copies: bool, measure: Callable[[Sequence[Task]], Sequence[Outcome]]
-) -> tuple[list[Row], list[Fault]]:
+    pairs: Mapping[str, TensorPair], copies: bool, measure: Callable[[Sequence[MeasureTask]], Sequence[TaskOutcome]]
+) -> tuple[list[TensorRow], list[CheckpointFault]]:
     """Return a row for each pair, and the copies inside one checkpoint that disagree."""
     coverages = {key: (coverage_of(p.a), coverage_of(p.b)) for key, p in pairs.items()}
     jobs, tasks = _tasks(pairs, coverages, copies)
@@ -162,111 +149,6 @@ def _without_drawn(
     return {k: t for k, t in left.items() if k not in one_sided}, {k: t for k, t in right.items() if k not in one_sided}
 
 
-def _pair(
-    key: str,
-    left: Mapping[str, LogicalTensor],
-    right: Mapping[str, LogicalTensor],
-    configs: tuple[Mapping[str, Any], Mapping[str, Any]],
-    shared: Mapping[str, str],
-) -> _Pair | Row:
-    """Pair the tensors of one key, or say why there is no pair.
-
-    A head that is tied to the embedding on one side is held against the embedding; a tensor that shares the values of another
-    one (`shared`) is held against that one where the other side stores it once.
-    """
-    x, y = left.get(key), right.get(key)
-    note = ""
-    if x is None or y is None:
-        others, side = (right, "B") if y is None else (left, "A")
-        owner = shared.get(key, UNTIED)
-        tied = others.get(_embedding_of(key) if owner == UNTIED else owner)
-        if tied is None or _lost(key, shared, configs["AB".index(side)]):
-            own = "whose configuration says" if configs["AB".index(side)].get("tied") is False else "as the other side shows"
-            note = f"lost in {side}, {own} that it is not tied to the embedding" if tied is not None else _undrawn(key, side)
-            return Row(key, "only in A" if y is None else "only in B", x, y, note=note)
-        note = f"{side} stores it once, as {tied.key}"
-        x, y = x or tied, y or tied
-    hidden = next((scheme_of(t) for t in (x, y) if t.stored and isinstance(bottom(t.pieces[0].source), Undecoded)), "")
-    if hidden:
-        return Row(key, "incomplete", x, y, note=_codes(hidden), reason=_codes(hidden))
-    box = _common_box(x, y)
-    if box is None:
-        return Row(key, "shape", x, y, note=f"shapes {list(x.shape)} and {list(y.shape)} are not the same")
-    pair = _Pair(x, y, box, note)
-    return pair if x.shape == y.shape else _padded(pair, configs)
-
-
-def _codes(scheme: str) -> str:
-    return f"quantised ({scheme}), not compared"
-
-
-def _undrawn(key: str, side: str) -> str:
-    if not is_projection(key):
-        return ""
-    return f"{side} draws it when it is loaded, and no adapter_config.json on both sides says that it is drawn from the same"
-
-
-def _shared(
-    left: Mapping[str, LogicalTensor], right: Mapping[str, LogicalTensor], configs: tuple[Mapping[str, Any], Mapping[str, Any]]
-) -> dict[str, str]:
-    """Return which tensors that one side lacks are copies of which ones that both sides hold."""
-    found: dict[str, str] = {}
-    for mine, others, config in ((left, right, configs[1]), (right, left, configs[0])):
-        one_sided = {
-            k: t for k, t in mine.items() if k not in others and not (config.get("tied") is False and k.startswith(_HEADS))
-        }
-        if one_sided:
-            equal = find_aliases(one_sided, {k: t for k, t in mine.items() if k in others})
-            found |= {k: owner for k, owner in equal.items() if _may_share(mine[k], mine[owner])}
-        for key in one_sided:
-            own = mine.get(_embedding_of(key))
-            if own is not None and config.get("tied") is not True and not hold_the_same(own, one_sided[key]):
-                found[key] = UNTIED
-    return found
-
-
-def _may_share(one: LogicalTensor, owner: LogicalTensor) -> bool:
-    """Whether tensors of equal values are one parameter: they lie in the same place, or are an embedding, or belong to a head.
-
-    Equal values alone are no proof: a tensor that got lost may have been a copy.
-    """
-    same_place = [p.source for p in one.pieces] == [p.source for p in owner.pieces]
-    return same_place or "embed" in owner.name or "shared" in owner.name.split(".") or one.name.startswith(_HEADS)
-
-
-def _lost(key: str, shared: Mapping[str, str], config: Mapping[str, Any]) -> bool:
-    """Whether a head that one side lacks is a tensor of its own on the other side, or by the configuration."""
-    return shared.get(key) == UNTIED or (config.get("tied") is False and key.startswith(_HEADS))
-
-
-def _padded(pair: _Pair, configs: tuple[Mapping[str, Any], Mapping[str, Any]]) -> _Pair:
-    """Say of the rows that only one side has whether they are padding; if nothing says so, they are missing."""
-    sides = sorted(zip((pair.a.shape[0], pair.b.shape[0]), configs, "AB", strict=True), key=lambda side: side[0])
-    (fewer, config_fewer, _), (more, config_more, side) = sides
-    reason = padding_reason(fewer, more, config_fewer, config_more)
-    if reason is not None:
-        return replace(pair, note=f"rows {fewer} to {more - 1} are vocabulary padding in {side} ({reason})")
-    entries = int(config_fewer.get("vocab") or config_more.get("vocab") or 0)
-    known = f"the vocabulary has {entries} entries" if entries else "--vocab N says so"
-    says = f"no metadata says that they are padding ({known})"
-    return replace(pair, rest=f"{more - fewer} rows more in {side}: rows {fewer} to {more - 1} are only in {side}, and {says}")
-
-
-def _embedding_of(key: str) -> str:
-    """Return the key of the embedding that a head may be tied to; nothing for what is no head."""
-    name, mark, slot = key.partition("#")
-    return f"embedding.word.weight{mark}{slot}" if name == "output.weight" else ""
-
-
-def _common_box(x: LogicalTensor, y: LogicalTensor) -> Rectangle | None:
-    zero = origin(len(x.shape))
-    if x.shape == y.shape:
-        return Rectangle(zero, x.shape)
-    if not (x.vocabulary and y.vocabulary and x.shape[1:] == y.shape[1:] and len(x.shape) == len(y.shape)):
-        return None
-    return Rectangle(zero, (min(x.shape[0], y.shape[0]), *x.shape[1:]))
-
-
 NOTHING = Difference()
 
 
@@ -277,11 +159,11 @@ class _Result:
 
 
 def _tasks(
-    pairs: Mapping[str, _Pair], coverages: Mapping[str, tuple[Coverage, Coverage]], copies: bool
-) -> tuple[list[tuple[str, str, str]], list[Task]]:
+    pairs: Mapping[str, TensorPair], coverages: Mapping[str, tuple[Coverage, Coverage]], copies: bool
+) -> tuple[list[tuple[str, str, str]], list[MeasureTask]]:
     """Return what is to be measured: every pair, and the copies inside each side, cut into tasks."""
     jobs: list[tuple[str, str, str]] = []  # key, side ("": the comparison itself), which copies
-    tasks: list[Task] = []
+    tasks: list[MeasureTask] = []
     for key, pair in pairs.items():
         ca, cb = coverages[key]
         jobs.append((key, "", ""))
@@ -294,14 +176,16 @@ def _tasks(
     return jobs, tasks
 
 
-def _collected(jobs: Sequence[tuple[str, str, str]], outcomes: Iterable[Outcome]) -> tuple[dict[str, _Result], list[Fault]]:
+def _collected(
+    jobs: Sequence[tuple[str, str, str]], outcomes: Iterable[TaskOutcome]
+) -> tuple[dict[str, _Result], list[CheckpointFault]]:
     merged = [_Result() for _ in jobs]
     for outcome in outcomes:
         into = merged[outcome.row]
         into.difference = into.difference.merge(outcome.difference) if into.difference is not NOTHING else outcome.difference
         if outcome.failure:
             into.failures.append(outcome.failure)
-    faults: list[Fault] = []
+    faults: list[CheckpointFault] = []
     results: dict[str, _Result] = {}
     for (key, side, which), result in zip(jobs, merged, strict=True):
         if not side:
@@ -309,7 +193,7 @@ def _collected(jobs: Sequence[tuple[str, str, str]], outcomes: Iterable[Outcome]
         elif result.difference.changed:
             d = result.difference
             faults.append(
-                Fault(
+                CheckpointFault(
                     side, which,
                     f"{key}: copies disagree in {d.changed} of {d.count} elements, by up to {d.max_abs:.3g} "
                     f"at {list(d.at or ())}",
@@ -319,7 +203,9 @@ def _collected(jobs: Sequence[tuple[str, str, str]], outcomes: Iterable[Outcome]
     return results, faults
 
 
-def _paired_by_content(rows: list[Row], moves: Sequence[Move]) -> tuple[list[Row], tuple[Move, ...], tuple[Move, ...]]:
+def _paired_by_content(
+    rows: list[TensorRow], moves: Sequence[Move]
+) -> tuple[list[TensorRow], tuple[Move, ...], tuple[Move, ...]]:
     """Join two tensors that only one side each has a name for and that hold the same; return rows, joined, and other moves."""
     only_a = {r.key: r for r in rows if r.verdict == "only in A"}
     only_b = {r.key: r for r in rows if r.verdict == "only in B"}
@@ -334,7 +220,7 @@ def _paired_by_content(rows: list[Row], moves: Sequence[Move]) -> tuple[list[Row
     return rows, tuple(joined), tuple(m for m in moves if m not in joined)
 
 
-def _noted(rows: Sequence[Row], names: Mapping[str, str]) -> tuple[list[Row], tuple[Move, ...]]:
+def _noted(rows: Sequence[TensorRow], names: Mapping[str, str]) -> tuple[list[TensorRow], tuple[Move, ...]]:
     """Note the name in B of tensors that were compared under the name of A; return the rows, and those that agree as moves."""
     noted = [
         replace(r, note=f"named {names[r.key]} in B, found by the content of its kind") if r.key in names else r for r in rows
@@ -343,30 +229,28 @@ def _noted(rows: Sequence[Row], names: Mapping[str, str]) -> tuple[list[Row], tu
     return noted, tuple(Move(r.key, names[r.key], difference=r.difference) for r in agree)
 
 
-def _clipped(parts: Sequence[Part], box: Rectangle) -> list[Part]:
+def _clipped(parts: Sequence[HeldBox], box: Rectangle) -> list[HeldBox]:
     if len(parts) == 1 and parts[0].box == box and 0 not in box.shape:
         return list(parts)
     cut = [(part, part.box.intersect(box)) for part in parts]
-    return [Part(part.piece, common) for part, common in cut if common is not None]
+    return [HeldBox(part.piece, common) for part, common in cut if common is not None]
 
 
-def _row(key: str, pair: _Pair, coverages: tuple[Coverage, Coverage], result: _Result) -> Row:
+def _row(key: str, pair: TensorPair, coverages: tuple[Coverage, Coverage], result: _Result) -> TensorRow:
     """Judge one pair: incomplete when not every element was held by both sides, else by its difference."""
     d = _lean(result.difference)
-    row = Row(key, "identical", pair.a, pair.b, d, pair.note, _located(coverages, d))
+    row = TensorRow(key, "identical", pair.a, pair.b, d, pair.note, _located(coverages, d))
     if d.count == pair.box.count and not (d.changed or d.misplaced or result.failures or pair.rest):
         return row
     if result.failures or d.count < pair.box.count:
         return replace(
             row, verdict="incomplete", note="; ".join(dict.fromkeys([*result.failures, *_holes(coverages, pair.box, d)]))
         )
-    verdict = judge(d, row.floor, stored=True)
+    verdict = agreement_of(d, row.floor)
     if pair.rest:
         reason = f"with {pair.rest.partition(':')[0]}"
-        return replace(
-            row, verdict="differ" if verdict in ("bug", "suspicious") else "incomplete", note=pair.rest, reason=reason
-        )
-    return replace(row, verdict="differ" if verdict in ("bug", "suspicious") else verdict)
+        return replace(row, verdict="differ" if verdict == "differ" else "incomplete", note=pair.rest, reason=reason)
+    return replace(row, verdict=verdict)
 
 
 def _lean(d: Difference) -> Difference:

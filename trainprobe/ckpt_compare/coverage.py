@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from trainprobe.ckpt_compare.pieces import Array, LogicalTensor, Piece, Point, Rectangle, origin, part_of
+from trainprobe.ckpt_compare.pieces import Array, LogicalTensor, Piece, origin, part_of
+from trainprobe.engine.geometry.rectangles import Point, Rectangle
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class HeldBox:
     """A box inside a piece."""
 
     piece: Piece
@@ -25,8 +26,8 @@ class Overlap:
     """A box that two parts hold."""
 
     box: Rectangle
-    a: Part
-    b: Part
+    a: HeldBox
+    b: HeldBox
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class Coverage:
     """
 
     shape: Point
-    parts: tuple[Part, ...]
+    parts: tuple[HeldBox, ...]
     copies: tuple[Overlap, ...]
     uncovered: int
     beyond: tuple[Piece, ...]
@@ -54,10 +55,10 @@ def coverage_of(tensor: LogicalTensor) -> Coverage:
     """Choose for each element of a tensor the piece that answers for it; the first one in reading order wins."""
     outer, pieces = Rectangle(origin(len(tensor.shape)), tensor.shape), tensor.pieces
     if len(pieces) == 1 and tensor.count and pieces[0].shape == tensor.shape and pieces[0].offset == outer.offset:
-        return Coverage(tensor.shape, (Part(pieces[0], outer),), (), 0, ())
-    parts: list[Part] = []
+        return Coverage(tensor.shape, (HeldBox(pieces[0], outer),), (), 0, ())
+    parts: list[HeldBox] = []
     copies: list[Overlap] = []
-    active: list[Part] = []
+    active: list[HeldBox] = []
     beyond: list[Piece] = []
     for piece in sorted(pieces, key=lambda p: p.offset):
         if outer.intersect(piece.rectangle) != piece.rectangle and piece.rectangle.count:
@@ -69,16 +70,16 @@ def coverage_of(tensor: LogicalTensor) -> Coverage:
         for part in active:
             common = part.box.intersect(piece.rectangle)
             if common is not None:
-                copies.append(Overlap(common, part, Part(piece, common)))
+                copies.append(Overlap(common, part, HeldBox(piece, common)))
                 free = [box for rest in free for box in rest.minus(common)]
-        fresh = [Part(piece, box) for box in free]
+        fresh = [HeldBox(piece, box) for box in free]
         parts += fresh
         active += fresh
     missing = tensor.count - sum(p.box.count for p in parts)
     return Coverage(tensor.shape, tuple(parts), tuple(copies), missing, tuple(beyond))
 
 
-def overlaps(a: Sequence[Part], b: Sequence[Part]) -> Iterator[Overlap]:
+def overlaps(a: Sequence[HeldBox], b: Sequence[HeldBox]) -> Iterator[Overlap]:
     """Yield the boxes that a part of a and a part of b both hold, in row-major order of their beginnings in a."""
     if len(a) == len(b) == 1:
         common = a[0].box.intersect(b[0].box)
@@ -86,7 +87,7 @@ def overlaps(a: Sequence[Part], b: Sequence[Part]) -> Iterator[Overlap]:
             yield Overlap(common, a[0], b[0])
         return
     left, right = sorted(a, key=lambda p: p.box.offset), sorted(b, key=lambda p: p.box.offset)
-    active: list[Part] = []
+    active: list[HeldBox] = []
     ahead = 0
     for part in left:
         if part.box.offset:

@@ -20,7 +20,7 @@ from datetime import timedelta
 from threading import Event, Thread
 from typing import Any
 
-from trainprobe.ckpt_compare.tasks import Advance, Outcome, Runner, Task, perform, run
+from trainprobe.ckpt_compare.tasks import Advance, MeasureTask, Runner, TaskOutcome, perform, run
 from trainprobe.engine.compare.difference import Difference
 from trainprobe.engine.core.ray_cluster import cluster_cores, on_ray
 from trainprobe.engine.storage.dumps.tensor_files import load_torch
@@ -60,7 +60,7 @@ def joined(wait: float = PATIENCE) -> Generator[Runner]:
     world.leave()
 
 
-def run_on_ray(tasks: Sequence[Task], threads: int | None = None, advance: Advance | None = None) -> list[Outcome]:
+def run_on_ray(tasks: Sequence[MeasureTask], threads: int | None = None, advance: Advance | None = None) -> list[TaskOutcome]:
     """Measure the tasks on a Ray cluster whose machines see the same paths."""
     count = cluster_cores() * 4
     shares = [tasks[i::count] for i in range(min(count, len(tasks)))]
@@ -70,7 +70,7 @@ def run_on_ray(tasks: Sequence[Task], threads: int | None = None, advance: Advan
     return [done[i % len(shares)][i // len(shares)] for i in range(len(tasks))]
 
 
-def _share(tasks: Sequence[Task]) -> list[Outcome]:
+def _share(tasks: Sequence[MeasureTask]) -> list[TaskOutcome]:
     return [perform(task) for task in tasks]
 
 
@@ -112,7 +112,9 @@ class _World:
         self._thread = Thread(target=self._talk, name="ckpt-compare ranks", daemon=True)
         self._thread.start()
 
-    def run(self, tasks: Sequence[Task], threads: int | None = None, advance: Advance | None = None) -> list[Outcome]:
+    def run(
+        self, tasks: Sequence[MeasureTask], threads: int | None = None, advance: Advance | None = None
+    ) -> list[TaskOutcome]:
         """Measure this rank's share of the tasks and return the outcomes of all, in the order of the tasks."""
         mine = [_packed(o) for o in run(tasks[self._rank :: self._size], threads, advance)]
         self._parts = 1 + len(tasks) * LONGEST_LINE // PART
@@ -260,12 +262,12 @@ def _counted(share: Any, rank: int, count: int) -> list[Any]:
     return share
 
 
-def _packed(outcome: Outcome) -> list[Any]:
+def _packed(outcome: TaskOutcome) -> list[Any]:
     return [outcome.row, asdict(outcome.difference), outcome.failure]
 
 
-def _unpacked(line: list[Any]) -> Outcome:
+def _unpacked(line: list[Any]) -> TaskOutcome:
     row, difference, failure = line
     rest = dict(difference)
     at = rest.pop("at")
-    return Outcome(row, Difference(**rest, at=None if at is None else tuple(at)), failure)
+    return TaskOutcome(row, Difference(**rest, at=None if at is None else tuple(at)), failure)

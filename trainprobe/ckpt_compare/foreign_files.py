@@ -12,26 +12,26 @@ from trainprobe.engine.storage.safe_files import open_to_read, regular
 from trainprobe.errors import FormatError
 
 
-class _Kind(NamedTuple):
+class _ForeignKind(NamedTuple):
     """what: kind of file or folder; way: how to compare what is in it, FILE being its name."""
 
     what: str
     way: str
 
 
-def _arrays(of: str, what: str) -> _Kind:
+def _arrays(of: str, what: str) -> _ForeignKind:
     """Return a kind of which an expression gives the arrays by name."""
     way = f"write its arrays with safetensors.numpy.save_file({of}, 'out.safetensors'), in both, and compare these files"
-    return _Kind(what, way)
+    return _ForeignKind(what, way)
 
 
-def _saved(of: str, what: str) -> _Kind:
+def _saved(of: str, what: str) -> _ForeignKind:
     """Return a kind of which an expression gives the tensors by name."""
-    return _Kind(what, f"write its tensors with torch.save({of}, 'out.pt'), in both, and compare these files")
+    return _ForeignKind(what, f"write its tensors with torch.save({of}, 'out.pt'), in both, and compare these files")
 
 
 _BEGINNINGS = {
-    b"GGUF": _Kind(
+    b"GGUF": _ForeignKind(
         "a GGUF file (llama.cpp)",
         "its weights are mostly quantized in blocks. Compare the checkpoint that it was made from; or let transformers write "
         "its weights back, AutoModelForCausalLM.from_pretrained(folder, gguf_file=FILE).save_pretrained(out), and compare "
@@ -84,7 +84,7 @@ def _refuse_file(file: Path) -> None:
     if inside:
         command = f"unzip {file.name} -d folder" if head.startswith(b"PK") else f"tar -xf {file.name} -C folder"
         what = f"an archive with {', '.join(inside[:3])}{' …' if len(inside) > 3 else ''} in it"
-        raise _refusal(file, _Kind(what, f"unpack it ({command}), and compare these files of both"))
+        raise _refusal(file, _ForeignKind(what, f"unpack it ({command}), and compare these files of both"))
 
 
 def _members(file: Path, head: bytes) -> list[str]:
@@ -99,6 +99,6 @@ def _members(file: Path, head: bytes) -> list[str]:
         return []
 
 
-def _refusal(path: Path, kind: _Kind) -> FormatError:
+def _refusal(path: Path, kind: _ForeignKind) -> FormatError:
     way = kind.way.replace("FILE", repr(path.name))
     return FormatError(f"{path} is {kind.what}, which ckpt-compare and ckpt-show do not read: {way}")

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from trainprobe.ckpt_compare.coverage import Overlap, coverage_of, overlaps
-from trainprobe.ckpt_compare.pieces import Array, LogicalTensor, Rectangle, gather
+from trainprobe.ckpt_compare.pieces import Array, LogicalTensor, gather
 from trainprobe.ckpt_compare.tasks import release
 from trainprobe.engine.compare.number_formats import NumberFormat, decode
+from trainprobe.engine.geometry.rectangles import Rectangle
 from trainprobe.errors import FormatError
 
 SAMPLE = 4096  # elements of one rectangle that are looked at

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
-from trainprobe.ckpt_compare.pieces import Point
+from trainprobe.engine.geometry.rectangles import Point
 
 ALIGNMENT = 64  # elements
 

@@ -22,7 +22,8 @@ from trainprobe.ckpt_compare.megatron_buckets import bucket_places
 from trainprobe.ckpt_compare.megatron_optimizer import FLAT_SLOTS, SHARED
 from trainprobe.ckpt_compare.megatron_order import model_orders
 from trainprobe.ckpt_compare.megatron_shards import Local, Ranks, axis_of, place
-from trainprobe.ckpt_compare.pieces import LogicalTensor, Point, Problem, gather, window
+from trainprobe.ckpt_compare.pieces import LogicalTensor, Problem, gather, window
+from trainprobe.engine.geometry.rectangles import Point
 
 _KEY = re.compile(
     r"(?:chained_(?P<chain>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<rank>\d+)\.gbuf_idx_(?P<buffer>\d+)\."

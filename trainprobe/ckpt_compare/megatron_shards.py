@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trainprobe.ckpt_compare.pieces import LogicalTensor, Piece, Point, Reshaped, Source, Turned, flat_rectangles, window
+from trainprobe.ckpt_compare.pieces import LogicalTensor, Piece, Reshaped, Source, Turned, flat_pieces, window
+from trainprobe.engine.geometry.rectangles import Point
 
 _VOCABULARY = re.compile(r".*(word_embeddings|output_layer|lm_head)\.(weight|bias)$")
 _GATED = re.compile(r".*(linear_fc1|dense_h_to_4h)\.(weight|bias)$")
@@ -120,12 +121,7 @@ def _local_pieces(local: Local, replica: str) -> list[Piece]:
     shape = local.local_shape
     if local.start is None:
         return [Piece((0,) * len(shape), local.source, local.where, replica)]
-    stop = local.start + local.source.shape[0]
-    made: list[Piece] = []
-    for at, box in flat_rectangles(shape, local.start, stop):
-        part = window(local.source, (slice(at - local.start, at - local.start + box.count),))
-        made.append(Piece(box.offset, Reshaped(part, box.shape), local.where, replica))
-    return made
+    return list(flat_pieces(shape, local.start, local.source, local.where, replica))
 
 
 def _shift(piece: Piece, axis: int, by: int) -> Piece:

@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from trainprobe.ckpt_compare.report import entry
-from trainprobe.ckpt_compare.results import Comparison, Row
-from trainprobe.ckpt_compare.verdict import Verdict, by_error
+from trainprobe.ckpt_compare.results import CheckpointComparison, TensorRow
+from trainprobe.ckpt_compare.verdict import by_error
+from trainprobe.comparison.verdict import NAMES, Verdict
 from trainprobe.engine.storage.html_page import make_page, markup, shared, write_text
 
 _LAYER = re.compile(r"(?<![A-Za-z_])(?P<n>\d+)(?=\.)")
 _EXPERT = re.compile(r"(?<=experts\.)\d+(?=\.)")
 _WRITTEN = 50  # tensors that can be read without a script
-WORDS = ("identical", "equal within rounding", "differ", "not comparable or incomplete")
 
 
-def write_page(c: Comparison, verdict: Verdict, path: Path) -> None:
+def write_page(c: CheckpointComparison, verdict: Verdict, path: Path) -> None:
     """Write the page; it needs no network and no other file."""
-    title = f"{Path(c.a.path).name} and {Path(c.b.path).name}: {WORDS[verdict.code]}"
+    title = f"{Path(c.a.path).name} and {Path(c.b.path).name}: {NAMES[verdict.code]}"
     folder = files("trainprobe.ckpt_compare")
     own = (folder / name for name in ("page.html", "page.css", "page.js"))
     data = page_data(c, verdict)
@@ -57,7 +57,7 @@ def _text(number: float | str | None) -> str:
     return "–" if number is None else number if isinstance(number, str) else f"{number:.3g}"
 
 
-def page_data(c: Comparison, verdict: Verdict) -> dict[str, Any]:
+def page_data(c: CheckpointComparison, verdict: Verdict) -> dict[str, Any]:
     """Return what the page shows, as plain values."""
     sides = [
         {"path": s.path, "format": s.format, "layout": " ".join(f"{k}{v}" for k, v in s.layout.items() if v > 1)}
@@ -71,7 +71,7 @@ def page_data(c: Comparison, verdict: Verdict) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _plain(row: Row) -> dict[str, Any]:
+def _plain(row: TensorRow) -> dict[str, Any]:
     found = {k: v for k, v in entry(row).items() if k not in ("native", "numel")}
     if row.difference.misplaced:  # what the finite elements beside it would give is no answer
         found |= dict.fromkeys(("relative_l2", "l2", "cos"), "nan/inf")
@@ -79,17 +79,17 @@ def _plain(row: Row) -> dict[str, Any]:
     return {"name": row.key, "count": row.difference.count, **found}
 
 
-def _slots(rows: Sequence[Row]) -> list[str]:
+def _slots(rows: Sequence[TensorRow]) -> list[str]:
     return sorted({r.key.partition("#")[2] for r in rows})
 
 
-def heatmap(rows: Sequence[Row], slot: str) -> dict[str, Any] | None:
+def heatmap(rows: Sequence[TensorRow], slot: str) -> dict[str, Any] | None:
     """Return one heatmap: parameters down, layers across; the worst expert stands for all. None when there are no layers.
 
     A cell is [verdict, log10 of the relative error, name of the worst tensor]; None for the error where something is NaN or
     infinite on one side alone.
     """
-    cells: dict[str, dict[int, Row]] = {}
+    cells: dict[str, dict[int, TensorRow]] = {}
     for row in rows:
         name, _, of = row.key.partition("#")
         match = _LAYER.search(name)
@@ -107,12 +107,12 @@ def heatmap(rows: Sequence[Row], slot: str) -> dict[str, Any] | None:
     return {"slot": slot or "weights", "layers": layers, "kinds": sorted(cells), "grid": grid}
 
 
-def _gravity(row: Row) -> tuple[int, float]:
+def _gravity(row: TensorRow) -> tuple[int, float]:
     order = {"identical": 0, "rounding": 1, "differ": 2}
     return order.get(row.verdict, 3), row.difference.relative_l2
 
 
-def _cell(row: Row | None) -> list[Any] | None:
+def _cell(row: TensorRow | None) -> list[Any] | None:
     if row is None:
         return None
     error = row.difference.relative_l2

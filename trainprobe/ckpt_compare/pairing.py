@@ -22,7 +22,7 @@ from trainprobe.ckpt_compare.tasks import chunks, release, run, tasks_of
 from trainprobe.ckpt_compare.transforms import turn
 from trainprobe.engine.compare.difference import Difference
 from trainprobe.engine.compare.number_formats import NumberFormat, decode
-from trainprobe.engine.compare.verdict import judge, noise_floor
+from trainprobe.engine.compare.rounding import agreement_of, noise_floor
 from trainprobe.errors import FormatError
 
 SAMPLES = 512
@@ -210,7 +210,7 @@ def _same(a: LogicalTensor, b: LogicalTensor) -> Difference | None:
         if outcome.failure:
             return None
         total = total.merge(outcome.difference)
-    agree = judge(total, noise_floor(a.format, b.format), stored=True) in ("identical", "rounding")
+    agree = agreement_of(total, noise_floor(a.format, b.format)) != "differ"
     return total if agree and total.count == a.count else None
 
 

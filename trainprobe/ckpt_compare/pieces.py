@@ -19,10 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from trainprobe.engine.compare.number_formats import NumberFormat
+from trainprobe.engine.geometry.rectangles import Point, Rectangle, flat_rectangles
 from trainprobe.errors import FormatError
 
 Array = npt.NDArray[Any]
-Point = tuple[int, ...]
 What = Literal["weights", "optimizer", "rng", "scheduler", "iteration", "args"]
 KINDS: tuple[What, ...] = ("weights", "optimizer", "rng", "scheduler", "iteration", "args")
 
@@ -52,57 +52,6 @@ class FileSource(Source, Protocol):
     def path(self) -> str:
         """The file."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Rectangle:
-    """An axis-aligned box in a tensor: where it begins and how far it reaches, one number an axis."""
-
-    offset: Point
-    shape: Point
-
-    @property
-    def end(self) -> Point:
-        """First index past the box on each axis."""
-        return tuple(o + n for o, n in zip(self.offset, self.shape, strict=True))
-
-    @property
-    def count(self) -> int:
-        """Elements inside."""
-        return math.prod(self.shape)
-
-    def intersect(self, other: Rectangle) -> Rectangle | None:
-        """Return the common part, or None when there is no element in both."""
-        if self.offset == other.offset and self.shape == other.shape:
-            return self if 0 not in self.shape else None
-        start = tuple(map(max, self.offset, other.offset))
-        shape = tuple(e - s for s, e in zip(start, map(min, self.end, other.end), strict=True))
-        return Rectangle(start, shape) if all(n > 0 for n in shape) else None
-
-    def minus(self, other: Rectangle) -> list[Rectangle]:
-        """Return what is left when `other` is cut out, as at most two boxes an axis that do not overlap."""
-        common = self.intersect(other)
-        if common is None:
-            return [self]
-        left: list[Rectangle] = []
-        offset, end = list(self.offset), list(self.end)
-        for axis in range(len(offset)):
-            for lo, hi in ((offset[axis], common.offset[axis]), (common.end[axis], end[axis])):
-                if lo < hi:
-                    start = (*offset[:axis], lo, *offset[axis + 1 :])
-                    stop = (*end[:axis], hi, *end[axis + 1 :])
-                    left.append(Rectangle(start, tuple(e - s for s, e in zip(start, stop, strict=True))))
-            offset[axis], end[axis] = common.offset[axis], common.end[axis]
-        return left
-
-    def within(self, outer: Point) -> tuple[slice, ...]:
-        """Return the slices that pick this box out of an array that begins at `outer`."""
-        if self.offset == outer:
-            return tuple([slice(0, n) for n in self.shape])
-        return tuple(slice(o - b, o - b + n) for o, b, n in zip(self.offset, outer, self.shape, strict=True))
-
-    def __str__(self) -> str:
-        return "[" + ", ".join(f"{o}:{e}" for o, e in zip(self.offset, self.end, strict=True)) + "]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,33 +274,6 @@ def whole(name: str, source: Source, file: str, *, stored: str = "", slot: str =
 def file_name(path: str) -> str:
     """Return the last part of a path."""
     return Path(path).name
-
-
-def flat_rectangles(shape: Point, start: int, stop: int) -> Iterator[tuple[int, Rectangle]]:
-    """Cut the elements start … stop−1 of a tensor in row-major order into rectangles; yield (first element, rectangle).
-
-    ZeRO and the distributed optimizers share a tensor out as such ranges. At most 2·ndim − 1 rectangles.
-    """
-    if start >= stop:
-        return
-    if not shape:
-        yield start, Rectangle((), ())
-        return
-    inner = math.prod(shape[1:])
-    first, last = start // inner, (stop - 1) // inner
-    if first == last and stop - start < inner:
-        for at, box in flat_rectangles(shape[1:], start - first * inner, stop - first * inner):
-            yield at + first * inner, Rectangle((first, *box.offset), (1, *box.shape))
-        return
-    head = -(-start // inner)
-    tail = stop // inner
-    for lo, hi in ((start, head * inner), (tail * inner, stop)):
-        if lo < hi and (lo == start or tail >= head):
-            row = lo // inner
-            for at, box in flat_rectangles(shape[1:], lo - row * inner, min(hi, stop) - row * inner):
-                yield at + row * inner, Rectangle((row, *box.offset), (1, *box.shape))
-        if lo == start and head < tail:
-            yield head * inner, Rectangle((head, *(0 for _ in shape[1:])), (tail - head, *shape[1:]))
 
 
 def flat_pieces(shape: Point, start: int, source: Source, where: str, replica: str = "") -> Iterator[Piece]:

@@ -15,10 +15,11 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from trainprobe.ckpt_compare.coverage import Part
-from trainprobe.ckpt_compare.pieces import Array, LogicalTensor, Point, Rectangle, Reshaped, Source, Turned, Window, bottom
+from trainprobe.ckpt_compare.coverage import HeldBox
+from trainprobe.ckpt_compare.pieces import Array, LogicalTensor, Reshaped, Source, Turned, Window, bottom
 from trainprobe.engine.compare.difference import Difference
 from trainprobe.engine.compare.number_formats import NumberFormat, decode, number_format
+from trainprobe.engine.geometry.rectangles import Point, Rectangle
 from trainprobe.errors import FormatError
 
 View = Literal["values", "units", "scales", "zeros", "halves"]
@@ -118,7 +119,7 @@ def seen_as(tensor: LogicalTensor, view: View) -> LogicalTensor:
     return replace(tensor, held=tuple(replace(p, source=_over(p.source, view)) for p in tensor.pieces))
 
 
-def within_codes(a: Part, b: Part, box: Rectangle, found: Difference, x: Array, y: Array) -> Difference:
+def within_codes(a: HeldBox, b: HeldBox, box: Rectangle, found: Difference, x: Array, y: Array) -> Difference:
     """Return a difference in units of the codes' gaps where every element is at most half of one apart.
 
     x, y: the values. Nothing is changed between two of one scheme, and where a side is a multiple of the other.

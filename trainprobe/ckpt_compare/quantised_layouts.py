@@ -13,187 +13,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
-from trainprobe.ckpt_compare.pieces import Array, Checkpoint, LogicalTensor, Point, Problem, Source, Turned, whole
-from trainprobe.ckpt_compare.quantised import MISFITS, Coded, Quantised, Undecoded, scheme_of
-from trainprobe.engine.compare.number_formats import decode, number_format
+from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor, Problem, Source, Turned, whole
+from trainprobe.ckpt_compare.quantised import MISFITS, Quantised, Undecoded, scheme_of
+from trainprobe.ckpt_compare.quantised_codes import Blockwise, EightBits, Fp4, Grouped, PackedIntegers
+from trainprobe.engine.geometry.rectangles import Point
 from trainprobe.errors import FormatError
 
-_FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)  # OCP MX, E2M1
-_AWQ = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # nibble of a word that holds its first, second … column
 LONGEST = 1 << 16  # bytes of a description, elements of a block
 _EIGHT_BITS = {"float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "int8"}
-
-
-def unpacked(words: Array, bits: int, count: int) -> Array:
-    """Return `count` unsigned numbers of so many bits from the last axis of 32-bit words."""
-    first = np.arange(count) * bits
-    stream = np.ascontiguousarray(words).view(np.uint32).astype(np.uint64)
-    behind = np.minimum(first // 32 + 1, stream.shape[-1] - 1)
-    both = stream[..., first // 32] | stream[..., behind] << np.uint64(32)
-    return (both >> (first % 32).astype(np.uint64) & np.uint64((1 << bits) - 1)).astype(np.float32)
-
-
-def gaps(levels: Array) -> Array:
-    """Return, for each level of a table, half the gap to the farther one of its neighbours."""
-    known = np.unique(levels[np.isfinite(levels)])
-    steps = np.diff(known) / 2
-    wide = np.maximum(np.append(steps, 0), np.insert(steps, 0, 0))
-    return wide[np.minimum(np.searchsorted(known, levels), len(known) - 1)].astype(np.float32)
-
-
-def spread(scales: Array, shape: Point, start: int, stop: int, block: Any = None) -> Array:
-    """Return scales of blocks, rows or a tensor for the rows start … stop−1 of codes of a shape."""
-    if scales.size == 1:
-        return scales.reshape((1,) * len(shape))
-    scales = scales.reshape(*scales.shape, *[1] * (len(shape) - scales.ndim))
-    hints = [None] * (len(shape) - 2) + list(block or (None, None))
-    index = [np.arange(n) // _block(n, held, hint) for n, held, hint in zip(shape, scales.shape, hints, strict=True)]
-    return scales[np.ix_(index[0][start:stop], *index[1:])]
-
-
-def _block(n: int, held: int, hint: Any) -> int:
-    """Return how many elements of an axis share one of `held` scales; the last block may be smaller."""
-    sizes = (n if held == 1 else 0, 1 if held == n else 0, hint, 128, n // held if held and n % held == 0 else 0, 64, 32, 16)
-    found = next((size for size in sizes if isinstance(size, int) and size > 0 and -(-n // size) == held), None)
-    if found is None:
-        raise FormatError(f"{held} scales do not fit {n} rows or columns")
-    return found
-
-
-def _scales(source: Source, cut: slice) -> Array:
-    """Return scales, of which bytes are powers of two (OCP MX, E8M0)."""
-    bits = source.load()
-    fmt = number_format("float8_e8m0fnu") if source.format.name == "uint8" else source.format
-    return decode(np.ascontiguousarray(bits[cut] if bits.ndim else bits), fmt)
-
-
-class EightBits(Quantised):
-    """FP8 or int8 codes with scales, and integer zero points where they are asymmetric."""
-
-    __slots__ = ()
-
-    def rows(self, start: int, stop: int) -> Coded:
-        """Return some rows."""
-        codes = self.parts["codes"]
-        levels = self.held("codes", slice(start, stop)).astype(np.float32)
-        halves: Any = 0.5
-        if codes.format.mantissa is not None:
-            table = decode(np.arange(256, dtype=np.uint8), codes.format)
-            halves = gaps(table)[np.ascontiguousarray(codes.load()[start:stop])]
-        scales: Any = 1.0
-        if "scales" in self.parts:
-            held = _scales(self.parts["scales"], slice(None))
-            scales = spread(held, self.shape, start, stop, self.options["block"]) / self.options["over"]
-        zeros = spread(self.held("zeros"), self.shape, start, stop) if "zeros" in self.parts else 0.0
-        return Coded(levels, scales, zeros, halves)
-
-
-class Packed(Quantised):
-    """Integers that compressed-tensors packs along the rows, less half of their range."""
-
-    __slots__ = ()
-
-    def rows(self, start: int, stop: int) -> Coded:
-        """Return some rows."""
-        bits, columns = self.options["bits"], self.shape[1]
-        levels = unpacked(self.parts["codes"].load()[start:stop], bits, columns) - 2 ** (bits - 1)
-        scales: Any = self._by_column(self.held("scales"), start, stop) if "scales" in self.parts else 1.0
-        if "zeros" not in self.parts:
-            return Coded(levels, scales)
-        zeros = self.parts["zeros"].load()
-        if zeros.dtype.itemsize == 4:
-            zeros = unpacked(zeros.T, bits, self.shape[0]).T - 2 ** (bits - 1)
-        return Coded(
-            levels, scales, self._by_column(zeros, start, stop), _ends(levels, -(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
-        )
-
-    def _by_column(self, held: Array, start: int, stop: int) -> Array:
-        if "groups" in self.parts:
-            return held[start:stop][:, self.parts["groups"].load().astype(np.int64)]
-        return spread(held, self.shape, start, stop)
-
-
-def _ends(levels: Array, least: int, most: int) -> Array:
-    """Return half gaps, and whole ones at both ends: what lies beyond is cut off where the zero point was rounded."""
-    return np.where((levels <= least) | (levels >= most), np.float32(1), np.float32(0.5))
-
-
-class Grouped(Quantised):
-    """GPTQ (packed along the input) and AWQ (along the output, in its own order): scales and zeros are [groups, out]."""
-
-    __slots__ = ()
-
-    def rows(self, start: int, stop: int) -> Coded:
-        """Return some rows."""
-        bits, columns = self.options["bits"], self.shape[1]
-        words, zeros = self.parts["codes"].load(), self.parts["zeros"].load()
-        if self.options["awq"]:
-            first, last = start // 8, -(-stop // 8)
-            order = (np.arange(8 * (last - first)).reshape(-1, 8)[:, _AWQ]).reshape(-1)[start - 8 * first : stop - 8 * first]
-            levels, zeros = (unpacked(w[:, first:last], 4, 8 * (last - first))[:, order] for w in (words, zeros))
-            levels = levels.T
-        else:
-            levels = unpacked(words[:, start:stop].T, bits, columns)
-            zeros = unpacked(zeros, bits, self.shape[0])[:, start:stop] + (0 if self.options["second"] else 1)
-        groups = len(zeros)
-        index = (
-            self.parts["groups"].load().astype(np.int64)
-            if "groups" in self.parts
-            else np.arange(columns) // -(-columns // groups)
-        )
-        scales: Any = self.held("scales", slice(None), slice(start, stop))[index].T if "scales" in self.parts else 1.0
-        return Coded(levels, scales, zeros[index].T, _ends(levels, 0, 2**bits - 1))
-
-
-class Blockwise(Quantised):
-    """bitsandbytes' 4 bits: two codes a byte, the first one above, and a largest value for each block of the flat tensor."""
-
-    __slots__ = ()
-
-    def rows(self, start: int, stop: int) -> Coded:
-        """Return some rows."""
-        inner = math.prod(self.shape[1:])
-        first, last, size = start * inner, stop * inner, self.options["blocksize"]
-        pairs = self.parts["codes"].load().reshape(-1)[first // 2 : -(-last // 2)]
-        codes = np.stack([pairs >> 4, pairs & 15], -1).reshape(-1)[first % 2 : first % 2 + last - first]
-        table = self.held("table").astype(np.float32)
-        shape = (stop - start, *self.shape[1:])
-        scales: Any = 1.0
-        if "scales" in self.parts:
-            places = np.arange(first // size, -(-last // size))
-            scales = np.repeat(self._largest(places), size)[first % size : first % size + last - first].reshape(shape)
-        levels = table[codes].reshape(shape)
-        loose = 0.03 if "nested" in self.parts else 0.0  # the largest values are quantised themselves
-        return Coded(levels, scales, 0.0, gaps(table)[codes].reshape(shape) + loose * np.abs(levels))
-
-    def _largest(self, places: Array) -> Array:
-        stored = self.parts["scales"].load().reshape(-1)[places]
-        if "nested" not in self.parts:
-            return decode(stored, self.parts["scales"].format)
-        largest = self.held("nested").reshape(-1)[places // self.options["nested_blocksize"]]
-        return self.held("nested_table")[stored] * largest + np.float32(self.options["nested_offset"])
-
-
-class Fp4(Quantised):
-    """MXFP4 and NVFP4: two codes a byte, the first one below, a scale for 32 or 16 of them and, of NVFP4, one for all."""
-
-    __slots__ = ()
-
-    def rows(self, start: int, stop: int) -> Coded:
-        """Return some rows."""
-        pairs = self.parts["codes"].load()[start:stop]
-        shape = (stop - start, *self.shape[1:])
-        codes = np.stack([pairs & 15, pairs >> 4], -1).reshape(shape)
-        scales: Any = 1.0
-        if "scales" in self.parts:
-            stored = _scales(self.parts["scales"], slice(start, stop))
-            scales = np.repeat(stored, shape[-1] // stored.shape[-1], axis=-1).astype(np.float32)
-        if "whole" in self.parts:
-            whole_scale = np.float32(self.held("whole").reshape(-1)[0])
-            scales = scales / whole_scale if self.options["divide"] else scales * whole_scale
-        return Coded(_FP4[codes], scales, 0.0, gaps(_FP4)[codes])
 
 
 Made = tuple[type[Quantised], str, Point, dict[str, Any]]  # kind, scheme, shape of the values, what decoding needs
@@ -214,7 +41,7 @@ def _packed(parts: Parts, config: Mapping[str, Any]) -> Made:
     bits = codes.shape[1] * 32 // shape[1]
     if -(-shape[1] * bits // 32) != codes.shape[1]:
         raise FormatError(f"{codes.shape[1]} words do not hold {shape[1]} codes")
-    return Packed, f"compressed-tensors {bits} bits", shape, {"bits": bits}
+    return PackedIntegers, f"compressed-tensors {bits} bits", shape, {"bits": bits}
 
 
 def _grouped(parts: Parts, config: Mapping[str, Any]) -> Made:
@@ -250,7 +77,7 @@ def _undecoded(parts: Parts, config: Mapping[str, Any]) -> Made:
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
+class _CodeLayout:
     """How one layout is found: the ending of its codes, the endings of what goes with them, and how the weight is called."""
 
     name: str
@@ -262,22 +89,22 @@ class _Layout:
 
 
 _LAYOUTS = (
-    _Layout("compressed-tensors", ".weight_packed", ".weight", {"scales": ".weight_scale", "zeros": ".weight_zero_point",
+    _CodeLayout("compressed-tensors", ".weight_packed", ".weight", {"scales": ".weight_scale", "zeros": ".weight_zero_point",
             "groups": ".weight_g_idx", "size": ".weight_shape", "whole": ".weight_global_scale"}, _packed),
-    _Layout("gptq", ".qweight", ".weight", {"scales": ".scales", "zeros": ".qzeros", "groups": ".g_idx"}, _grouped,
+    _CodeLayout("gptq", ".qweight", ".weight", {"scales": ".scales", "zeros": ".qzeros", "groups": ".g_idx"}, _grouped,
             ("zeros", "scales")),
-    _Layout("mxfp4", "_blocks", "", {"scales": "_scales"}, _fp4),
-    _Layout("bitsandbytes", ".weight", ".weight", {"scales": ".weight.absmax", "table": ".weight.quant_map",
+    _CodeLayout("mxfp4", "_blocks", "", {"scales": "_scales"}, _fp4),
+    _CodeLayout("bitsandbytes", ".weight", ".weight", {"scales": ".weight.absmax", "table": ".weight.quant_map",
             "nested": ".weight.nested_absmax", "nested_table": ".weight.nested_quant_map",
             "state": ".weight.quant_state.bitsandbytes__nf4", "state_fp4": ".weight.quant_state.bitsandbytes__fp4"}, _blockwise,
             ("table", "scales")),
-    _Layout("nvfp4", ".weight", ".weight", {"scales": ".weight_scale", "whole": ".weight_scale_2"}, _fp4),
-    _Layout("llm.int8", ".weight", ".weight", {"scales": ".SCB", "kind": ".weight_format"}, _eight_bits),
-    _Layout("quanto", ".weight._data", ".weight", {"scales": ".weight._scale"}, _eight_bits),
-    _Layout("quanto, 2 or 4 bits", ".weight._data._data", ".weight", {"scales": ".weight._scale", "zeros": ".weight._shift"},
-            _undecoded),
-    _Layout("fp8", "", "", {"scales": "_scale_inv"}, _eight_bits),
-    _Layout("8 bits", "", "", {"scales": "_scale", "zeros": "_zero_point"}, _eight_bits),
+    _CodeLayout("nvfp4", ".weight", ".weight", {"scales": ".weight_scale", "whole": ".weight_scale_2"}, _fp4),
+    _CodeLayout("llm.int8", ".weight", ".weight", {"scales": ".SCB", "kind": ".weight_format"}, _eight_bits),
+    _CodeLayout("quanto", ".weight._data", ".weight", {"scales": ".weight._scale"}, _eight_bits),
+    _CodeLayout("quanto, 2 or 4 bits", ".weight._data._data", ".weight",
+            {"scales": ".weight._scale", "zeros": ".weight._shift"}, _undecoded),
+    _CodeLayout("fp8", "", "", {"scales": "_scale_inv"}, _eight_bits),
+    _CodeLayout("8 bits", "", "", {"scales": "_scale", "zeros": "_zero_point"}, _eight_bits),
 )  # fmt: skip
 _CODES = {
     "compressed-tensors": {"int32", "uint8"}, "gptq": {"int32"}, "mxfp4": {"uint8"}, "bitsandbytes": {"uint8"},
@@ -335,7 +162,7 @@ def decoded(checkpoint: Checkpoint, other: Checkpoint) -> Checkpoint:
     )
 
 
-def _groups(held: Mapping[str, LogicalTensor]) -> Iterator[tuple[_Layout, str, dict[str, str]]]:
+def _groups(held: Mapping[str, LogicalTensor]) -> Iterator[tuple[_CodeLayout, str, dict[str, str]]]:
     """Yield each layout, the stem of a weight and role → name of what is stored of it."""
     small = {k: t.format.name for k, t in held.items() if t.stored and t.format.name in _STORED}
     for layout in _LAYOUTS:
@@ -363,7 +190,7 @@ def _whole(tensor: LogicalTensor) -> Source:
     return tensor.pieces[0].source
 
 
-def _source(layout: _Layout, parts: dict[str, Source], config: Mapping[str, Any], stem: str) -> tuple[Source, str]:
+def _source(layout: _CodeLayout, parts: dict[str, Source], config: Mapping[str, Any], stem: str) -> tuple[Source, str]:
     """Return the decoded weight, and the name of scales that are missing; raise FormatError where parts do not fit."""
     lost = [layout.parts[role] for role in layout.needs if role not in parts]
     if lost and lost[0] != layout.parts["scales"]:

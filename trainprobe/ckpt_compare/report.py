@@ -10,14 +10,15 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import orjson
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from trainprobe.ckpt_compare.results import INCOMPLETE, Comparison, Row
-from trainprobe.ckpt_compare.verdict import TOLERATED, Verdict, by_error, relative
-from trainprobe.engine.storage.sheet_cells import write_rows
+from trainprobe.ckpt_compare.results import INCOMPLETE, CheckpointComparison, TensorRow
+from trainprobe.ckpt_compare.verdict import TOLERATED, by_error, relative
+from trainprobe.comparison.files import write_csv, write_json
+from trainprobe.comparison.terminal import plain_table, show_verdict
+from trainprobe.comparison.verdict import NAMES, Verdict
 from trainprobe.errors import OutputError
 
 COLUMNS = (
@@ -26,13 +27,11 @@ COLUMNS = (
     "dtype_b", "shape_a", "shape_b", "noise_floor", "where", "note", "native_a", "native_b",
 )  # fmt: skip
 SUMMARY = "__comparison__"  # no tensor has this name
-VERDICTS = ("identical", "equal within rounding", "differ", "incomplete")
-WIDTH = 132  # least columns of a table: a narrow terminal may wrap its lines, numbers must not be cut
 _NUMBERS = re.compile(r"(?<![A-Za-z_\d])\d+(?![A-Za-z_\d])")
 _STYLE = {"identical": "green", "rounding": "cyan", "differ": "red"}
 
 
-def entry(row: Row) -> dict[str, Any]:
+def entry(row: TensorRow) -> dict[str, Any]:
     """Return one tensor's result in the classic shape (l2, cos, numel, shape) with everything else beside it."""
     d = row.difference
     measured = row.verdict in ("identical", "rounding", "differ")
@@ -62,18 +61,18 @@ def entry(row: Row) -> dict[str, Any]:
     }
 
 
-def write_json(c: Comparison, path: Path, verdict: Verdict) -> None:
+def write_tensors(c: CheckpointComparison, path: Path, verdict: Verdict) -> None:
     """Write `{name: {l2, cos, numel, shape, …}}`, one entry a logical tensor, and the verdict under `SUMMARY`.
 
     Tensors that both sides store under one other name have an entry of four values under that name as well.
     """
     held: dict[str, Any] = {SUMMARY: summary(c, verdict)} | {r.key: entry(r) for r in c.rows}
-    _write(path, orjson.dumps(_by_native_names(c.rows) | held, option=orjson.OPT_INDENT_2))
+    write_json(_by_native_names(c.rows) | held, path)
 
 
-def _by_native_names(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
+def _by_native_names(rows: Sequence[TensorRow]) -> dict[str, dict[str, Any]]:
     """Return name in the files → l2, cos, numel and shape; of one that was split (q, k and v) those of its parts together."""
-    parts: dict[str, list[Row]] = {}
+    parts: dict[str, list[TensorRow]] = {}
     for row in rows:
         if row.a is not None and row.b is not None and row.native_a == row.native_b and not row.a.slot:
             parts.setdefault(row.native_a, []).append(row)
@@ -99,10 +98,10 @@ def keep_earlier(path: Path) -> str:
     return f"{path} held an earlier result: it is kept as {kept.name}"
 
 
-def summary(c: Comparison, verdict: Verdict) -> dict[str, Any]:
+def summary(c: CheckpointComparison, verdict: Verdict) -> dict[str, Any]:
     """Return the whole comparison in a few plain values: for CI, which should not read sentences."""
     return {
-        "verdict": VERDICTS[verdict.code],
+        "verdict": "incomplete" if verdict.code == 3 else NAMES[verdict.code],
         "exit_code": verdict.code,
         "sentence": verdict.sentence,
         "checkpoints": {side: {"path": one.path, "format": one.format} for side, one in (("A", c.a), ("B", c.b))},
@@ -117,94 +116,56 @@ def summary(c: Comparison, verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def write_csv(c: Comparison, path: Path) -> None:
-    """Write one line a tensor, largest relative error first."""
-    try:
-        with path.open("w", newline="", encoding="utf-8") as file:
-            write_rows(file, [COLUMNS])
-            for row in by_error(c.rows):
-                e = entry(row)
-                flat = {
-                    **e,
-                    "name": row.key,
-                    "dtype_a": row.dtype_a,
-                    "dtype_b": row.dtype_b,
-                    "shape_a": row.shape_a,
-                    "shape_b": row.shape_b,
-                }
-                flat |= {"native_a": row.native_a, "native_b": row.native_b, "numel": row.difference.count or e["numel"]}
-                write_rows(file, [[_cell(flat[c]) for c in COLUMNS]])
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {error}") from error
+def write_table(c: CheckpointComparison, path: Path) -> None:
+    """Write one line a tensor as CSV, largest relative error first. Raises OutputError."""
+    write_csv(COLUMNS, map(_line, by_error(c.rows)), path)
 
 
-def _cell(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return "x".join(map(str, value)) or "scalar"
-    # a spreadsheet would take a leading = + - @ for a formula
-    return "'" + value if isinstance(value, str) and value[:1] in ("=", "+", "-", "@") else value
-
-
-def _write(path: Path, data: bytes) -> None:
-    try:
-        path.write_bytes(data)
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {error}") from error
+def _line(row: TensorRow) -> list[Any]:
+    found = entry(row)
+    found |= {"name": row.key, "numel": row.difference.count or found["numel"]}
+    found |= {name: getattr(row, name) for name in COLUMNS if name.endswith(("_a", "_b")) and not name.startswith("nan")}
+    return ["x".join(map(str, v)) or "scalar" if isinstance(v, tuple) else v for v in (found[name] for name in COLUMNS)]
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class KindOfTensor:
     """Tensors whose names differ by numbers only (one parameter of all layers), worst first."""
 
     name: str
-    rows: tuple[Row, ...]
+    rows: tuple[TensorRow, ...]
 
     @property
-    def worst(self) -> Row:
+    def worst(self) -> TensorRow:
         """The row with the largest relative error."""
         return self.rows[0]
 
 
-def kinds(rows: Sequence[Row]) -> list[Kind]:
+def kinds(rows: Sequence[TensorRow]) -> list[KindOfTensor]:
     """Group rows by kind of layer; kinds with the largest relative error first."""
-    grouped: dict[str, list[Row]] = {}
+    grouped: dict[str, list[TensorRow]] = {}
     for row in by_error(rows):
         grouped.setdefault(_NUMBERS.sub("*", row.key), []).append(row)
-    found = [Kind(name, tuple(rs)) for name, rs in grouped.items()]
+    found = [KindOfTensor(name, tuple(rs)) for name, rs in grouped.items()]
     return sorted(found, key=lambda k: (-relative(k.worst), k.name))
 
 
-def wide_console() -> Console:
-    """Return a console for tables."""
-    console = Console()
-    return console if console.width >= WIDTH else Console(width=WIDTH)
-
-
-def show(c: Comparison, verdict: Verdict, console: Console, most: int = 20, every: bool = False) -> None:
+def show(c: CheckpointComparison, verdict: Verdict, console: Console, most: int = 20, every: bool = False) -> None:
     """Print the verdict, what explains it, and a table of what is not identical."""
-    style = ("bold green", "bold cyan", "bold red", "bold yellow")[verdict.code]
-    console.print(Text(verdict.sentence, style=style), soft_wrap=True)
+    sides: list[str] = []
     for side, checkpoint in (("A", c.a), ("B", c.b)):
         layout = " ".join(f"{k}{v}" for k, v in checkpoint.layout.items() if v > 1)
-        console.print(
-            Text(f"  {side}  {checkpoint.path}  {checkpoint.format}{f', {layout}' if layout else ''}", style="dim"),
-            soft_wrap=True,
-        )
-    for line in verdict.details[:most]:
-        console.print(Text(f"  • {line}"), soft_wrap=True)
-    if len(verdict.details) > most:
-        console.print(Text(f"  • … and {len(verdict.details) - most} more (--json, --html list all)"))
+        sides.append(f"  {side}  {checkpoint.path}  {checkpoint.format}{f', {layout}' if layout else ''}")
+    show_verdict(verdict, console, most, "--json, --html list all", sides)
     mismatches = [r for r in c.rows if r.verdict in ("differ", "rounding")]
     if mismatches:
         console.print(_table(mismatches, most, every))
 
 
-def _table(mismatches: Sequence[Row], most: int, every: bool) -> Table:
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("tensor" if every else "kind of tensor", no_wrap=True)
-    for head in ("n", "rel. error", "max |a−b|", "ulp", "changed", "verdict", "dtypes"):
-        table.add_column(head, justify="left" if head in ("dtypes", "verdict") else "right", no_wrap=True)
-    found = [Kind(r.key, (r,)) for r in by_error(mismatches)] if every else kinds(mismatches)
+def _table(mismatches: Sequence[TensorRow], most: int, every: bool) -> Table:
+    numbers = ("n", "rel. error", "max |a−b|", "ulp", "changed")
+    table = plain_table(("tensor" if every else "kind of tensor", *numbers, "verdict", "dtypes"), numbers)
+    found = [KindOfTensor(r.key, (r,)) for r in by_error(mismatches)] if every else kinds(mismatches)
     for kind in found if every else found[:most]:
         table.add_row(*_cells(kind))
     if not every and len(found) > most:
@@ -212,7 +173,7 @@ def _table(mismatches: Sequence[Row], most: int, every: bool) -> Table:
     return table
 
 
-def _cells(kind: Kind) -> tuple[str | Text, ...]:
+def _cells(kind: KindOfTensor) -> tuple[str | Text, ...]:
     row = kind.worst
     d = row.difference
     changed = sum(r.difference.changed for r in kind.rows) / max(1, sum(r.difference.count for r in kind.rows))

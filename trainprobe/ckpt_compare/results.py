@@ -11,14 +11,14 @@ from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor, What
 from trainprobe.ckpt_compare.quantised import scheme_of
 from trainprobe.ckpt_compare.state import StateRow
 from trainprobe.engine.compare.difference import Difference
-from trainprobe.engine.compare.verdict import noise_floor
+from trainprobe.engine.compare.rounding import noise_floor
 
 RowVerdict = Literal["identical", "rounding", "differ", "only in A", "only in B", "shape", "incomplete"]
 INCOMPLETE: tuple[RowVerdict, ...] = ("only in A", "only in B", "shape", "incomplete")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TensorRow:
     """What was found out about one logical tensor. a, b: the tensor on each side, None where a side has none."""
 
     key: str
@@ -84,14 +84,14 @@ def _dtype(tensor: LogicalTensor | None) -> str:
     return scheme_of(tensor) or (tensor.format.name if tensor is not None and tensor.stored else "")
 
 
-def _held(row: Row) -> LogicalTensor:
+def _held(row: TensorRow) -> LogicalTensor:
     held = row.a if row.a is not None else row.b
     assert held is not None
     return held
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class CheckpointFault:
     """Something wrong inside one checkpoint, or missing from the comparison: which side ("A", "B"), where, and what."""
 
     side: str
@@ -101,7 +101,7 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class CheckpointComparison:
     """All that was found. `compared`: which kinds of content both sides hold and that were looked at.
 
     `one_sided`: kinds other than tensors that only one side holds. `renamed`: tensors with equal content under names that
@@ -110,8 +110,8 @@ class Comparison:
 
     a: Checkpoint
     b: Checkpoint
-    rows: tuple[Row, ...]
-    faults: tuple[Fault, ...]
+    rows: tuple[TensorRow, ...]
+    faults: tuple[CheckpointFault, ...]
     state: tuple[StateRow, ...]
     moves: tuple[Move, ...]
     compared: tuple[What, ...]

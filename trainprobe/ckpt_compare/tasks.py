@@ -15,29 +15,30 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
 
-from trainprobe.ckpt_compare.coverage import Overlap, Part
-from trainprobe.ckpt_compare.pieces import Rectangle, Source, bottom
+from trainprobe.ckpt_compare.coverage import HeldBox, Overlap
+from trainprobe.ckpt_compare.pieces import Source, bottom
 from trainprobe.ckpt_compare.quantised import Quantised, within_codes
 from trainprobe.ckpt_compare.storage.mapped import Mapped, each_file_once, forget_pages
 from trainprobe.engine.compare.difference import Difference
 from trainprobe.engine.compare.measure import measure
+from trainprobe.engine.geometry.rectangles import Rectangle
 from trainprobe.errors import FormatError
 
 CHUNK = 32 << 20  # bytes a side of one task
 BATCH = 8 << 20  # bytes that are worth handing to a thread
 
 Advance = Callable[[int], None]
-Runner = Callable[[Sequence["Task"], int | None, Advance | None], list["Outcome"]]
+Runner = Callable[[Sequence["MeasureTask"], int | None, Advance | None], list["TaskOutcome"]]
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class MeasureTask:
     """One box to measure; `row` says whose result it is a part of."""
 
     row: int
     box: Rectangle
-    a: Part
-    b: Part
+    a: HeldBox
+    b: HeldBox
 
     @property
     def size(self) -> int:
@@ -46,7 +47,7 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class TaskOutcome:
     """What became of a task: a difference, or why it could not be measured."""
 
     row: int
@@ -54,10 +55,10 @@ class Outcome:
     failure: str = ""
 
 
-def tasks_of(row: int, overlap: Overlap) -> Iterator[Task]:
+def tasks_of(row: int, overlap: Overlap) -> Iterator[MeasureTask]:
     """Cut one overlap into tasks of bounded size."""
     for box in chunks(overlap.box, overlap.a.piece.source, overlap.b.piece.source):
-        yield Task(row, box, overlap.a, overlap.b)
+        yield MeasureTask(row, box, overlap.a, overlap.b)
 
 
 def chunks(box: Rectangle, *sources: Source) -> Iterator[Rectangle]:
@@ -79,12 +80,12 @@ def _chunks(box: Rectangle, limit: int) -> Iterator[Rectangle]:
         yield from _chunks(Rectangle(offset, shape), limit)
 
 
-def run(tasks: Sequence[Task], threads: int | None = None, advance: Advance | None = None) -> list[Outcome]:
+def run(tasks: Sequence[MeasureTask], threads: int | None = None, advance: Advance | None = None) -> list[TaskOutcome]:
     """Measure all tasks and return their outcomes in the same order."""
     batches = list(_batches(tasks))
     count = min(len(batches), threads or os.cpu_count() or 1)
 
-    def work(batch: Sequence[Task]) -> list[Outcome]:
+    def work(batch: Sequence[MeasureTask]) -> list[TaskOutcome]:
         with each_file_once():
             done = [perform(task) for task in batch]
         release_all({s for task in batch for s in (bottom(task.a.piece.source), bottom(task.b.piece.source))})
@@ -98,7 +99,7 @@ def run(tasks: Sequence[Task], threads: int | None = None, advance: Advance | No
         return [outcome for done in pool.map(work, batches) for outcome in done]
 
 
-def _batches(tasks: Sequence[Task]) -> Iterator[Sequence[Task]]:
+def _batches(tasks: Sequence[MeasureTask]) -> Iterator[Sequence[MeasureTask]]:
     start, size = 0, 0
     for i, task in enumerate(tasks):
         size += task.size
@@ -109,7 +110,7 @@ def _batches(tasks: Sequence[Task]) -> Iterator[Sequence[Task]]:
         yield tasks[start:]
 
 
-def perform(task: Task) -> Outcome:
+def perform(task: MeasureTask) -> TaskOutcome:
     """Measure one task; a file that cannot be read becomes a failure with its name."""
     formats = task.a.piece.source.format, task.b.piece.source.format
     try:
@@ -118,8 +119,8 @@ def perform(task: Task) -> Outcome:
         if difference.max_ulp > 1:
             difference = within_codes(task.a, task.b, task.box, difference, x, y)
     except FormatError as error:
-        return Outcome(task.row, Difference(), str(error))
-    return Outcome(task.row, difference.moved(task.box.offset))
+        return TaskOutcome(task.row, Difference(), str(error))
+    return TaskOutcome(task.row, difference.moved(task.box.offset))
 
 
 def release(source: Source) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from trainprobe.ckpt_compare.pieces import Checkpoint
-from trainprobe.ckpt_compare.results import Comparison, Row
+from trainprobe.ckpt_compare.results import CheckpointComparison, TensorRow
 from trainprobe.ckpt_compare.verdict import TOLERATED
 
 
@@ -39,7 +39,7 @@ def _hint(pattern: str, checkpoints: Sequence[Checkpoint]) -> str:
     return f"; patterns are for logical names: {meant.native} of the files is {meant.key}" if meant is not None else ""
 
 
-def tolerated(found: Comparison, atol: float, rtol: float) -> Comparison:
+def tolerated(found: CheckpointComparison, atol: float, rtol: float) -> CheckpointComparison:
     """Count differences within a tolerance as rounding: no element further apart than atol, or a relative l2 of at most rtol.
 
     A NaN or infinity on one side only is never tolerated.
@@ -51,7 +51,7 @@ def tolerated(found: Comparison, atol: float, rtol: float) -> Comparison:
     return replace(found, rows=rows, causes=tuple(cause for cause in found.causes if cause.keys & mismatches))
 
 
-def _tolerated(row: Row, atol: float, rtol: float) -> Row:
+def _tolerated(row: TensorRow, atol: float, rtol: float) -> TensorRow:
     d = row.difference
     if row.verdict != "differ" or d.misplaced or not (d.max_abs <= atol or d.relative_l2 <= rtol):
         return row

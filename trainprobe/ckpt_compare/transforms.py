@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from trainprobe.ckpt_compare.pieces import LogicalTensor, Piece, Reshaped, Turned, window
-from trainprobe.engine.model_names.rows import Band, interleaved
+from trainprobe.engine.geometry.fused_rows import Band, interleaved
 from trainprobe.errors import CompareError
 
 
@@ -50,19 +50,15 @@ def _cut(piece: Piece, axis: int, band: Band) -> Piece | None:
     return replace(piece, offset=offset, source=window(piece.source, cut))
 
 
-def unstack(tensor: LogicalTensor, axis: int = 0) -> list[LogicalTensor]:
-    """Give one tensor for each index of an axis, that axis dropped (stacked layers, stacked experts)."""
-    count = tensor.shape[axis]
-    single = split(tensor, axis, [Band(i, 1, i, 0) for i in range(count)], count)
-    return [_squeeze(t, axis) for t in single]
+def unstack(tensor: LogicalTensor) -> list[LogicalTensor]:
+    """Give one tensor for each index of the first axis, that axis dropped (stacked layers, stacked experts)."""
+    count = tensor.shape[0]
+    return [_without_first_axis(t) for t in split(tensor, 0, [Band(i, 1, i, 0) for i in range(count)], count)]
 
 
-def _squeeze(tensor: LogicalTensor, axis: int) -> LogicalTensor:
-    def drop(values: tuple[int, ...]) -> tuple[int, ...]:
-        return values[:axis] + values[axis + 1 :]
-
-    pieces = tuple(replace(p, offset=drop(p.offset), source=Reshaped(p.source, drop(p.shape))) for p in tensor.pieces)
-    return replace(tensor, shape=drop(tensor.shape), held=pieces)
+def _without_first_axis(tensor: LogicalTensor) -> LogicalTensor:
+    pieces = tuple(replace(p, offset=p.offset[1:], source=Reshaped(p.source, p.shape[1:])) for p in tensor.pieces)
+    return replace(tensor, shape=tensor.shape[1:], held=pieces)
 
 
 def turn(tensor: LogicalTensor, axes: tuple[int, ...] | None = None) -> LogicalTensor:
@@ -141,7 +137,7 @@ def _transpose(tensor: LogicalTensor, config: Mapping[str, Any]) -> list[Logical
 
 
 def _by_index(tensor: LogicalTensor, config: Mapping[str, Any]) -> list[LogicalTensor]:
-    """One tensor for each index of the first axis (stacked experts)."""
+    """Stacked experts: one tensor for each index of the first axis."""
     return unstack(tensor)
 
 

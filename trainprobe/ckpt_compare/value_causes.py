@@ -12,7 +12,7 @@ from trainprobe.ckpt_compare.cause import MOST, Cause, Mismatch, Values, compara
 from trainprobe.ckpt_compare.masters import rounded
 from trainprobe.ckpt_compare.pieces import LogicalTensor
 from trainprobe.engine.compare.number_formats import decode, number_format
-from trainprobe.engine.compare.verdict import noise_floor
+from trainprobe.engine.compare.rounding import noise_floor
 
 LAYER = re.compile(r"(?<![A-Za-z_])(?:layers?|blocks?|h)\.(\d+)\.")
 LARGEST_RANK = 64  # of an update that is looked for

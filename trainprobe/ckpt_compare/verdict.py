@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from trainprobe.ckpt_compare.adapters import method_of, written
@@ -16,28 +15,16 @@ from trainprobe.ckpt_compare.cause import beyond_rounding
 from trainprobe.ckpt_compare.causes import headline
 from trainprobe.ckpt_compare.pairing import Move, layer_sentences
 from trainprobe.ckpt_compare.pieces import KINDS
-from trainprobe.ckpt_compare.results import INCOMPLETE, Comparison, Fault, Row
+from trainprobe.ckpt_compare.results import INCOMPLETE, CheckpointComparison, CheckpointFault, TensorRow
 from trainprobe.ckpt_compare.state import StateRow
-from trainprobe.engine.storage.html_page.markup import verdict_for_notebook
+from trainprobe.comparison.verdict import Verdict
 
 IDENTICAL, ROUNDING, DIFFER, INCOMPLETE_CODE = 0, 1, 2, 3
 TOLERATED = "within --atol"  # how the note of a row begins whose difference a user allows
 SAID = 6  # named examples in a list
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """Exit code, the verdict as a sentence, and further sentences in order of weight."""
-
-    code: int
-    sentence: str
-    details: tuple[str, ...]
-
-    def _repr_html_(self) -> str:
-        return verdict_for_notebook(self.sentence, self.code, self.details)
-
-
-def verdict_of(c: Comparison) -> Verdict:
+def verdict_of(c: CheckpointComparison) -> Verdict:
     """Judge a whole comparison."""
     differ = [r for r in c.rows if r.verdict == "differ"]
     lost = [r for r in c.rows if r.verdict in INCOMPLETE]
@@ -61,24 +48,24 @@ def verdict_of(c: Comparison) -> Verdict:
     return Verdict(IDENTICAL, f"identical: {_census(c.rows)} hold the same values in both{names}", details)
 
 
-def relative(row: Row) -> float:
+def relative(row: TensorRow) -> float:
     """What rows are sorted by: relative l2, infinite where something is NaN or missing on one side only."""
     return float("inf") if row.difference.misplaced else row.difference.relative_l2
 
 
-def by_error(rows: Sequence[Row]) -> list[Row]:
+def by_error(rows: Sequence[TensorRow]) -> list[TensorRow]:
     """Return rows with the largest relative error first."""
     return sorted(rows, key=lambda r: (-relative(r), r.key))
 
 
-def _census(rows: Sequence[Row]) -> str:
+def _census(rows: Sequence[TensorRow]) -> str:
     counts = Counter(r.what for r in rows)
     total = sum(r.difference.count for r in rows)
     parts = [f"{n} {what}" for what, n in counts.items()]
     return f"{' and '.join(parts)} tensors ({total:,} elements)"
 
 
-def _differ_sentence(c: Comparison, differ: Sequence[Row], copies: int, state: Sequence[StateRow]) -> str:
+def _differ_sentence(c: CheckpointComparison, differ: Sequence[TensorRow], copies: int, state: Sequence[StateRow]) -> str:
     if differ:
         worst = by_error(differ)[0]
         d = worst.difference
@@ -98,7 +85,7 @@ def _differ_sentence(c: Comparison, differ: Sequence[Row], copies: int, state: S
     return f"differ: all compared tensors agree, but {first.what} {first.path} is {first.a!r} in A and {first.b!r} in B"
 
 
-def _share(row: Row) -> str:
+def _share(row: TensorRow) -> str:
     """Say how many elements differ; of two number formats, how many differ by more than the rounding to the coarser one."""
     d = row.difference
     formats_differ = row.dtype_a != row.dtype_b and row.shape_a == row.shape_b
@@ -108,7 +95,7 @@ def _share(row: Row) -> str:
     return f"{apart:,} of {d.count:,} elements beyond rounding"
 
 
-def _incomplete_sentence(c: Comparison, lost: Sequence[Row], severe: Sequence[Fault]) -> str:
+def _incomplete_sentence(c: CheckpointComparison, lost: Sequence[TensorRow], severe: Sequence[CheckpointFault]) -> str:
     if not c.rows:
         return "not comparable: the two checkpoints have no kind of content in common"
     if not lost and not severe and c.one_sided:
@@ -122,7 +109,7 @@ def _incomplete_sentence(c: Comparison, lost: Sequence[Row], severe: Sequence[Fa
     return f"{word}: {'; '.join(said)}; {agree} of {len(c.rows)} tensors agree"
 
 
-def _adapters(c: Comparison) -> list[str]:
+def _adapters(c: CheckpointComparison) -> list[str]:
     """Say that one side holds nothing but an adapter, and the other a model."""
     methods = method_of(c.a), method_of(c.b)
     if bool(methods[0]) == bool(methods[1]):
@@ -137,7 +124,7 @@ def _adapters(c: Comparison) -> list[str]:
     ]
 
 
-def _fault(severe: Sequence[Fault]) -> str:
+def _fault(severe: Sequence[CheckpointFault]) -> str:
     """Return the first file or part that cannot be read, in words, and how many others there are."""
     first = severe[0]
     name = Path(first.where).name or first.where
@@ -146,7 +133,7 @@ def _fault(severe: Sequence[Fault]) -> str:
     return f"in {first.side} {first_said}{others}"
 
 
-def _lost(rows: Sequence[Row]) -> Iterator[str]:
+def _lost(rows: Sequence[TensorRow]) -> Iterator[str]:
     """Say how many tensors are missing or not whole, and in which way."""
     for (verdict, reason), n in Counter((r.verdict, r.reason) for r in rows).items():
         words = {"shape": ("has another shape", "have different shapes"), "incomplete": ("could not be read whole",) * 2}
@@ -154,7 +141,7 @@ def _lost(rows: Sequence[Row]) -> Iterator[str]:
         yield f"1 tensor {one}" if n == 1 else f"{n} tensors {many}"
 
 
-def _renamed_sentence(c: Comparison, renamed: Sequence[Move]) -> str:
+def _renamed_sentence(c: CheckpointComparison, renamed: Sequence[Move]) -> str:
     first = renamed[0]
     have = "have" if len(renamed) > 1 else "has"
     return (
@@ -163,7 +150,7 @@ def _renamed_sentence(c: Comparison, renamed: Sequence[Move]) -> str:
     )
 
 
-def _rounding_sentence(c: Comparison, rounding: Sequence[Row]) -> str:
+def _rounding_sentence(c: CheckpointComparison, rounding: Sequence[TensorRow]) -> str:
     allowed = [r for r in rounding if r.note.startswith(TOLERATED)]
     if allowed:
         worst = max(allowed, key=lambda r: r.difference.max_abs)
@@ -185,7 +172,7 @@ def _rounding_sentence(c: Comparison, rounding: Sequence[Row]) -> str:
     )
 
 
-def _details(c: Comparison, lost: Sequence[Row]) -> list[str]:
+def _details(c: CheckpointComparison, lost: Sequence[TensorRow]) -> list[str]:
     """Say what moved, what is broken, and what else is not the same."""
     said = [f"{side}: warning: {text}" for side, one in (("A", c.a), ("B", c.b)) for text in one.warnings]
     said += [cause.sentence for cause in c.causes]
@@ -211,7 +198,7 @@ def _renamed(moves: Sequence[Move]) -> list[str]:
     return [*said, f"… and {len(moves) - SAID} more under other names"] if len(moves) > SAID else said
 
 
-def _state_sentences(c: Comparison) -> list[str]:
+def _state_sentences(c: CheckpointComparison) -> list[str]:
     said: list[str] = []
     for what in KINDS:
         unequal = [s for s in c.state if s.what == what and not s.equal]

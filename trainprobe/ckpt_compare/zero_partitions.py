@@ -15,7 +15,8 @@ from typing import Any
 
 from trainprobe.ckpt_compare.formats.plain_torch import clean
 from trainprobe.ckpt_compare.optimizer_names import is_array, scalar
-from trainprobe.ckpt_compare.pieces import Piece, Point, Problem, Source, flat_pieces, window
+from trainprobe.ckpt_compare.pieces import Piece, Problem, Source, flat_pieces, window
+from trainprobe.engine.geometry.rectangles import Point
 
 _EXPERT_NUMBER = re.compile(r"deepspeed_experts\.(\d+)\.")
 RankContent = tuple[int, str, Mapping[str, Any]]

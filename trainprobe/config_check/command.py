@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
+from trainprobe.comparison.terminal import say
 from trainprobe.config_check.capture.setting_files import KINDS
 from trainprobe.config_check.settings import Settings, make_settings
 from trainprobe.errors import UsageError
@@ -42,7 +42,7 @@ def collect(
     console = Console(stderr=True, highlight=False)
     code = _run(settings, command) if command else _static(settings)
     if code == 0:
-        console.print(Text(f"pack: {output}"), soft_wrap=True)
+        say(console, f"pack: {output}")
     return code
 
 
@@ -100,7 +100,7 @@ def compare(
     show(comparison, console)
     if output is not None:
         for path in write_reports(comparison, output, kinds):
-            console.print(Text(f"report: {path}", style="dim"), soft_wrap=True)
+            say(console, f"report: {path}", "dim")
     return comparison.exit_code
 
 
@@ -115,5 +115,5 @@ def merge(
     refuse_foreign(pack)
     missing = merge_ranks(pack)
     console = Console(highlight=False)
-    console.print(Text(f"pack: {pack}{f' (without ranks {missing})' if missing else ''}"), soft_wrap=True)
+    say(console, f"pack: {pack}{f' (without ranks {missing})' if missing else ''}")
     return 1 if missing else 0

@@ -56,7 +56,7 @@ def changed(judged: Judged, left: Left) -> tuple[Distance, float] | None:
 Moving = Mapping[str, tuple[Numbers, Numbers]]  # weight → its statistics in A and in B
 
 
-class Weights(NamedTuple):
+class WeightsOfStep(NamedTuple):
     """Weights in single precision as a step begins and as its optimizer leaves them; those whose gradients agree."""
 
     begins: Moving
@@ -64,10 +64,10 @@ class Weights(NamedTuple):
     sure: Set[str]
 
 
-NO_WEIGHTS = Weights({}, {}, frozenset())
+NO_WEIGHTS = WeightsOfStep({}, {}, frozenset())
 
 
-def weights_of(calls: Sequence[Judged], a: Side, b: Side) -> Weights:
+def weights_of(calls: Sequence[Judged], a: Side, b: Side) -> WeightsOfStep:
     """Return what both dumps hold of weights, from the calls of modules and from what a monitor saw of parameters."""
     found: list[dict[str, tuple[Numbers, Numbers]]] = [{}, {}]
     sure: set[str] = set()
@@ -83,7 +83,7 @@ def weights_of(calls: Sequence[Judged], a: Side, b: Side) -> Weights:
             if wanted and isinstance(mine, Value) and isinstance(theirs, Value) and _is_single(mine) and _is_single(theirs):
                 name = one.call.name if state else f"{one.call.name}.{slot}"
                 found[slot == f"value{AFTER}"][name] = _numbers(a, mine), _numbers(b, theirs)
-    return Weights(found[0], found[1], sure)
+    return WeightsOfStep(found[0], found[1], sure)
 
 
 def _numbers(side: Side, value: Value) -> Numbers:
@@ -95,7 +95,7 @@ def _is_single(value: Value) -> bool:
     return format_name(value.dtype) == "float32"
 
 
-def optimizer_parts(now: Weights, after: Moving, steps: int) -> str:
+def optimizer_parts(now: WeightsOfStep, after: Moving, steps: int) -> str:
     """Return which weights the optimizer has moved otherwise, and how far, as text or "" (see `moved_otherwise`).
 
     now: of the step. after: the weights behind it. steps: of the optimizer since the beginning.

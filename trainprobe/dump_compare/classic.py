@@ -9,14 +9,16 @@ from typing import Any
 
 import orjson
 
+from trainprobe.comparison.files import writing
 from trainprobe.dump_compare.command import compare_rank
 from trainprobe.dump_compare.pairing import RankPair, pair_ranks
 from trainprobe.dump_compare.renamed.mapping_files import MappingFile, read_mappings
-from trainprobe.dump_compare.verdict import Compared, Verdict, judge_runs
+from trainprobe.dump_compare.results import Compared, DumpsVerdict
+from trainprobe.dump_compare.verdict import judge_runs
 from trainprobe.engine.core.log_lines import say
 from trainprobe.engine.storage.safe_files import LARGEST_STATE, read_bounded
 from trainprobe.engine.storage.writer import flush_all
-from trainprobe.errors import FormatError, OutputError, UsageError
+from trainprobe.errors import FormatError, UsageError
 
 _OLD_KEYS = {"npu_json_path": "npu_path", "bench_json_path": "bench_path", "stack_json_path": "stack_path"}  # of 1.3 and 8.1
 # keywords of mindstudio-probe that have no effect here → why
@@ -87,7 +89,7 @@ def _mapping_of(others: dict[str, Any]) -> MappingFile | None:
 
 def _compare(
     a: Path, b: Path, output: Path, suffix: str | None, xlsx: bool, advise: bool, mapping: MappingFile | None
-) -> Verdict:
+) -> DumpsVerdict:
     """Compare what two paths hold. suffix: of the sheet's name; None, or several ranks, add the rank."""
     flush_all()  # a debugger of this process may be at work on its dumps
     pairs, missing = pair_ranks(a, b)
@@ -107,7 +109,7 @@ def _compare(
     return verdict
 
 
-def advice(ranks: list[Compared], verdict: Verdict) -> str:
+def advice(ranks: list[Compared], verdict: DumpsVerdict) -> str:
     """Return what to look at, as text: the verdict, where it was found, and what was called there."""
     lines = [verdict.sentence, *(f"  {detail}" for detail in verdict.details)]
     if verdict.first is not None:
@@ -138,8 +140,6 @@ def _say_without_effect(given: Mapping[str, Any]) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    try:
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {error}") from error

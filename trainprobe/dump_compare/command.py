@@ -6,22 +6,21 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import track
+from rich.progress import MofNCompleteColumn
 
-from trainprobe.dump_compare import report
+from trainprobe.comparison.terminal import progress_bar, say, wide_console
 from trainprobe.dump_compare.between_steps import NO_WEIGHTS, weights_of
 from trainprobe.dump_compare.dump_side import Side
-from trainprobe.dump_compare.factors import see_factors
 from trainprobe.dump_compare.frameworks import pair_frameworks, pair_states_of_frameworks
 from trainprobe.dump_compare.intervals import ALIKE
 from trainprobe.dump_compare.judge import Judged, judge_calls
 from trainprobe.dump_compare.layouts.compare import Maker, compare_other_layouts
 from trainprobe.dump_compare.page.comparison import page_of_rank, write_comparison
 from trainprobe.dump_compare.pairing import CallPair, RankPair, find_rank, pair_ranks
+from trainprobe.dump_compare.parallel_ranks import suitable, without_agreeing
 from trainprobe.dump_compare.references import measure_condition, measure_floor, measure_truth
 from trainprobe.dump_compare.renamed.by_structure import pair_modules
 from trainprobe.dump_compare.renamed.composed import Composed
@@ -29,14 +28,17 @@ from trainprobe.dump_compare.renamed.fused import as_one
 from trainprobe.dump_compare.renamed.mapping_files import MappingFile, read_mappings
 from trainprobe.dump_compare.renamed.pairs import pair_renamed
 from trainprobe.dump_compare.renamed.user_mapping import renaming, with_mapped_values
+from trainprobe.dump_compare.report import show, write_calls
 from trainprobe.dump_compare.result_schema import schema_text
+from trainprobe.dump_compare.results import Compared, DumpsVerdict
+from trainprobe.dump_compare.scale_factors import see_factors
 from trainprobe.dump_compare.sheet import sheet_path, write_sheet
-from trainprobe.dump_compare.spread import Run, suitable, without_agreeing
-from trainprobe.dump_compare.verdict import Compared, Verdict, judge_runs
+from trainprobe.dump_compare.verdict import judge_runs
 from trainprobe.dump_compare.vis_db import vis_of_rank, write_vis_db
 from trainprobe.engine.compare.uncollected import uncollected
 from trainprobe.engine.core.json_schema import prints
 from trainprobe.engine.core.naming import LEFT_OUT
+from trainprobe.engine.core.processes import AnyRun
 from trainprobe.engine.core.ray_cluster import on_ray
 from trainprobe.engine.storage.step_counts import shortfall
 from trainprobe.errors import CompareError, UsageError
@@ -100,17 +102,15 @@ def dump_compare(
         a, b, renamed, at, floor, high_precision, make, layout, run=run, all_calls=bool(json or make), mapping=mapped
     )
     if json is not None:
-        report.write_json(ranks, verdict, json)
+        write_calls(ranks, verdict, json)
     if html is not None:
         write_comparison(ranks, verdict, (a, b), html)
     if vis is not None:
         write_vis_db([rank.made["vis"] for rank in ranks], vis)
-    console = Console()
-    console = console if console.width >= report.WIDTH else Console(width=report.WIDTH)
     if quiet:
-        console.print(verdict.sentence, markup=False, highlight=False, soft_wrap=True)
+        say(wide_console(), verdict.sentence)
     else:
-        report.show(ranks, verdict, console)
+        show(ranks, verdict, wide_console())
     return verdict.code
 
 
@@ -125,13 +125,13 @@ def compare_dumps(
     make: Mapping[str, Maker] | None = None,
     layout: Path | None = None,
     *,
-    run: Run[Any, Any] | None = None,
+    run: AnyRun | None = None,
     all_calls: bool = True,
     mapping: MappingFile | None = None,
-) -> tuple[list[Compared], Verdict]:
+) -> tuple[list[Compared], DumpsVerdict]:
     """Compare two dumps, rank by rank, or as one model each where their layouts differ.
 
-    sheet: returns where the sheet of a rank and step is written. layout: a table of splits (see known_splits). run: carries out
+    sheet: returns where the sheet of a rank and step is written. layout: a table of splits (see split_table). run: carries out
     the comparisons of the ranks, or of the steps of two layouts, in this process or in others; chosen by the size of the dumps
     where it is None. all_calls: whether calls that agree are wanted too. Others are as for `compare_rank`. Raises FormatError
     where there is no dump, CompareError where nothing belongs together, and UsageError for what another layout does not allow.
@@ -179,11 +179,11 @@ def _carry_out(task: _Task) -> Compared:
 
 def _with_progress(ranks: Iterator[Compared], count: int) -> Iterator[Compared]:
     """Yield ranks as they are compared, behind a bar on the terminal where there are several."""
-    console = Console(stderr=True)
-    if count < 2 or not console.is_terminal:
-        yield from ranks
-        return
-    yield from track(ranks, "comparing ranks and steps", count, console=console, transient=True)
+    with progress_bar("comparing ranks and steps", MofNCompleteColumn(), total=count, quiet=count < 2) as bar:
+        for rank in ranks:
+            yield rank
+            if bar is not None:
+                bar[0].advance(bar[1])
 
 
 def _refuse_of_layouts(given: Mapping[str, object]) -> None:

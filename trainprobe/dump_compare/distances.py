@@ -34,7 +34,7 @@ class Distance(NamedTuple):
     floor: what rounding does to a result as a third run measured it, 0 where none did. from_truth: distances of A and of B from
     a run in higher precision. beyond: what of a result of a call that is given the same is further apart than its own rounding
     (see own_rounding). stored: of a weight before the first step, whether other numbers are stored, however near they are.
-    factor: number that makes A's to B's, 0 where none does (see factors).
+    factor: number that makes A's to B's, 0 where none does (see scale_factors).
     """
 
     slot: str
@@ -90,12 +90,12 @@ def measure_calls(pairs: Sequence[CallPair], a: Side, b: Side) -> Iterator[Measu
 
     They are looked at some calls at a time, as the values of all calls would take more memory than all else.
     """
-    known = _Known()
+    known = _KnownValues()
     for start in range(0, len(pairs), _AT_ONCE):
         yield from _measure_some(pairs[start : start + _AT_ONCE], a, b, known)
 
 
-def _measure_some(pairs: Sequence[CallPair], a: Side, b: Side, known: _Known) -> list[Measured]:
+def _measure_some(pairs: Sequence[CallPair], a: Side, b: Side, known: _KnownValues) -> list[Measured]:
     matched = [_matched(pair) for pair in pairs]
     left, right = list[Value](), list[Value]()
     for each in matched:
@@ -110,7 +110,7 @@ def _measure_some(pairs: Sequence[CallPair], a: Side, b: Side, known: _Known) ->
     return [_measured(pair, each, found, known) for pair, each in zip(pairs, matched, strict=True)]
 
 
-class _Form(NamedTuple):
+class _TensorForm(NamedTuple):
     """What follows from the slots, formats and shapes of a call's values. formats: (ε, formats where they are two) of each.
 
     agreeing: what is said of calls of this form of which all values agree, by how far these are apart.
@@ -126,15 +126,15 @@ _NOT_MEASURED = Measured([], 0.0)
 _AGREE = frozenset([SAME, ALIKE])
 
 
-class _Known:
+class _KnownValues:
     """What is the same for many calls and is found once."""
 
     def __init__(self) -> None:
         self.distances: dict[tuple[Any, ...], Distance] = {}
         self.formats: dict[tuple[str, str], tuple[float, str]] = {}
-        self.forms: dict[tuple[Any, ...], _Form] = {}
+        self.forms: dict[tuple[Any, ...], _TensorForm] = {}
 
-    def form(self, matched: _Matched) -> _Form:
+    def form(self, matched: _Matched) -> _TensorForm:
         """Return what follows from the slots, formats and shapes of a call's values."""
         formats = [None if value is None else value.dtype for value in (*matched.left, *matched.right)]
         key = matched.names, matched.results, matched.shapes, *formats
@@ -146,7 +146,7 @@ class _Known:
             ]
             coarsest = max((epsilon for epsilon, _ in of_each), default=0.0)
             sums = coarsest and _sum_epsilon(coarsest) * math.sqrt(_longest_sum(matched.shapes))
-            found = self.forms[key] = _Form(of_each, coarsest + sums, sums, {})
+            found = self.forms[key] = _TensorForm(of_each, coarsest + sums, sums, {})
         return found
 
     def _of_formats(self, x: Value, y: Value) -> tuple[float, str]:
@@ -170,7 +170,7 @@ class _Known:
         return found
 
 
-def _measured(pair: CallPair, matched: _Matched, found: Iterator[Interval], known: _Known) -> Measured:
+def _measured(pair: CallPair, matched: _Matched, found: Iterator[Interval], known: _KnownValues) -> Measured:
     if pair.a is None or pair.b is None:
         return _NOT_MEASURED
     form, call = known.form(matched), pair.a

@@ -18,7 +18,7 @@ from trainprobe.dump_compare.own_rounding import (
     WITHIN,
     Beyond,
     Counted,
-    Rounding,
+    OwnRounding,
     by_counts,
     by_elements,
     by_statistics,
@@ -78,7 +78,7 @@ def _beyond(one: Judged, value: Distance, *sides: tuple[Side, Value]) -> Beyond:
     left = sides[0][1]
     times, shared = roundings(one.call, left.shape, joined=any(side.adds_up for side, _ in sides))
     unit = one.own if times < SEVERAL else max(value.floor, one.own)
-    how = Rounding(unit, smallest(left.dtype.rpartition(".")[2]), one.sums * value.cancelled, times, shared)
+    how = OwnRounding(unit, smallest(left.dtype.rpartition(".")[2]), one.sums * value.cancelled, times, shared)
     size = math.prod(left.shape)
     if value.interval.evidence == "values":
         arrays = [side.array(each) for side, each in sides]

@@ -2,8 +2,9 @@
 
 A call may give results that are apart by its own rounding and by what it was given. With ε the gap of the coarser format of a
 result, εₐ that of what sums are taken in (float32, or float64 for float64), and K the length of the longest sum that the
-shapes allow, its own rounding is ε + εₐ·√K (as in engine.compare.verdict). With d the distance of what the call is given (for a
-backward call: also of what its forward was given), the ratio of the distance of a result to rounding + d says:
+shapes allow, its own rounding is ε + εₐ·√K: a sum in another order wanders as a random walk (Higham 2002, Accuracy and
+Stability of Numerical Algorithms, §2.8 and §4.2). With d the distance of what the call is given (for a backward call: also of
+what its forward was given), the ratio of the distance of a result to rounding + d says:
 
     identical    no distance at all
     rounding     at most ten times the call's own rounding (a module is many ops)

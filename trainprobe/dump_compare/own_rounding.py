@@ -41,7 +41,7 @@ _SLACK = 10.0  # of the model of accumulation
 F64 = npt.NDArray[np.float64]
 
 
-class Rounding(NamedTuple):
+class OwnRounding(NamedTuple):
     """unit: u. smallest: τ. sums: εₐ·√K. times: r. shared: m."""
 
     unit: float
@@ -127,7 +127,7 @@ def smallest(dtype: str) -> float:
     return 0.0 if found is None else found.smallest * found.epsilon
 
 
-def by_statistics(a: Mapping[str, float], b: Mapping[str, float], n: int, how: Rounding) -> Beyond:
+def by_statistics(a: Mapping[str, float], b: Mapping[str, float], n: int, how: OwnRounding) -> Beyond:
     """Return how far statistics of a result of n elements moved, over what rounding explains. a, b: those of both sides."""
     norm = max(a["norm"], b["norm"])
     if not (n and 0 < norm < math.inf):
@@ -152,7 +152,7 @@ def by_statistics(a: Mapping[str, float], b: Mapping[str, float], n: int, how: R
     return max(found)
 
 
-def by_elements(a: F64, b: F64, how: Rounding, within: bool) -> Beyond:
+def by_elements(a: F64, b: F64, how: OwnRounding, within: bool) -> Beyond:
     """Return how far the element that moved furthest did, over what rounding explains.
 
     within: whether something may be rounded within the call, which is as large as all of the result.
@@ -169,7 +169,7 @@ def by_elements(a: F64, b: F64, how: Rounding, within: bool) -> Beyond:
     )
 
 
-def by_counts(a: Counted, b: Counted, norm: float, n: int, how: Rounding) -> Beyond:
+def by_counts(a: Counted, b: Counted, norm: float, n: int, how: OwnRounding) -> Beyond:
     """Return how many elements of a kernel's result crossed zero or an edge of a histogram, over what rounding explains.
 
     An element crosses an edge e if it is within its rounding of e, so that λ = 2·t/w·c of the c elements of a bin beside it, of

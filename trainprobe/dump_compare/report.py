@@ -6,29 +6,22 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-import orjson
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from trainprobe.comparison.files import write_json
+from trainprobe.comparison.terminal import plain_table, show_verdict
 from trainprobe.dump_compare.judge import Judged
-from trainprobe.dump_compare.result_schema import ComparedCall, ComparedValue, Comparison
-from trainprobe.dump_compare.verdict import Compared, Verdict
+from trainprobe.dump_compare.result_schema import ComparedCall, ComparedValue, DumpComparison
+from trainprobe.dump_compare.results import Compared, DumpsVerdict
 from trainprobe.engine.core.step_data import entry_name
-from trainprobe.errors import OutputError
 
-WIDTH = 140
 _STYLE = {"identical": "green", "rounding": "cyan", "carried": "", "suspicious": "yellow", "bug": "bold red"}
 
 
-def show(ranks: Sequence[Compared], verdict: Verdict, console: Console, most: int = 20) -> None:
+def show(ranks: Sequence[Compared], verdict: DumpsVerdict, console: Console, most: int = 20) -> None:
     """Print the verdict and, from the first place where the runs part on, the calls that are apart."""
-    style = ("bold green", "bold cyan", "bold red", "bold yellow")[verdict.code]
-    console.print(Text(verdict.sentence, style=style), soft_wrap=True)
-    for line in verdict.details[:most]:
-        console.print(Text(f"  • {line}"), soft_wrap=True)
-    if len(verdict.details) > most:
-        console.print(Text(f"  • … and {len(verdict.details) - most} more (--json lists all)"))
+    show_verdict(verdict, console, most)
     if verdict.first is None:
         return
     rank, first = verdict.first
@@ -37,11 +30,8 @@ def show(ranks: Sequence[Compared], verdict: Verdict, console: Console, most: in
         for judged in rank.calls
         if judged.pair.place >= first.pair.place and judged.outcome not in ("identical", "rounding")
     ]
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for head in ("call", "result", "apart", "given", "own rounding", "told by", "verdict"):
-        table.add_column(
-            head, no_wrap=head != "call", justify="right" if head in ("apart", "given", "own rounding") else "left"
-        )
+    heads = ("call", "result", "apart", "given", "own rounding", "told by", "verdict")
+    table = plain_table(heads, ("apart", "given", "own rounding"), ("call",))
     for judged in differing[:most]:
         table.add_row(*_cells(judged, rank.framework))
     console.print(table)
@@ -61,20 +51,17 @@ def _cells(judged: Judged, framework: str) -> tuple[str | Text, ...]:
     return name, worst.slot, apart, given, own, worst.interval.evidence, verdict
 
 
-def write_json(ranks: Sequence[Compared], verdict: Verdict, path: Path) -> None:
+def write_calls(ranks: Sequence[Compared], verdict: DumpsVerdict, path: Path) -> None:
     """Write all calls (see result_schema). Infinities are null. Raises OutputError."""
     first = verdict.first
-    document = Comparison(
+    document = DumpComparison(
         code=verdict.code,
         verdict=verdict.sentence,
         details=list(verdict.details),
         first=None if first is None else _described(*first),
         calls=[_described(rank, judged) for rank in ranks for judged in rank.calls],
     )
-    try:
-        path.write_bytes(orjson.dumps(document, option=orjson.OPT_INDENT_2))
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {error}") from error
+    write_json(document, path)
 
 
 def _described(rank: Compared, judged: Judged) -> ComparedCall:

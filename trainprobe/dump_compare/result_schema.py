@@ -69,10 +69,10 @@ class ComparedCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class DumpComparison:
     """What two dumps come to."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = _CONFIG
+    __pydantic_config__: ClassVar[dict[str, Any]] = {**_CONFIG, "title": "Comparison"}
 
     code: int
     """Exit code: 0 identical, 1 within rounding, 2 they part, 3 not comparable or incomplete."""
@@ -86,11 +86,6 @@ class Comparison:
     """All calls, in order."""
 
 
-def schema() -> dict[str, Any]:
-    """Return the JSON schema of what `--json` writes."""
-    return schema_of(Comparison)
-
-
 def schema_text() -> str:
-    """Return that schema as the text of a file."""
-    return text_of(schema())
+    """Return the JSON schema of what `--json` writes, as the text of a file."""
+    return text_of(schema_of(DumpComparison))

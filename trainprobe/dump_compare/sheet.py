@@ -9,7 +9,6 @@ same places of both, there is no number ("N/A").
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,13 +18,13 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
+from trainprobe.comparison.files import write_csv, writing
 from trainprobe.dump_compare.distances import Distance
 from trainprobe.dump_compare.dump_side import Side, hexadecimal
 from trainprobe.dump_compare.judge import Judged, Outcome
 from trainprobe.engine.core.records import Call, Value
 from trainprobe.engine.core.step_data import entry_name, slots
-from trainprobe.engine.storage.sheet_cells import append, new_book, write_rows
-from trainprobe.errors import OutputError
+from trainprobe.engine.storage.sheet_cells import append, new_book
 
 Mode = Literal["tensor", "statistics", "md5"]
 _HEAD = ("Name", "Dtype", "Tensor Shape", "Requires_grad")
@@ -54,11 +53,12 @@ def write_sheet(judged: Sequence[Judged], a: Side, b: Side, path: Path) -> None:
     """Write the values of one rank and step to `path`, a .csv or .xlsx. Raises OutputError, and MissingExtra for .xlsx."""
     mode = _mode(a, b)
     rows = (row for one in judged for row in _rows(one, a, b, mode))
-    try:
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        (_write_xlsx if path.suffix == ".xlsx" else _write_csv)(columns(mode), rows, path)
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {error}") from error
+        if path.suffix == ".xlsx":
+            _write_xlsx(columns(mode), rows, path)
+        else:
+            write_csv(columns(mode), rows, path, "utf-8-sig")
 
 
 def columns(mode: Mode) -> list[str]:
@@ -76,11 +76,6 @@ def _mode(a: Side, b: Side) -> Mode:
     if all(any(value.tensor is not None for value in side.step_data.values) for side in (a, b)):
         return "tensor"
     return "statistics" if all("norm" in side.step_data.finished for side in (a, b)) else "md5"
-
-
-def _write_csv(heads: Sequence[str], rows: Iterator[list[Any]], path: Path) -> None:
-    with path.open("w", newline="", encoding="utf-8-sig") as file:
-        write_rows(file, itertools.chain([heads], rows))
 
 
 def _write_xlsx(heads: Sequence[str], rows: Iterator[list[Any]], path: Path) -> None:

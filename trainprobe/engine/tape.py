@@ -26,7 +26,7 @@ from trainprobe.engine.core.guard import attempt, fault_text
 from trainprobe.engine.core.library import Deferred, Library, Reading, StatsRows, Transfer
 from trainprobe.engine.core.naming import utf8
 from trainprobe.engine.core.records import NOT_WRITTEN, Call, Feature, Kind, Opaque, Phase, Place, StepData, ToBeWritten, Value
-from trainprobe.engine.core.shards import Shard, is_cut, mesh_shard
+from trainprobe.engine.geometry.shards import Shard, is_cut, mesh_shard
 from trainprobe.engine.stats.checksum import MASK, joined
 from trainprobe.engine.stats.partials import CHECKSUM, PARTIALS, STATS, finish
 from trainprobe.engine.storage.step_journal import StepJournal

@@ -12,8 +12,8 @@ from itertools import chain
 from math import prod
 from typing import Any
 
-from trainprobe.engine.core.shards import Shard
 from trainprobe.engine.core.sources import Part
+from trainprobe.engine.geometry.shards import Shard
 from trainprobe.integrations.deepspeed_layout import Layout
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from trainprobe.engine.core.naming import Rename, chunks_of
 from trainprobe.engine.core.records import Place
-from trainprobe.engine.core.shards import Shard
 from trainprobe.engine.core.topology import place_from_environment
+from trainprobe.engine.geometry.shards import Shard
 
 Axes = Mapping[str, tuple[int, int]]
 TIED = "embedding.word_embeddings.weight"

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trainprobe.engine.core.shards import Shard
 from trainprobe.engine.core.sources import Part
+from trainprobe.engine.geometry.shards import Shard
 from trainprobe.integrations.megatron_layout import Held, piece
 
 REGION = "model-parallel-rng"  # Megatron's name

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
+from trainprobe.comparison.terminal import say, wide_console
 from trainprobe.engine.core.processes import cores, on_cores
 from trainprobe.engine.core.ray_cluster import on_ray
 from trainprobe.errors import UsageError
@@ -115,9 +114,9 @@ def judge(request: Request, progress: Progress) -> Answer:
 def _write(request: Request, result: Answer) -> None:
     by = {"name": result.standard, "results": records(result.by)} if result.standard else None
     if request.json is not None:
-        report.write_json(result.rows, result.conclusion, request.json, by)
+        report.write_document(result.rows, result.conclusion, request.json, by)
     if request.csv is not None:
-        report.write_csv(result.rows, request.csv)
+        report.write_lines(result.rows, request.csv)
     if request.html is not None:
         write_page(result.rows, result.conclusion, request.dumps, by, request.html)
     if request.classic_csv is not None:
@@ -141,10 +140,9 @@ def _write_classic(folder: Path, digits: int, result: Answer) -> None:
 
 def _print(request: Request, result: Answer) -> None:
     conclusion, dump = result.conclusion, request.dumps[0]
-    console = Console()
-    console = console if console.width >= report.WIDTH else Console(width=report.WIDTH)
+    console = wide_console()
     if request.quiet:
-        console.print(conclusion.sentence, markup=False, highlight=False, soft_wrap=True)
+        say(console, conclusion.sentence)
     else:
         report.show([] if result.by else result.rows, conclusion, console)
         if result.by:
@@ -152,8 +150,6 @@ def _print(request: Request, result: Answer) -> None:
     if conclusion.worst is None:
         return
     if request.replay is not None:
-        text = f"replay: python {write_replay(conclusion.worst, request.replay)}"
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        say(console, f"replay: python {write_replay(conclusion.worst, request.replay)}")
     elif conclusion.code in (1, 2) and not request.quiet:
-        text = f"replay: trainprobe op-check {dump} --op {conclusion.worst.entry} --replay replay"
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        say(console, f"replay: trainprobe op-check {dump} --op {conclusion.worst.entry} --replay replay")

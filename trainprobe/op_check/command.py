@@ -9,8 +9,9 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import MofNCompleteColumn
 
+from trainprobe.comparison.terminal import progress_bar, say
 from trainprobe.engine.core.json_schema import prints
 from trainprobe.errors import MissingExtra, UsageError, did_you_mean
 
@@ -110,13 +111,9 @@ def _conditions(dump: Path, kind: str, names: Any, device: str, json: Path | Non
     if json is not None:
         condition.write(found, kind, json)
     for line in condition.sentences(found, kind, 0 if quiet else 12):
-        _say(line)
+        say(Console(), line)
     ran = [one for one in found if not one.reason]
     return 3 if not ran else 2 if kind == "nothing" and any(one.worst > 0 for one in ran) else 0
-
-
-def _say(text: str) -> None:
-    Console().print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def need_torch(threads: int) -> None:
@@ -132,10 +129,5 @@ def need_torch(threads: int) -> None:
 @contextmanager
 def progress(quiet: bool) -> Generator[Callable[[int, int], None]]:
     """Show a bar of the calls that are done, on a terminal."""
-    console = Console(stderr=True)
-    if quiet or not console.is_terminal:
-        yield lambda done, total: None
-        return
-    with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), console=console, transient=True) as bar:
-        task = bar.add_task("operator calls")
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    with progress_bar("operator calls", MofNCompleteColumn(), quiet=quiet) as bar:
+        yield lambda done, total: None if bar is None else bar[0].update(bar[1], completed=done, total=total)

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import ClassVar
 
-from trainprobe.engine.storage.html_page.markup import verdict_for_notebook
+from trainprobe.comparison.verdict import Verdict
 from trainprobe.op_check.dump import DumpChecked, Row
 from trainprobe.op_check.judge import OUTCOMES
 
 
 @dataclass(frozen=True, slots=True)
-class Conclusion:
-    """sentence: the first line. code: exit code. worst: the row that it is about."""
+class Conclusion(Verdict):
+    """The answer of op-check. Exit codes: 0 all right, 1 suspicious or in another mode, 2 a bug, 3 something was not checked.
 
-    sentence: str
-    code: int
-    worst: Row | None
-    details: Sequence[str] = ()
+    worst: the row that the sentence is about.
+    """
 
-    def _repr_html_(self) -> str:
-        return verdict_for_notebook(self.sentence, 3 if self.code == 1 else self.code, self.details)
+    worst: Row | None = None
+    colours: ClassVar[tuple[str, str, str, str]] = "green", "magenta", "red", "yellow"
+
+    @property
+    def page_code(self) -> int:
+        """The exit code whose colour the sentence has on a page or in a notebook; 3 is a warning."""
+        return 3 if self.code == 1 else self.code
 
 
 def outcomes(rows: Iterable[Row]) -> Counter[str]:
@@ -55,24 +59,23 @@ def conclude(found: DumpChecked) -> Conclusion:
             0, "the dump holds statistics alone: inputs were made, and this machine's operators were judged, not the device's"
         )
     if worst is None:
-        return Conclusion("no operator call was judged", 3, None, details)
+        return Conclusion(3, "no operator call was judged", details)
     if counts["bug"]:
-        return Conclusion(f"{said(worst)}; {whole}", 2, worst, details)
+        return Conclusion(2, f"{said(worst)}; {whole}", details, worst)
     if unequal:
         first = unequal[0]
         text = f"{first.entry}{_where(first)} had the inputs of {first.same_inputs} and gave another result; {whole}"
-        return Conclusion(text, 2, unequal[0], details)
+        return Conclusion(2, text, details, unequal[0])
     if counts["suspicious"]:
-        return Conclusion(f"{said(worst)}; {whole}", 3 if counts["not checked"] else 1, worst, details)
+        return Conclusion(3 if counts["not checked"] else 1, f"{said(worst)}; {whole}", details, worst)
     if counts["not checked"]:
-        return Conclusion(
-            f"no bug, but {counts['not checked']} of {whole.replace(' judged', '')} were not checked", 3, worst, details
-        )
+        text = f"no bug, but {counts['not checked']} of {whole.replace(' judged', '')} were not checked"
+        return Conclusion(3, text, details, worst)
     if counts["mode"]:
-        return Conclusion(f"{said(worst)}; {whole}", 1, worst, details)
+        return Conclusion(1, f"{said(worst)}; {whole}", details, worst)
     if counts["unspecified"] == len(rows):
-        return Conclusion(f"nothing was judged: no call has a result that is specified; {whole}", 3, worst, details)
-    return Conclusion(f"every operator is right within its own rounding: {whole}", 0, worst, details)
+        return Conclusion(3, f"nothing was judged: no call has a result that is specified; {whole}", details, worst)
+    return Conclusion(0, f"every operator is right within its own rounding: {whole}", details, worst)
 
 
 def _gravity(row: Row) -> tuple[int, float]:

@@ -14,11 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
-import orjson
 import torch
 
+from trainprobe.comparison.files import write_json, writing
 from trainprobe.engine.arrays.without_dispatch import without_dispatch
-from trainprobe.errors import OutputError
 from trainprobe.op_check.cases import Case, NotChecked, Tensor, flat, mapped
 from trainprobe.op_check.dump import selected
 from trainprobe.op_check.functions import function, is_in_place
@@ -241,11 +240,9 @@ def _distance(a: Tensor, b: Tensor, exact: bool = False) -> float:
 def write(found: Sequence[Conditioned], kind: Kind, path: Path) -> None:
     """Write the conditions of all calls, as `dump-compare --floor` reads them. Raises OutputError."""
     document = {"format": FORMAT, "version": 1, "perturbation": kind, "calls": [*map(record, found)]}
-    try:
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(orjson.dumps(document, option=orjson.OPT_INDENT_2))
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {error}") from error
+    write_json(document, path)
 
 
 def record(one: Conditioned) -> dict[str, Any]:

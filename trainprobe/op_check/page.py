@@ -30,9 +30,10 @@ def write_page(
         "results": results,
         "standard": standard,
     }
-    code = 3 if conclusion.code == 1 else conclusion.code
     written = {
-        "head": markup.verdict_head(conclusion.sentence, code, [str(dump) for dump in dumps], conclusion.details),
+        "head": markup.verdict_head(
+            conclusion.sentence, conclusion.page_code, [str(dump) for dump in dumps], conclusion.details
+        ),
         "results": markup.table(
             ("entry", "verdict", "bounds", "reason"),
             [(r["entry"], markup.verdict(r["verdict"]), _number(r["bounds"]), r["reason"] or "") for r in results[:_WRITTEN]],

@@ -28,7 +28,7 @@ def three_way(a: DumpChecked, b: DumpChecked) -> Conclusion:
     worst = conclusions[worse].worst
     at = "AB"[worse]
     text = f"{at}, {said(worst)}" if worst is not None and conclusions[worse].code in (1, 2) else conclusions[worse].sentence
-    return Conclusion(text, conclusions[worse].code, worst, details)
+    return Conclusion(conclusions[worse].code, text, details, worst)
 
 
 def _order(code: int) -> int:

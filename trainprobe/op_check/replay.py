@@ -7,7 +7,8 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from trainprobe.errors import OutputError, UsageError
+from trainprobe.comparison.files import writing
+from trainprobe.errors import UsageError
 from trainprobe.op_check.cases import Case, NotChecked, Tensor
 from trainprobe.op_check.check import check
 from trainprobe.op_check.dump import Row
@@ -49,12 +50,10 @@ def write_replay(row: Row, folder: Path, recorded: RecordedRank | None = None) -
         requires_grad=wanted,
         source=next((each.source for each in expectation.results if each), "") if expectation is not None else "",
     )
-    try:
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         save_file(_tensors(case, backward, expectation), inputs, {CALL: call})
         script.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise OutputError(f"cannot write {folder}: {error}") from error
     return script
 
 

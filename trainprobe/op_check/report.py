@@ -8,19 +8,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import orjson
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from trainprobe.engine.storage.sheet_cells import write_rows
-from trainprobe.errors import OutputError
+from trainprobe.comparison.files import write_csv, write_json
+from trainprobe.comparison.terminal import plain_table, show_verdict
 from trainprobe.op_check.conclusion import Conclusion, beyond, outcomes
 from trainprobe.op_check.dump import Row
 from trainprobe.op_check.judge import OUTCOMES
 from trainprobe.op_check.measure import NEAR
 
-WIDTH = 140
 _STYLE = {
     "bug": "bold red",
     "suspicious": "yellow",
@@ -37,12 +35,7 @@ COLUMNS = (
 
 def show(rows: Sequence[Row], conclusion: Conclusion, console: Console, most: int = 12) -> None:
     """Print the sentence, the remarks and one line an operator."""
-    style = ("bold green", "bold magenta", "bold red", "bold yellow")[conclusion.code]
-    console.print(Text(conclusion.sentence, style=style), soft_wrap=True)
-    for line in conclusion.details[:most]:
-        console.print(Text(f"  • {line}"), soft_wrap=True)
-    if len(conclusion.details) > most:
-        console.print(Text(f"  • … and {len(conclusion.details) - most} more (--json lists all)"))
+    show_verdict(conclusion, console, most)
     if rows:
         console.print(_table(rows))
 
@@ -51,10 +44,9 @@ def _table(rows: Sequence[Row]) -> Table:
     by_name: dict[tuple[str, str], list[Row]] = defaultdict(list)
     for row in rows:
         by_name[row.name, row.checked.direction].append(row)
-    table = Table(box=None, header_style="bold", pad_edge=False)
     worst_head = f"worst, of {NEAR:g} bounds"
-    for head in ("operator", "direction", "calls", "judged against", worst_head, "verdicts"):
-        table.add_column(head, justify="right" if head in ("calls", worst_head) else "left", no_wrap=head != "operator")
+    heads = ("operator", "direction", "calls", "judged against", worst_head, "verdicts")
+    table = plain_table(heads, ("calls", worst_head), ("operator",))
     for (name, direction), group in sorted(by_name.items(), key=lambda item: -max(map(_rank, item[1]))):
         counts = outcomes(group)
         verdicts = Text(", ").join(
@@ -93,8 +85,8 @@ def _finite(number: float | None) -> float | str | None:
     return number if number is None or math.isfinite(number) else str(number)
 
 
-def write_json(rows: Sequence[Row], conclusion: Conclusion, path: Path, standard: Any = None) -> None:
-    """Write all results. standard: the results by a standard that was asked for. Raises OutputError."""
+def write_document(rows: Sequence[Row], conclusion: Conclusion, path: Path, standard: Any) -> None:
+    """Write all results as JSON. standard: the results by a standard that was asked for. Raises OutputError."""
     document = {
         "code": conclusion.code,
         "verdict": conclusion.sentence,
@@ -102,16 +94,9 @@ def write_json(rows: Sequence[Row], conclusion: Conclusion, path: Path, standard
         "results": lines(rows),
         "standard": standard,
     }
-    try:
-        path.write_bytes(orjson.dumps(document, option=orjson.OPT_INDENT_2))
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {error}") from error
+    write_json(document, path)
 
 
-def write_csv(rows: Sequence[Row], path: Path) -> None:
-    """Write one line for each result. Raises OutputError."""
-    try:
-        with path.open("w", newline="", encoding="utf-8") as file:
-            write_rows(file, [COLUMNS, *(record.values() for record in lines(rows))])
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {error}") from error
+def write_lines(rows: Sequence[Row], path: Path) -> None:
+    """Write one line for each result as CSV. Raises OutputError."""
+    write_csv(COLUMNS, (record.values() for record in lines(rows)), path)

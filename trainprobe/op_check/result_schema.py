@@ -118,11 +118,6 @@ class Document:
     """Results by a standard; null unless one was asked for."""
 
 
-def schema() -> dict[str, Any]:
-    """Return the JSON schema of what `--json` writes."""
-    return schema_of(Document)
-
-
 def schema_text() -> str:
-    """Return that schema as the text of a file."""
-    return text_of(schema())
+    """Return the JSON schema of what `--json` writes, as the text of a file."""
+    return text_of(schema_of(Document))

@@ -8,17 +8,16 @@ from typing import Annotated
 
 import orjson
 import typer
-from rich.console import Console
-from rich.table import Table
 
+from trainprobe.comparison.files import writing
+from trainprobe.comparison.terminal import plain_table, say, wide_console
+from trainprobe.comparison.verdict import Verdict
 from trainprobe.dump_compare.command import compare_dumps
-from trainprobe.dump_compare.verdict import Verdict
-from trainprobe.engine.core.log_lines import say
-from trainprobe.errors import FormatError, OutputError, ProbeError, UsageError
+from trainprobe.engine.core.log_lines import say as log
+from trainprobe.errors import FormatError, ProbeError, UsageError
 from trainprobe.parity.layouts import TORCHRUN, Ran, last_lines, plan_of, read_layouts, run_layout
 
 VERDICTS = ("identical", "rounding", "differ", "incomplete")
-_WIDTH = 140
 
 
 def parity(
@@ -54,7 +53,7 @@ def parity(
     plan = _write_plan(output, step or [0])
     runs: list[Ran] = []
     for each in layouts:
-        say(f"runs {each.name}, {each.ranks} process{'es' * (each.ranks > 1)}")
+        log(f"runs {each.name}, {each.ranks} process{'es' * (each.ranks > 1)}")
         runs.append(run_layout(each, script, plan, output, launcher))
         _tell_failure(runs[-1])
     found = {(a.layout.name, b.layout.name): _compared(a, b) for a, b in combinations(runs, 2)}
@@ -67,42 +66,38 @@ parity.context_settings = {"allow_interspersed_args": False}  # type: ignore[att
 
 def _write_plan(output: Path, steps: list[int]) -> Path:
     path = output / "plan.json"
-    try:
+    with writing(path):
         output.mkdir(parents=True, exist_ok=True)
         path.write_bytes(orjson.dumps(plan_of(steps)))
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
     return path.absolute()
 
 
 def _tell_failure(ran: Ran) -> None:
     if ran.code:
         lines = "".join(f"\n  {line}" for line in last_lines(ran))
-        say(f"{ran.layout.name} ended with exit code {ran.code}; it printed last:{lines}", severity="error")
+        log(f"{ran.layout.name} ended with exit code {ran.code}; it printed last:{lines}", severity="error")
 
 
 def _compared(a: Ran, b: Ran) -> Verdict:
     """Compare two layouts; one that did not run, or left nothing to compare, is no verdict."""
     failed = next((ran for ran in (a, b) if ran.code), None)
     if failed is not None:
-        return Verdict(3, f"{failed.layout.name} ended with exit code {failed.code}", [])
+        return Verdict(3, f"{failed.layout.name} ended with exit code {failed.code}")
     try:
         return compare_dumps(a.folder, b.folder)[1]
     except FormatError as error:
-        return Verdict(3, f"{error}; does the training reach the step, and is its loop one that trainprobe knows?", [])
+        return Verdict(3, f"{error}; does the training reach the step, and is its loop one that trainprobe knows?")
     except ProbeError as error:
-        return Verdict(3, str(error), [])
+        return Verdict(3, str(error))
 
 
 def _show(names: list[str], found: dict[tuple[str, str], Verdict]) -> None:
-    console = Console()
-    console = console if console.width >= _WIDTH else Console(width=_WIDTH)
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for head in ("", *names[1:]):
-        table.add_column(head)
+    console = wide_console()
+    heads = ("", *names[1:])
+    table = plain_table(heads, wrapped=heads)
     for name in names[:-1]:
         cells = [VERDICTS[found[name, other].code] if (name, other) in found else "" for other in names[1:]]
         table.add_row(name, *cells)
     console.print(table)
     for (a, b), verdict in found.items():
-        console.print(f"A {a}, B {b}: {verdict.sentence}", markup=False, highlight=False, soft_wrap=True)
+        say(console, f"A {a}, B {b}: {verdict.sentence}")

@@ -21,7 +21,7 @@ LOG = "output.txt"
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ScriptLayout:
     """One way to run the script. name: of its folder. ranks: processes. arguments: of the script, in this layout alone."""
 
     name: str
@@ -33,14 +33,14 @@ class Layout:
 class Ran:
     """What came of a layout. folder: its dump. code: exit code of its launcher."""
 
-    layout: Layout
+    layout: ScriptLayout
     folder: Path
     code: int
 
 
-def read_layouts(texts: Sequence[str]) -> list[Layout]:
+def read_layouts(texts: Sequence[str]) -> list[ScriptLayout]:
     """Return the layouts that `NAME=RANKS ARGUMENTS` tell. Raises UsageError."""
-    found: list[Layout] = []
+    found: list[ScriptLayout] = []
     for text in texts:
         match = _LAYOUT.fullmatch(text.strip())
         if match is None or match["ranks"] == "0":
@@ -49,7 +49,7 @@ def read_layouts(texts: Sequence[str]) -> list[Layout]:
             arguments = tuple(shlex.split(match["arguments"] or ""))
         except ValueError as error:
             raise UsageError(f"--layout {text!r}: its arguments cannot be read: {error}") from None
-        found.append(Layout(match["name"], int(match["ranks"]), arguments))
+        found.append(ScriptLayout(match["name"], int(match["ranks"]), arguments))
     names = [layout.name for layout in found]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -65,7 +65,7 @@ def plan_of(steps: Sequence[int]) -> dict[str, Any]:
     return {"level": "L0", "summary": "both", "step": list(steps), "sinks": ["dump"], "monitor": monitor}
 
 
-def run_layout(layout: Layout, script: Sequence[str], plan: Path, output: Path, launcher: str = TORCHRUN) -> Ran:
+def run_layout(layout: ScriptLayout, script: Sequence[str], plan: Path, output: Path, launcher: str = TORCHRUN) -> Ran:
     """Run the script in one layout and wait for it; what it prints goes to a file beside its dump. Raises OutputError."""
     folder = output / layout.name
     try:

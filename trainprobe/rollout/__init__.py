@@ -9,6 +9,6 @@
 mindstudio-probe, whose folders are read as well.
 """
 
-from trainprobe.rollout.compare import Comparison as Comparison
+from trainprobe.rollout.compare import RolloutComparison as RolloutComparison
 from trainprobe.rollout.compare import SingleComparator as SingleComparator
 from trainprobe.rollout.save import SingleSave as SingleSave

@@ -30,7 +30,7 @@ _FINE = frozenset(CODES) - {"unreadable"}
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ArrayRow:
     """One array of both runs. pair: how they differ; None where one side is missing or cannot be read, and `note` says so."""
 
     address: Address
@@ -40,16 +40,16 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class RolloutComparison:
     """All rows, in order of cause: step, order of saving, micro-batch, rank."""
 
     a: Path
     b: Path
-    rows: list[Row] = field(repr=False)
+    rows: list[ArrayRow] = field(repr=False)
     ordered: bool = True  # whether the order of saving was known
 
     @property
-    def first(self) -> Row | None:
+    def first(self) -> ArrayRow | None:
         """The first array that differs by more than noise, or None."""
         return next((row for row in self.rows if row.verdict not in _FINE), None)
 
@@ -94,7 +94,7 @@ class SingleComparator:
         num_processes: int = 8,
         *,
         floor: str | os.PathLike[str] | None = None,
-    ) -> Comparison:
+    ) -> RolloutComparison:
         """Compare two folders; write a sheet for each key and `verdict.json` to `output_path`, and return the comparison.
 
         floor: folder of a repeated run of one side: what differs by no more than twice its distance from `dir1` is noise.
@@ -111,7 +111,7 @@ class SingleComparator:
         return found
 
 
-def compare_folders(a: Path, b: Path, floor: Path | None = None, workers: int = 8) -> Comparison:
+def compare_folders(a: Path, b: Path, floor: Path | None = None, workers: int = 8) -> RolloutComparison:
     """Compare the arrays of two folders, `workers` at a time."""
     left, right = read_folder(a), read_folder(b)
     order = left.order | right.order
@@ -119,10 +119,10 @@ def compare_folders(a: Path, b: Path, floor: Path | None = None, workers: int = 
     with ThreadPoolExecutor(min(workers, os.cpu_count() or 1)) as pool:
         noise = _noise(left, read_folder(floor), pool) if floor is not None else {}
         rows = list(pool.map(partial(_row, left, right, noise), addresses))
-    return Comparison(a, b, rows, ordered=bool(order))
+    return RolloutComparison(a, b, rows, ordered=bool(order))
 
 
-def as_json(found: Comparison) -> dict[str, Any]:
+def as_json(found: RolloutComparison) -> dict[str, Any]:
     """Return a comparison as JSON values: the verdict, the first place, and each array that is not the same."""
     rows = [
         {**asdict(row.address), "verdict": row.verdict, "note": row.note, **({} if row.pair is None else asdict(row.pair))}
@@ -147,15 +147,15 @@ def _noise(left: Folder, repeated: Folder, pool: ThreadPoolExecutor) -> dict[str
     return noise
 
 
-def _row(left: Folder, right: Folder, noise: Mapping[str, float], address: Address) -> Row:
+def _row(left: Folder, right: Folder, noise: Mapping[str, float], address: Address) -> ArrayRow:
     for side, other in ((left, right), (right, left)):
         if address not in side.arrays:
-            return Row(address, "missing", note=f"only {other.root} has it")
+            return ArrayRow(address, "missing", note=f"only {other.root} has it")
     try:
         pair = pair_of(left.load(address), right.load(address), left.formats.get(address), right.formats.get(address))
     except FormatError as error:
-        return Row(address, "unreadable", note=str(error))
-    return Row(address, _verdict(pair, noise.get(address.key)), pair)
+        return ArrayRow(address, "unreadable", note=str(error))
+    return ArrayRow(address, _verdict(pair, noise.get(address.key)), pair)
 
 
 def _verdict(pair: Pair, noise: float | None) -> Verdict:
@@ -170,7 +170,7 @@ def _verdict(pair: Pair, noise: float | None) -> Verdict:
     return "rounding" if pair.floating and pair.max_ulp <= ROUNDING else "differ"
 
 
-def _described(row: Row) -> str:
+def _described(row: ArrayRow) -> str:
     pair = row.pair
     if pair is None:
         return row.note

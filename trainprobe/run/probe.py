@@ -14,9 +14,9 @@ from trainprobe.engine.capture import part_of
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.naming import Rename, chunks_of
 from trainprobe.engine.core.records import Finding, Place
-from trainprobe.engine.core.shards import ShardOf, declared_shard
 from trainprobe.engine.core.stacks import Stacks
 from trainprobe.engine.core.unmatched import names_not_there
+from trainprobe.engine.geometry.shards import ShardOf, declared_shard
 from trainprobe.engine.plan.loading import load_plan
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.probe import Probe as EngineProbe

@@ -16,7 +16,7 @@ from reduction_oracle import ALL_DTYPES, IMPLEMENTATIONS, REDUCERS, bits_of, row
 from trainprobe.engine.arrays.numpy_rows import NumpyStatsRows
 from trainprobe.engine.arrays.torch_arrays import TorchStatsRows
 from trainprobe.engine.arrays.torch_checksum import crc32_register, torch_fingerprint
-from trainprobe.engine.core.shards import Shard
+from trainprobe.engine.geometry.shards import Shard
 from trainprobe.engine.stats.checksum import MASK, fingerprint, keys, shard_fingerprint, terms
 from trainprobe.engine.stats.partials import CHECKSUM, CRC32, STATS
 

@@ -25,7 +25,7 @@ from tensorboard.compat.proto.event_pb2 import Event
 
 from tests.engine.storage.sinks.collected_steps import plan_for
 from trainprobe.dump_compare.dump_side import Side
-from trainprobe.dump_compare.layouts.joined import Join, JoinedSide, Part
+from trainprobe.dump_compare.layouts.joined import Join, JoinedSide, RankPart
 from trainprobe.engine.arrays.numpy_rows import NumpyStatsRows
 from trainprobe.engine.arrays.torch_library import TorchLibrary
 from trainprobe.engine.arrays.torch_reduce import SMALLEST_NORMAL
@@ -292,7 +292,7 @@ def by_joined_shards(step_data: StepData, folder: Path) -> Seen:
     ranks = [Side(folder / f"step3/rank{rank}") for rank in range(2)]
     whole, found = JoinedSide("both", ranks), dict[str, dict[str, float]]()
     for calls in zip(*(side.step_data.calls for side in ranks), strict=True):
-        halves = [Part(side, call.out[0], rank) for rank, (side, call) in enumerate(zip(ranks, calls, strict=True))]
+        halves = [RankPart(side, call.out[0], rank) for rank, (side, call) in enumerate(zip(ranks, calls, strict=True))]
         seen = dict(whole.numbers(whole.add(Join(halves))))
         found[calls[0].name] = seen | ({"norm": seen["norm"] / math.sqrt(2)} if "norm" in seen else {})
     return found

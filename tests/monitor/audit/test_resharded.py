@@ -15,8 +15,8 @@ from tests.distributed.launch import launch
 from tests.monitor.audit.train_resharded import LOST, SAVED, SWAPPED
 from trainprobe.engine.arrays.torch_checksum import share_of
 from trainprobe.engine.capture.saved_shards import shards_of
-from trainprobe.engine.core.shards import SavedShard, Shard
 from trainprobe.engine.core.sources import Part
+from trainprobe.engine.geometry.shards import SavedShard, Shard
 from trainprobe.engine.stats.checksum import fingerprint, shard_fingerprint
 from trainprobe.monitor.audit.resharded import logical
 

@@ -13,7 +13,7 @@ from trainprobe.cli import main
 from trainprobe.engine.core.records import Place
 from trainprobe.engine.storage.dumps.layout import find_segments
 from trainprobe.monitor.fleet import groups as groups_module
-from trainprobe.monitor.fleet import spread
+from trainprobe.monitor.fleet import survey as survey_module
 
 pytest.importorskip("duckdb", reason="requirements/oldest.txt is without DuckDB")
 
@@ -209,6 +209,6 @@ def test_ray_gives_the_answer_of_one_machine(faulty, cluster, capsys):
 def test_the_shares_do_not_matter(faulty, monkeypatch, capsys):
     folder, _ = faulty
     before = judged(folder, capsys)
-    monkeypatch.setattr(spread, "TOGETHER", 23)
-    monkeypatch.setattr(spread, "shares_of", lambda groups: groups_module.shares_of(groups, 11))
+    monkeypatch.setattr(survey_module, "TOGETHER", 23)
+    monkeypatch.setattr(survey_module, "shares_of", lambda groups: groups_module.shares_of(groups, 11))
     assert judged(folder, capsys) == before

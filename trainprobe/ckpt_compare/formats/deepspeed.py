@@ -16,11 +16,12 @@ from trainprobe.ckpt_compare.formats.plain_torch import arrays, clean
 from trainprobe.ckpt_compare.megatron import model_config, namespace
 from trainprobe.ckpt_compare.megatron_shards import Local, Ranks, place
 from trainprobe.ckpt_compare.optimizer_names import is_array, name_states, one_or_all, state_tensors
-from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor, Piece, Point, Problem, gather, whole
+from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor, Piece, Problem, gather, whole
 from trainprobe.ckpt_compare.plain_state import flat
 from trainprobe.ckpt_compare.storage import torch_archive
 from trainprobe.ckpt_compare.storage.mapped import inside, read_text
 from trainprobe.ckpt_compare.zero_partitions import Fragment, fragments
+from trainprobe.engine.geometry.rectangles import Point
 from trainprobe.errors import FormatError
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")

@@ -10,9 +10,10 @@ from typing import Any
 from trainprobe.ckpt_compare.formats.deepspeed import aliases, sections, shapes_of
 from trainprobe.ckpt_compare.formats.plain_torch import arrays, clean
 from trainprobe.ckpt_compare.optimizer_names import is_array, one_or_all, scalar
-from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor, Point, Problem, Reshaped, Source, gather, whole
+from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor, Problem, Reshaped, Source, gather, whole
 from trainprobe.ckpt_compare.storage import torch_archive
 from trainprobe.ckpt_compare.storage.mapped import inside, read_text
+from trainprobe.engine.geometry.rectangles import Point
 from trainprobe.errors import FormatError
 
 

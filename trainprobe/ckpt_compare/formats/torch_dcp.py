@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from trainprobe.ckpt_compare.optimizer_names import is_array, one_or_all, scalar
-from trainprobe.ckpt_compare.pieces import Array, Checkpoint, LogicalTensor, Piece, Point, Problem, file_name, origin
+from trainprobe.ckpt_compare.pieces import Array, Checkpoint, LogicalTensor, Piece, Problem, file_name, origin
 from trainprobe.ckpt_compare.plain_state import flat
 from trainprobe.ckpt_compare.storage import dcp_metadata, torch_archive
 from trainprobe.ckpt_compare.storage.mapped import Mapped, inside
 from trainprobe.engine.compare.number_formats import NumberFormat
+from trainprobe.engine.geometry.rectangles import Point
 from trainprobe.errors import FormatError
 
 _STATE = re.compile(r"(?:optim\w*|optimizers?(?:_\d+)?|osd)\.(?:state\.)?(?P<name>.+)\.(?P<slot>[A-Za-z_]\w*)")
@@ -30,7 +31,7 @@ _WRAPPERS = re.compile(r"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_m
 
 
 @dataclass(frozen=True, slots=True)
-class _Form:
+class _ItemForm:
     """What a million items have in common: their file, length, and the shape and format of their tensors."""
 
     path: str
@@ -39,7 +40,7 @@ class _Form:
     format: NumberFormat
 
 
-_form = lru_cache(maxsize=1024)(_Form)  # one object for equal ones
+_form = lru_cache(maxsize=1024)(_ItemForm)  # one object for equal ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class Item(Mapped):
     """One chunk of a tensor: a torch archive at some bytes of a file. It knows its shape without being opened."""
 
     start: int
-    form: _Form
+    form: _ItemForm
 
     @property
     def path(self) -> str:

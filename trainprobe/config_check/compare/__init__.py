@@ -9,7 +9,7 @@ from trainprobe.config_check.compare.headline import headline
 from trainprobe.config_check.compare.hyperparameters import compare_hyperparameters
 from trainprobe.config_check.compare.packages import compare_packages
 from trainprobe.config_check.compare.randomness import compare_randomness
-from trainprobe.config_check.compare.verdicts import Check, Comparison, Finding
+from trainprobe.config_check.compare.verdicts import Check, PackComparison, PackFinding
 from trainprobe.config_check.compare.weights import compare_weights
 from trainprobe.config_check.pack import Pack
 from trainprobe.engine.core.words import numbered
@@ -18,7 +18,7 @@ from trainprobe.errors import CompareError, FormatError
 CHECKS = (compare_environment, compare_packages, compare_hyperparameters, compare_dataset, compare_weights, compare_randomness)
 
 
-def compare_packs(bench: Pack, cmp: Pack) -> Comparison:
+def compare_packs(bench: Pack, cmp: Pack) -> PackComparison:
     """Compare two packs; raises CompareError where their content is not what a pack holds."""
     frameworks = framework_of(bench), framework_of(cmp)
     lacking: tuple[str, ...] = ()
@@ -42,23 +42,23 @@ def compare_packs(bench: Pack, cmp: Pack) -> Comparison:
         )
     sentence, consequences = headline(checks)
     notes = (across(*frameworks), *lacking, *_notes(bench, cmp)) if len(set(frameworks)) > 1 else _notes(bench, cmp)
-    return Comparison(bench.path, cmp.path, tuple(checks), sentence, consequences, notes)
+    return PackComparison(bench.path, cmp.path, tuple(checks), sentence, consequences, notes)
 
 
-def _incomplete(bench: Pack, cmp: Pack) -> list[Finding]:
+def _incomplete(bench: Pack, cmp: Pack) -> list[PackFinding]:
     """Say what of a job is not in its pack at all."""
-    found: list[Finding] = []
+    found: list[PackFinding] = []
     for side, pack in (("bench", bench), ("cmp", cmp)):
         if missing := pack.missing_ranks():
             found.append(
-                Finding(
+                PackFinding(
                     "error",
                     f"{side} lacks {numbered('rank', missing)} of {pack.world_size}",
                     "missing",
                 )
             )
         elif not pack.complete:
-            found.append(Finding("warning", f"{side} is the pack of a run that ended early", "missing end"))
+            found.append(PackFinding("warning", f"{side} is the pack of a run that ended early", "missing end"))
     return found
 
 

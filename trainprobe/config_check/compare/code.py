@@ -8,7 +8,7 @@ from typing import Any
 
 from trainprobe.config_check.compare.headline import CODE
 from trainprobe.config_check.compare.pair import BENCH, CMP
-from trainprobe.config_check.compare.verdicts import Finding
+from trainprobe.config_check.compare.verdicts import PackFinding
 
 Functions = Mapping[str, str]
 _TOP = "(top level)"
@@ -70,12 +70,12 @@ def _pairs(left: dict[str, Functions], right: dict[str, Functions]) -> list[tupl
     return [*pairs, *((n, None) for n in only_a), *((None, n) for n in only_b)]
 
 
-def code_finding(rows: list[tuple[str, str, str]], where: str) -> Finding:
+def code_finding(rows: list[tuple[str, str, str]], where: str) -> PackFinding:
     """Return the one finding that names what differs. rows: name and both sides. where: the ranks, as a text."""
     names = [_words(*row) for row in rows]
     rest = f" and {len(names) - _MOST_REPORTED} more places" if len(names) > _MOST_REPORTED + 1 else ""
     reported = names[: _MOST_REPORTED if rest else None]
-    return Finding("warning", f"the code differs: {', '.join(reported)}{rest}{where}", CODE, EXPLAINED_BY)
+    return PackFinding("warning", f"the code differs: {', '.join(reported)}{rest}{where}", CODE, EXPLAINED_BY)
 
 
 def _words(name: str, left: str, right: str) -> str:

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from trainprobe.config_check.compare.data_story import explain, samples
+from trainprobe.config_check.compare.batch_sequences import explain, samples
 from trainprobe.config_check.compare.entries import Batch, batch_key, describe, same_tensor
 from trainprobe.config_check.compare.pair import absent, rank_findings, rank_pairs
 from trainprobe.config_check.compare.values import same
-from trainprobe.config_check.compare.verdicts import Check, Finding, Level, shown, which_ranks
+from trainprobe.config_check.compare.verdicts import Check, Level, PackFinding, shown, which_ranks
 from trainprobe.config_check.pack import BESIDE, Pack, RankPack
 from trainprobe.engine.core.words import counted, numbered
 
@@ -42,12 +42,12 @@ def compare_dataset(bench: Pack, cmp: Pack) -> Check:
     rows: list[tuple[Any, ...]] = []
     first: dict[int, int] = {}
     ranks_by_text: dict[str, list[int]] = {}
-    plain: dict[Finding, list[int]] = {}
+    plain: dict[PackFinding, list[int]] = {}
     findings = rank_findings("dataset", bench, cmp)
     if labelled[0] != labelled[1]:
         side = "bench" if labelled[0] else "cmp"
         findings.append(
-            Finding("note", f"data beside the model's inputs (labels) was captured in {side} only: not compared", "labels")
+            PackFinding("note", f"data beside the model's inputs (labels) was captured in {side} only: not compared", "labels")
         )
     for rank, a, b in pairs:
         left, right = a.by_micro["dataset"], b.by_micro["dataset"]
@@ -62,7 +62,7 @@ def compare_dataset(bench: Pack, cmp: Pack) -> Check:
         if rank in first:
             ranks_by_text.setdefault(explain(_sequence(left), _sequence(right), first[rank]), []).append(rank)
     ranks = [rank for rank, _, _ in pairs]
-    findings += [Finding(f.level, f"{f.text}{which_ranks(where, ranks)}", f.topic) for f, where in plain.items()]
+    findings += [PackFinding(f.level, f"{f.text}{which_ranks(where, ranks)}", f.topic) for f, where in plain.items()]
     if bench.world_size != cmp.world_size:
         other = _other_size(bench, cmp, bool(first))
         if other is not None:
@@ -73,7 +73,7 @@ def compare_dataset(bench: Pack, cmp: Pack) -> Check:
     for text, where in ranks_by_text.items():
         # the order of the data says more than the calls that shuffled it
         topic, causes = ("dataset order", (*_SEEDS, *_LOADING)) if ORDER in text else ("dataset", EXPLAINED_BY)
-        findings.append(Finding("error", f"{text}{which_ranks(where, ranks)}", topic, causes))
+        findings.append(PackFinding("error", f"{text}{which_ranks(where, ranks)}", topic, causes))
     return Check("dataset", COLUMNS, rows, tuple(findings))
 
 
@@ -95,13 +95,13 @@ def _rank_without_labels(rank: RankPack) -> RankPack:
     return replace(rank, by_micro={**rank.by_micro, "dataset": steps})
 
 
-def _scalars(rank: int, left: Mapping[int, Any], right: Mapping[int, Any], rows: list[tuple[Any, ...]]) -> list[Finding]:
+def _scalars(rank: int, left: Mapping[int, Any], right: Mapping[int, Any], rows: list[tuple[Any, ...]]) -> list[PackFinding]:
     """Compare what the model is called with beside tensors; return a finding for each that differs, where it first does.
 
     What one side does not give may have that value by default: a warning. None is as good as not given. Packs of other tools do
     not tell any of it.
     """
-    by_name: dict[str, Finding] = {}
+    by_name: dict[str, PackFinding] = {}
     for micro in sorted(left.keys() & right.keys()):
         a, b = (_given(side[micro]) for side in (left, right))
         for name in dict.fromkeys((*a, *b)) if "scalars" in left[micro] and "scalars" in right[micro] else ():
@@ -112,7 +112,7 @@ def _scalars(rank: int, left: Mapping[int, Any], right: Mapping[int, Any], rows:
             rows.append((micro, rank, name, "", "", x, y, "pass" if equal else level))
             if not equal and name not in by_name:
                 text = f"{name}, with which the model is called, differs from micro-step {micro} on: {x} and {y}"
-                by_name[name] = Finding(level, text, f"argument {name}")
+                by_name[name] = PackFinding(level, text, f"argument {name}")
     return list(by_name.values())
 
 
@@ -120,19 +120,19 @@ def _given(step: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in dict(step.get("scalars") or {}).items() if value is not None}
 
 
-def _other_size(bench: Pack, cmp: Pack, differs: bool) -> Finding | None:
+def _other_size(bench: Pack, cmp: Pack, differs: bool) -> PackFinding | None:
     """Judge the data of two jobs with different numbers of ranks; None where the ranks have to be told one by one."""
     sizes = f"{counted(bench.world_size, 'rank')} and {counted(cmp.world_size, 'rank')}"
     if _same_samples(bench, cmp):
-        return Finding("note", f"the same samples were split over {sizes}", "dataset")
+        return PackFinding("note", f"the same samples were split over {sizes}", "dataset")
     if differs:
         return None
     if (
         len({tuple(map(batch_key, _sequence(r.by_micro.get("dataset", {})))) for p in (bench, cmp) for r in p.ranks.values()})
         == 1
     ):
-        return Finding("note", f"each rank sees the same data, on {sizes}", "dataset")
-    return Finding(
+        return PackFinding("note", f"each rank sees the same data, on {sizes}", "dataset")
+    return PackFinding(
         "error",
         f"with {sizes} the data differs: the further ranks see samples that the other job does not",
         "dataset",
@@ -140,12 +140,12 @@ def _other_size(bench: Pack, cmp: Pack, differs: bool) -> Finding | None:
     )
 
 
-def _count_finding(rank: int, left: Mapping[int, Any], right: Mapping[int, Any]) -> Finding:
+def _count_finding(rank: int, left: Mapping[int, Any], right: Mapping[int, Any]) -> PackFinding:
     extra = sorted(left.keys() ^ right.keys())
     side = "cmp" if extra[0] in left else "bench"
     which = f"{numbered('micro-step', extra)} of rank {rank} {'is' if len(extra) == 1 else 'are'}"
     text = f"{which} missing in {side}: {len(left)} and {len(right)} were captured"
-    return Finding("warning", text, "captured micro-steps")
+    return PackFinding("warning", text, "captured micro-steps")
 
 
 def _rows(rank: int, micro: int, a: Batch, b: Batch, rows: list[tuple[Any, ...]]) -> bool:

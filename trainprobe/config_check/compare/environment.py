@@ -8,7 +8,7 @@ from typing import Any
 from trainprobe.config_check.capture.environment import OWN, effect_of, what_it_does
 from trainprobe.config_check.compare.pair import absent, rank_findings, rank_pairs
 from trainprobe.config_check.compare.values import same
-from trainprobe.config_check.compare.verdicts import Check, Finding, Level, shown, which_ranks
+from trainprobe.config_check.compare.verdicts import Check, Level, PackFinding, shown, which_ranks
 from trainprobe.config_check.names import load_names
 from trainprobe.config_check.pack import Pack
 
@@ -46,7 +46,7 @@ def compare_environment(bench: Pack, cmp: Pack) -> Check:
         level, kind = _LEVEL[effect], "speed variable" if effect == "speed" else "variable"
         rows.append((name, left, right, what_it_does(name), _rank_text(where, ranks), level))
         text = f"{name} differs: {shown(left)} and {shown(right)}{which_ranks(where, ranks)}"
-        findings.append(Finding(level, text, f"{kind} {name}", _setters(name) if _UNSET in (left, right) else ()))
+        findings.append(PackFinding(level, text, f"{kind} {name}", _setters(name) if _UNSET in (left, right) else ()))
     rows += [(name, "(not kept)", "(not kept)", "not in the table of variables", "", "note") for name in sorted(others)]
     findings += [_others_finding(sorted(others))] if others else []
     findings.sort(key=lambda f: ("error", "warning", "note").index(f.level))
@@ -71,12 +71,12 @@ def _differing_others(a: Mapping[str, Any], b: Mapping[str, Any]) -> set[str]:
     return {name for name in unequal if not name.startswith(OWN) and not names.is_variable_of_place(name)}
 
 
-def _others_finding(others: list[str]) -> Finding:
+def _others_finding(others: list[str]) -> PackFinding:
     """Name the variables that the table does not know; a program may read them."""
     rest = f" and {len(others) - _MOST_NAMED} more" if len(others) > _MOST_NAMED else ""
     verb = "variable differs" if len(others) == 1 else "variables differ"
     text = f"{len(others)} other {verb}: {', '.join(others[:_MOST_NAMED])}{rest}"
-    return Finding("note", text, "variables", suspect=True)
+    return PackFinding("note", text, "variables", suspect=True)
 
 
 def _rank_text(where: list[int], ranks: list[int]) -> str:

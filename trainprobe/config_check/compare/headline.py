@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainprobe.config_check.compare.verdicts import LEVELS, Check, Finding
+from trainprobe.config_check.compare.verdicts import LEVELS, Check, PackFinding
 
 _LONGEST = 4  # causes in the first line
 _ORDER = ("hyperparameters", "packages", "environment", "randomness", "weights", "dataset")
@@ -15,7 +15,7 @@ _ONCE = ("setting ", "key ", "random seed")  # beginnings of topics of which one
 CODE = "code"
 
 
-def causes_and_consequences(checks: Sequence[Check]) -> tuple[list[Finding], list[Finding]]:
+def causes_and_consequences(checks: Sequence[Check]) -> tuple[list[PackFinding], list[PackFinding]]:
     """Divide findings into those that explain, gravest first, and those that are explained by another; notes are neither.
 
     A note that is a suspect is among the causes where one of them is only an effect.
@@ -26,44 +26,44 @@ def causes_and_consequences(checks: Sequence[Check]) -> tuple[list[Finding], lis
         unique += [f for check in ordered for f in check.findings if f.suspect and _is_suspected(f, unique)]
     causes = [f for f in unique if not _is_explained(f, unique)]
     causes.sort(key=lambda f: -LEVELS.index(f.level))
-    reported: list[Finding] = []
+    reported: list[PackFinding] = []
     for cause in causes:
         if not any(s.topic == cause.topic and cause.topic.startswith(_ONCE) for s in reported):
             reported.append(cause)
     return reported, [f for f in unique if f not in causes]
 
 
-def _unique(findings: Sequence[Finding]) -> list[Finding]:
-    unique: list[Finding] = []
+def _unique(findings: Sequence[PackFinding]) -> list[PackFinding]:
+    unique: list[PackFinding] = []
     for finding in findings:
         if not any(f.topic == finding.topic and _value_part(f) == _value_part(finding) for f in unique):
             unique.append(finding)
     return unique
 
 
-def _value_part(finding: Finding) -> str:
+def _value_part(finding: PackFinding) -> str:
     """Return what a finding says without where: the same setting in two sources is said once."""
     return (
         finding.text.partition(": ")[2].partition(" on ")[0] if finding.topic.startswith(("setting ", "key ")) else finding.text
     )
 
 
-def _is_unexplained_effect(finding: Finding, all_of_them: Sequence[Finding]) -> bool:
+def _is_unexplained_effect(finding: PackFinding, all_of_them: Sequence[PackFinding]) -> bool:
     """Tell whether an effect has no cause but, perhaps, that the code differs somewhere."""
     others = [f for f in all_of_them if f.topic != CODE]
     return finding.topic.startswith(_EFFECTS) and not _is_explained(finding, others)
 
 
-def _is_suspected(suspect: Finding, found: Sequence[Finding]) -> bool:
+def _is_suspected(suspect: PackFinding, found: Sequence[PackFinding]) -> bool:
     """Tell whether a suspect is one of an effect that is there: a setting of what names it, other variables of any."""
     return any(f.topic.startswith(_EFFECTS) and (suspect.topic == "variables" or _explains(suspect, f)) for f in found)
 
 
-def _is_explained(effect: Finding, all_of_them: Sequence[Finding]) -> bool:
+def _is_explained(effect: PackFinding, all_of_them: Sequence[PackFinding]) -> bool:
     return any(_explains(other, effect) for other in all_of_them)
 
 
-def _explains(cause: Finding, effect: Finding) -> bool:
+def _explains(cause: PackFinding, effect: PackFinding) -> bool:
     if (
         cause is effect
         or cause.topic == effect.topic
@@ -74,7 +74,7 @@ def _explains(cause: Finding, effect: Finding) -> bool:
     return any(cause.topic.startswith(prefix) if prefix else _depth(cause) < _depth(effect) for prefix in effect.explained_by)
 
 
-def _depth(finding: Finding) -> int:
+def _depth(finding: PackFinding) -> int:
     """Return how far down an effect stands: data, then random calls, then their states, then weights; -1 for what is none."""
     return next((depth for topic, depth in _DEPTHS.items() if finding.topic.startswith(topic)), -1)
 

@@ -13,7 +13,7 @@ from trainprobe.config_check.compare.module_texts import class_and_arguments
 from trainprobe.config_check.compare.pair import BENCH, CMP, absent, rank_findings, rank_pairs
 from trainprobe.config_check.compare.step_schedule import schedule_findings
 from trainprobe.config_check.compare.values import meaning, same
-from trainprobe.config_check.compare.verdicts import Check, Finding, Level, shown, which_ranks
+from trainprobe.config_check.compare.verdicts import Check, Level, PackFinding, shown, which_ranks
 from trainprobe.config_check.names import load_names
 from trainprobe.config_check.pack import Pack, RankPack
 from trainprobe.engine.core.words import counted
@@ -130,9 +130,9 @@ def _rank_of_topic(topic: str) -> int:
     return 0 if topic.startswith(("setting ", "key class")) else 1 if topic.startswith("key ") else 2
 
 
-def _of_ranks(pairs: list[tuple[int, RankPack, RankPack]], ranks: list[int], same_size: bool) -> list[Finding]:
+def _of_ranks(pairs: list[tuple[int, RankPack, RankPack]], ranks: list[int], same_size: bool) -> list[PackFinding]:
     """Return what differs in the models' states and in the times at which optimizers step."""
-    ranks_of: dict[Finding, list[int]] = {}
+    ranks_of: dict[PackFinding, list[int]] = {}
     for rank, a, b in pairs:
         found = state_findings(a.single["hyperparameters"], b.single["hyperparameters"])
         found += [*_astray(BENCH, a.single["hyperparameters"]), *_astray(CMP, b.single["hyperparameters"])]
@@ -141,13 +141,13 @@ def _of_ranks(pairs: list[tuple[int, RankPack, RankPack]], ranks: list[int], sam
     return [replace(f, text=f"{f.text}{which_ranks(where, ranks)}") for f, where in ranks_of.items()]
 
 
-def _astray(side: str, content: Mapping[str, Any]) -> Iterator[Finding]:
+def _astray(side: str, content: Mapping[str, Any]) -> Iterator[PackFinding]:
     """Yield the schedulers of one side that do not reach the optimizer which steps; the other side may have the same fault."""
     for one in content.get("sources", []):
         values = dict(one.get("values", {}))
         if one.get("kind") == "scheduler" and values.get(ASTRAY) is True:
             text = f"{values.get('class')} in {side} does not reach the optimizer that steps: it was made for another one"
-            yield Finding("error", text, f"key scheduler.astray {side}", ())
+            yield PackFinding("error", text, f"key scheduler.astray {side}", ())
 
 
 def _items(content: Mapping[str, Any]) -> dict[tuple[str, int, str], _Item]:
@@ -228,14 +228,14 @@ def _row(d: _Difference, where: list[int], ranks: list[int]) -> tuple[Any, ...]:
     return (f"{item.kind}: {item.source}", *keys, left, right, d.matched_by, ranks_text, d.level)
 
 
-def _finding(d: _Difference, where: str) -> list[Finding]:
+def _finding(d: _Difference, where: str) -> list[PackFinding]:
     """Report one difference, unless its whole source is on one side only, which is reported once."""
     if d.left is None or d.right is None:
         item = d.left or d.right
         assert item is not None
         side = BENCH if d.left is not None else CMP
         return [
-            Finding(
+            PackFinding(
                 d.level,
                 f"{_name(item)} is only in {side}: {shown(item.value)}{where}",
                 f"lone {item.kind} {item.number} {item.key}",
@@ -250,35 +250,37 @@ def _finding(d: _Difference, where: str) -> list[Finding]:
         return [_rates(d.left.value, d.right.value, where)]
     if d.left.kind in ("optimizer", "scheduler") and d.left.key.endswith(".parameters"):
         text = f"the parameters in {d.left.key.removesuffix('.parameters')} of the optimizer differ{where}"
-        return [Finding("error", text, "optimizer groups", ("model", "requires_grad", "lone weights", "weight names", "mode"))]
+        return [
+            PackFinding("error", text, "optimizer groups", ("model", "requires_grad", "lone weights", "weight names", "mode"))
+        ]
     text = f"{label} differs: {shown(d.left.value)} and {shown(d.right.value)}{where}"
     if not setting and d.left.kind == "scheduler":
         topic = f"key scheduler.{d.left.key}"
     explained_by = _DRAWN if topic == "key generator" else ()
     if d.left.kind == "optimizer" and d.left.key.endswith(".lr"):  # as it is at the first step, after the scheduler
         explained_by = ("key scheduler.", "source scheduler", "lone scheduler")
-    return [Finding(d.level, text, topic, explained_by, suspect=load_names().is_speed(d.left.key))]
+    return [PackFinding(d.level, text, topic, explained_by, suspect=load_names().is_speed(d.left.key))]
 
 
 def _name(item: _Item) -> str:
     return f"{_KINDS[item.kind]} {item.key}" if item.kind in _OF_OBJECTS else item.key
 
 
-def _rates(a: Any, b: Any, where: str) -> Finding:
+def _rates(a: Any, b: Any, where: str) -> PackFinding:
     """Say from which optimizer step on learning rates differ; fewer steps on one side are no difference by themselves."""
     first = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if not same(x, y)), None)
     if first is None:
-        return Finding("note", f"{counted(len(a), 'optimizer step')} and {len(b)} were captured{where}", "captured steps")
+        return PackFinding("note", f"{counted(len(a), 'optimizer step')} and {len(b)} were captured{where}", "captured steps")
     left, right = (x[0] if isinstance(x, list) and len(x) == 1 else x for x in (a[first], b[first]))
     text = f"learning rate differs from optimizer step {first} on: {shown(left)} and {shown(right)}{where}"
-    return Finding("error", text, "rates", ("setting ", "key ", "lone ", "source "))
+    return PackFinding("error", text, "rates", ("setting ", "key ", "lone ", "source "))
 
 
 def _is_module(d: _Difference) -> bool:
     return (d.left or d.right).kind == "model"  # pyright: ignore[reportOptionalMemberAccess]
 
 
-def _structure(gathered: Mapping[str, tuple[_Difference, list[int]]], ranks: list[int]) -> list[Finding]:
+def _structure(gathered: Mapping[str, tuple[_Difference, list[int]]], ranks: list[int]) -> list[PackFinding]:
     """Report how the modules differ: settings of the same class together, then classes, then modules of one side alone."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for d, where in gathered.values():
@@ -299,7 +301,7 @@ def _structure(gathered: Mapping[str, tuple[_Difference, list[int]]], ranks: lis
                     groups.setdefault(("argument", kind, name, x, y, place), []).append(d.left.key)
         else:
             groups.setdefault(("class", str(d.left.value), str(d.right.value), place), []).append(d.left.key)
-    return [Finding("error", _structure_text(key, modules), "model", _SHAPING) for key, modules in groups.items()]
+    return [PackFinding("error", _structure_text(key, modules), "model", _SHAPING) for key, modules in groups.items()]
 
 
 def _structure_text(key: tuple[str, ...], modules: list[str]) -> str:
@@ -312,15 +314,15 @@ def _structure_text(key: tuple[str, ...], modules: list[str]) -> str:
     return f"{names} differs: {shown(key[1], 100)} and {shown(key[2], 100)}{key[3]}"
 
 
-def _value_text(one_sided: Finding) -> str:
+def _value_text(one_sided: PackFinding) -> str:
     """Return `max_norm 1` of a finding about a setting that one side has."""
     return f"{one_sided.topic.rsplit(' ', 1)[-1]} {one_sided.text.partition(': ')[2]}"
 
 
-def _shortened(findings: list[Finding]) -> tuple[Finding, ...]:
+def _shortened(findings: list[PackFinding]) -> tuple[PackFinding, ...]:
     """Say settings that only one side has once a source, and no more than a line can hold."""
-    kept: list[Finding] = []
-    one_sided: dict[tuple[str, str], list[Finding]] = {}
+    kept: list[PackFinding] = []
+    one_sided: dict[tuple[str, str], list[PackFinding]] = {}
     for finding in findings:
         if finding.topic.startswith("lone "):
             kind = finding.topic.split(" ")[1]
@@ -336,10 +338,10 @@ def _shortened(findings: list[Finding]) -> tuple[Finding, ...]:
         level: Level = "warning" if any(f.level != "note" for f in group) else "note"
         text = f"{len(group)} settings of the {_KINDS.get(kind, kind)} are only in {side}"
         text = f"{_KINDS[kind]} is only in {side}: {', '.join(map(_value_text, group[:3]))}" if whole else text
-        kept.append(Finding(level, text, f"source {kind} {side}", group[0].explained_by))
+        kept.append(PackFinding(level, text, f"source {kind} {side}", group[0].explained_by))
     reported, rest = kept[:_MOST_REPORTED], kept[_MOST_REPORTED:]
     if any(f.level == "error" for f in rest):
-        reported.append(Finding("error", f"{counted(len(rest), 'more setting')} differ", "key more"))
+        reported.append(PackFinding("error", f"{counted(len(rest), 'more setting')} differ", "key more"))
     elif rest:
         reported += rest[:2]
     return tuple(reported)

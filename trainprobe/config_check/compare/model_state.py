@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trainprobe.config_check.compare.pair import BENCH, CMP
-from trainprobe.config_check.compare.verdicts import Finding, shown
+from trainprobe.config_check.compare.verdicts import PackFinding, shown
 
 _MOST_REPORTED = 3
 _WHOLE = "the model"
@@ -14,21 +14,21 @@ _AUTOCAST_FORWARD = "convert_outputs_to_fp32."  # what accelerate puts in place 
 State = Mapping[str, Mapping[str, str]]
 
 
-def state_findings(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Finding]:
+def state_findings(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[PackFinding]:
     """Return what differs between the states of two models; [] where a side does not have it."""
     left, right = a.get("model_state") or {}, b.get("model_state") or {}
     if not left or not right:
         return []
-    found: list[Finding] = []
+    found: list[PackFinding] = []
     for key, (topic, describe) in _KINDS.items():
         mine, theirs = dict(left.get(key, {})), dict(right.get(key, {}))
         for side, one, other in ((BENCH, mine, theirs), (CMP, theirs, mine)):
             if one_sided := [name for name in one if name not in other]:
                 by_autocast = all(one[name].startswith(_AUTOCAST_FORWARD) for name in one_sided)
                 causes = ("flag autocast",) if key == "methods" and by_autocast else ()
-                found.append(Finding("error", f"{describe(one_sided, one[one_sided[0]])} only in {side}", topic, causes))
+                found.append(PackFinding("error", f"{describe(one_sided, one[one_sided[0]])} only in {side}", topic, causes))
         found += [
-            Finding("error", f"{_NAMES[key]} of {name} differs: {shown(mine[name])} and {shown(theirs[name])}", topic)
+            PackFinding("error", f"{_NAMES[key]} of {name} differs: {shown(mine[name])} and {shown(theirs[name])}", topic)
             for name in [n for n in mine if n in theirs and mine[n] != theirs[n]][:_MOST_REPORTED]
         ]
     return found

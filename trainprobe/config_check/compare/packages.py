@@ -6,7 +6,7 @@ from typing import Any
 
 from trainprobe.config_check.compare.code import code_finding, code_rows, without_packages
 from trainprobe.config_check.compare.pair import absent, rank_findings, rank_pairs
-from trainprobe.config_check.compare.verdicts import Check, Finding, Level, which_ranks
+from trainprobe.config_check.compare.verdicts import Check, Level, PackFinding, which_ranks
 from trainprobe.config_check.names import load_names
 from trainprobe.config_check.pack import Pack
 
@@ -41,7 +41,7 @@ def compare_packages(bench: Pack, cmp: Pack) -> Check:
         hashed = name == _COMMIT and all(r.single["packages"].get("sources") for _, *sides in pairs for r in sides)
         level = "note" if hashed else _LEVEL.get(kind, "warning")  # the hashes of the sources say it better
         rows.append((name, left, right, kind, level))
-        findings.append(Finding(level, f"{name} differs: {left} and {right}{which_ranks(where, ranks)}", f"package {name}"))
+        findings.append(PackFinding(level, f"{name} differs: {left} and {right}{which_ranks(where, ranks)}", f"package {name}"))
     findings = _shortened(findings)
     if code:
         rows += [(name, left, right, kind, "warning") for kind, name, left, right in code]
@@ -50,7 +50,7 @@ def compare_packages(bench: Pack, cmp: Pack) -> Check:
     return Check("packages", COLUMNS, rows, findings)
 
 
-def _shortened(findings: list[Finding]) -> tuple[Finding, ...]:
+def _shortened(findings: list[PackFinding]) -> tuple[PackFinding, ...]:
     """Say the first few and count the rest."""
     reported, rest = findings[:_MOST_REPORTED], findings[_MOST_REPORTED:]
     if rest:
@@ -61,7 +61,7 @@ def _shortened(findings: list[Finding]) -> tuple[Finding, ...]:
             if any(f.level == "warning" for f in rest)
             else "note"
         )
-        reported.append(Finding(level, f"{len(rest)} more packages differ", "packages"))
+        reported.append(PackFinding(level, f"{len(rest)} more packages differ", "packages"))
     return tuple(reported)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainprobe.config_check.compare.verdicts import Check, Finding
+from trainprobe.config_check.compare.verdicts import Check, PackFinding
 from trainprobe.config_check.pack import Pack, RankPack
 from trainprobe.engine.core.words import numbered
 
@@ -34,22 +34,22 @@ def absent(name: str, columns: tuple[str, ...], bench: Pack, cmp: Pack) -> Check
         return None
     if not any(has):
         asked = name in bench.captures and name in cmp.captures
-        missing = (Finding("warning", f"{name}: captured on neither side", f"missing {name}"),) if asked else ()
+        missing = (PackFinding("warning", f"{name}: captured on neither side", f"missing {name}"),) if asked else ()
         return Check(name, columns, findings=missing, compared=False)
     side = CMP if has[0] else BENCH
     text = f"{name}: missing in {side}, so it could not be compared"
-    finding = Finding("error", text, f"missing {name}", ("mode",))  # in evaluation mode there are no micro-steps
+    finding = PackFinding("error", text, f"missing {name}", ("mode",))  # in evaluation mode there are no micro-steps
     return Check(name, columns, findings=(finding,), compared=False)
 
 
-def rank_findings(name: str, bench: Pack, cmp: Pack) -> list[Finding]:
+def rank_findings(name: str, bench: Pack, cmp: Pack) -> list[PackFinding]:
     """Return what is missing of a capture rank by rank, where the two jobs have the same number of ranks."""
-    found: list[Finding] = []
+    found: list[PackFinding] = []
     for side, pack, other in ((BENCH, bench, cmp), (CMP, cmp, bench)):
         lost = [
             r for r, content in other.ranks.items() if content.has(name) and not (r in pack.ranks and pack.ranks[r].has(name))
         ]
         if lost and pack.world_size == other.world_size:
             missing = f"{numbered('rank', lost)} missing in {side}"
-            found.append(Finding("error", f"{name}: {missing}", f"missing {name} ranks"))
+            found.append(PackFinding("error", f"{name}: {missing}", f"missing {name} ranks"))
     return found

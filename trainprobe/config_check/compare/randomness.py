@@ -13,7 +13,7 @@ from typing import Any
 from trainprobe.config_check.capture.switch_table import switches
 from trainprobe.config_check.compare.pair import absent, rank_findings, rank_pairs
 from trainprobe.config_check.compare.values import same
-from trainprobe.config_check.compare.verdicts import Check, Finding, Level, shown, which_ranks
+from trainprobe.config_check.compare.verdicts import Check, Level, PackFinding, shown, which_ranks
 from trainprobe.config_check.names import load_names
 from trainprobe.config_check.pack import AT_FIRST_LAYER, AT_MODEL, Pack
 from trainprobe.engine.core.words import counted
@@ -61,10 +61,10 @@ def compare_randomness(bench: Pack, cmp: Pack) -> Check:
     if bench.origin != cmp.origin:
         other = next(pack.origin for pack in (bench, cmp) if pack.origin != "trainprobe")
         text = f"randomness: not compared, as {other} counts fewer functions, over another time, and holds no seeds and states"
-        return Check("randomness", COLUMNS, findings=(Finding("note", text, "randomness of another tool"),), compared=False)
+        return Check("randomness", COLUMNS, findings=(PackFinding("note", text, "randomness of another tool"),), compared=False)
     pairs = list(rank_pairs(bench, cmp, "randomness"))
     ranks = [rank for rank, _, _ in pairs]
-    ranks_of: dict[Finding, list[int]] = {}
+    ranks_of: dict[PackFinding, list[int]] = {}
     rows: list[tuple[Any, ...]] = []
     for rank, a, b in pairs:
         left, right = a.single["randomness"], b.single["randomness"]
@@ -79,7 +79,7 @@ def compare_randomness(bench: Pack, cmp: Pack) -> Check:
             ranks_of.setdefault(finding, []).append(rank)
     findings = rank_findings("randomness", bench, cmp)
     for f, where in ranks_of.items():
-        findings.append(Finding(f.level, f"{f.text}{which_ranks(where, ranks)}", f.topic, f.explained_by))
+        findings.append(PackFinding(f.level, f"{f.text}{which_ranks(where, ranks)}", f.topic, f.explained_by))
     findings.sort(key=lambda f: (("error", "warning", "note").index(f.level), not f.topic.startswith("random seed")))
     return Check("randomness", COLUMNS, rows, tuple(findings))
 
@@ -142,8 +142,8 @@ def _own(stack: Sequence[Mapping[str, Any]]) -> int:
     return next((i for i, f in enumerate(stack) if not f.get("installed")), 0)
 
 
-def _calls(rank: int, a: Counts, b: Counts, rows: list[tuple[Any, ...]], until: tuple[int, int]) -> list[Finding]:
-    found: list[Finding] = []
+def _calls(rank: int, a: Counts, b: Counts, rows: list[tuple[Any, ...]], until: tuple[int, int]) -> list[PackFinding]:
+    found: list[PackFinding] = []
     for left, right in _matched(a, b):
         x, y = a.get(left, {}) if left else {}, b.get(right, {}) if right else {}
         kind = left or right
@@ -159,7 +159,7 @@ def _calls(rank: int, a: Counts, b: Counts, rows: list[tuple[Any, ...]], until: 
         if equal or unseen:
             continue
         if importing:
-            found.append(Finding("note", f"{kind.function} was called while modules were imported, on one side", "imports"))
+            found.append(PackFinding("note", f"{kind.function} was called while modules were imported, on one side", "imports"))
         elif left and right and other_detail:
             found.append(_other_detail(left, right))
         else:
@@ -180,20 +180,22 @@ def _is_seed(call: _Call) -> bool:
     return call.function.rsplit(".", 1)[-1] in _SEEDS
 
 
-def _other_detail(left: _Call, right: _Call) -> Finding:
+def _other_detail(left: _Call, right: _Call) -> PackFinding:
     """Word calls in the same place that were made with other values."""
     if _is_seed(left):
         text = f"seed of {left.function} differs: {left.detail} and {right.detail}, at {_place(right)}"
         topic = "generator seed" if left.function.startswith(_GENERATOR) else "random seed"
-        return Finding(
+        return PackFinding(
             "error", text, topic, ("setting seed", "setting data_seed", *(("random seed",) if topic[0] == "g" else ()))
         )
     details = " and ".join(call.detail or "from the global generator" for call in (left, right))
     text = f"{_short(left.function)} differs: {details}, at {_place(right)}"
-    return Finding("error", text, "random calls", (*_LOADING, "model", "setting hidden_dropout", "setting attention_dropout"))
+    return PackFinding(
+        "error", text, "random calls", (*_LOADING, "model", "setting hidden_dropout", "setting attention_dropout")
+    )
 
 
-def _other_count(call: _Call, x: Mapping[int, int], y: Mapping[int, int]) -> Finding:
+def _other_count(call: _Call, x: Mapping[int, int], y: Mapping[int, int]) -> PackFinding:
     """Word calls that were made another number of times, or on one side only."""
     when = next((w for w in sorted(x.keys() | y.keys()) if x.get(w) != y.get(w)), -1)
     total_a, total_b = sum(x.values()), sum(y.values())
@@ -204,24 +206,24 @@ def _other_count(call: _Call, x: Mapping[int, int], y: Mapping[int, int]) -> Fin
     times = f"{counted(total_a, 'time')} and {counted(total_b, 'time')}"
     text = f"{f'{_short(call.function)} {call.detail}'.rstrip()} is called {times}, {where}, at {_place(call)}"
     if _is_seed(call) and not call.function.startswith(_GENERATOR):
-        return Finding("error", text, "random seed missing", ("setting seed",))
+        return PackFinding("error", text, "random seed missing", ("setting seed",))
     if x and y and call.detail == OWN_GENERATOR:  # a loader with workers draws ahead
-        return Finding("note", text, "random counts", ("",), suspect=True)
+        return PackFinding("note", text, "random counts", ("",), suspect=True)
     if x and y:  # how often both sides call it follows from whatever else differs
-        return Finding("error", text, "random counts", ("",))
+        return PackFinding("error", text, "random counts", ("",))
     if call.function.rsplit(".", 1)[-1] in _SHUFFLES:
-        return Finding("error", text, "random calls", (*_LOADING, "dataset order", "model", "mode"))
-    return Finding("error", text, "random calls", (*_LOADING, "model", "mode", "methods"))
+        return PackFinding("error", text, "random calls", (*_LOADING, "dataset order", "model", "mode"))
+    return PackFinding("error", text, "random calls", (*_LOADING, "model", "mode", "methods"))
 
 
-def _few(found: list[Finding]) -> list[Finding]:
+def _few(found: list[PackFinding]) -> list[PackFinding]:
     """Say the first three of calls that differ, and count the rest."""
-    few: list[Finding] = [f for f in found if f.topic not in _COUNTED]
+    few: list[PackFinding] = [f for f in found if f.topic not in _COUNTED]
     for topic in _COUNTED:
         calls = [f for f in found if f.topic == topic]
         few += calls if len(calls) <= 3 else calls[:2]
         if len(calls) > 3:
-            few.append(Finding("error", f"{len(calls) - 2} more random calls differ", topic, calls[0].explained_by))
+            few.append(PackFinding("error", f"{len(calls) - 2} more random calls differ", topic, calls[0].explained_by))
     return few
 
 
@@ -294,10 +296,10 @@ def _short(function: str) -> str:
     return function.removeprefix("torch.nn.functional.").removeprefix("torch.")
 
 
-def _flags(rank: int, a: Mapping[str, Any], b: Mapping[str, Any], rows: list[tuple[Any, ...]]) -> list[Finding]:
+def _flags(rank: int, a: Mapping[str, Any], b: Mapping[str, Any], rows: list[tuple[Any, ...]]) -> list[PackFinding]:
     left, right = dict(a.get("flags", {})), dict(b.get("flags", {}))
     elsewhere = _read_elsewhere(a, b)
-    found: list[Finding] = []
+    found: list[PackFinding] = []
     for name in [n for n in left if n in right]:  # another version of torch, or of this tool, has others
         x, y = left[name], right[name]
         row = switches().get(name, {})
@@ -305,20 +307,20 @@ def _flags(rank: int, a: Mapping[str, Any], b: Mapping[str, Any], rows: list[tup
         level = _LEVEL.get(row.get("effect", ""), "warning")
         if elsewhere and "around" in row and not equal:
             rows.append((f"flag {name}", rank, shown(x), shown(y), "", "", "note"))
-            found.append(Finding("note", f"{name} was captured {elsewhere}: not compared", f"flag {name}"))
+            found.append(PackFinding("note", f"{name} was captured {elsewhere}: not compared", f"flag {name}"))
             continue
         rows.append((f"flag {name}", rank, shown(x), shown(y), "", "", "pass" if equal else level))
         if equal:
             continue
         if name == "initial_seed":
             text = f"seed of torch differs: {shown(x)} and {shown(y)}"
-            found.append(Finding("error", text, "random seed", ("setting seed", "random calls", "random seed missing")))
+            found.append(PackFinding("error", text, "random seed", ("setting seed", "random calls", "random seed missing")))
         else:
             text = f"{name if '.' in name else name.replace('_', ' ')} differs: {shown(x)} and {shown(y)}"
             explained = ("variable OMP_NUM_THREADS", "variable MKL") if name == "threads" else ()
             explained = (*explained, f"flag {row['follows']}") if "follows" in row else explained
             explained = (*explained, "mode") if name == "autocast" else explained  # there was no forward in training mode
-            found.append(Finding(level, text, f"flag {name}", explained))
+            found.append(PackFinding(level, text, f"flag {name}", explained))
     return found
 
 
@@ -350,7 +352,7 @@ def _of_installed_import(stack: Sequence[Mapping[str, Any]]) -> bool:
     return within is not None and within > 0 and all(frame.get("installed") for frame in stack[:within])
 
 
-def _states(rank: int, a: Mapping[str, Any], b: Mapping[str, Any], rows: list[tuple[Any, ...]]) -> list[Finding]:
+def _states(rank: int, a: Mapping[str, Any], b: Mapping[str, Any], rows: list[tuple[Any, ...]]) -> list[PackFinding]:
     left, right = a.get("states", {}), b.get("states", {})
     first: dict[str, str] = {}
     for micro in sorted(left.keys() & right.keys(), key=int):
@@ -360,10 +362,10 @@ def _states(rank: int, a: Mapping[str, Any], b: Mapping[str, Any], rows: list[tu
             if x != y:
                 first.setdefault(name, micro)
     idle = [n for n in first if n in _CALLS and not _drawn(_CALLS[n], a) and not _drawn(_CALLS[n], b)]
-    found: list[Finding] = []
+    found: list[PackFinding] = []
     if idle:
         found.append(
-            Finding(
+            PackFinding(
                 "note",
                 f"{' and '.join(idle)} random numbers were never seeded, and the program drew none",
                 "unused random state",
@@ -372,5 +374,5 @@ def _states(rank: int, a: Mapping[str, Any], b: Mapping[str, Any], rows: list[tu
     for micro in sorted({m for n, m in first.items() if n not in idle}, key=int):
         names = [n for n, m in first.items() if m == micro and n not in idle]
         text = f"random state of {' and '.join(names)} differs from micro-step {micro} on"
-        found.append(Finding("error", text, "random state", (*_ANY_CAUSE, "dataset")))
+        found.append(PackFinding("error", text, "random state", (*_ANY_CAUSE, "dataset")))
     return found

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainprobe.config_check.compare.verdicts import Finding
+from trainprobe.config_check.compare.verdicts import PackFinding
 from trainprobe.config_check.pack import RankPack
 from trainprobe.engine.core.words import counted
 
 
-def schedule_findings(a: RankPack, b: RankPack) -> list[Finding]:
+def schedule_findings(a: RankPack, b: RankPack) -> list[PackFinding]:
     """Return how the optimizer steps of two ranks differ, [] where they do not or where a side does not know them."""
     left, right = _steps(a), _steps(b)
     common = min(len(left), len(right))
@@ -20,10 +20,10 @@ def schedule_findings(a: RankPack, b: RankPack) -> list[Finding]:
     if None not in periods:
         words = " and ".join(_period_text(period, len(steps)) for period, steps in zip(periods, (left, right), strict=True))
         text = f"gradient accumulation differs: an optimizer step every {words}"
-        return [Finding("error", text, "setting gradient_accumulation", ("setting global_batch_size",))]
+        return [PackFinding("error", text, "setting gradient_accumulation", ("setting global_batch_size",))]
     words = " and ".join(f"{counted(steps[common - 1], 'optimizer step')}" for steps in (left, right))
     text = f"optimizers step at other times: {words} before micro-step {common - 1}"
-    return [Finding("error", text, "step schedule", ("setting ", "key ", "flag ", "lone ", "source "))]
+    return [PackFinding("error", text, "step schedule", ("setting ", "key ", "flag ", "lone ", "source "))]
 
 
 def _steps(rank: RankPack) -> list[int]:

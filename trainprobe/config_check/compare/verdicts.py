@@ -15,7 +15,7 @@ LEVELS: tuple[Level, ...] = ("note", "warning", "error")
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class PackFinding:
     """One thing that differs, in the words of a person.
 
     topic: what it is about, so that the same thing seen in two places is said once. explained_by: beginnings of topics; where
@@ -40,7 +40,7 @@ class Check:
     name: str
     columns: tuple[str, ...]
     rows: Sequence[Sequence[Any]] = ()
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[PackFinding, ...] = ()
     compared: bool = True
 
     @property
@@ -51,7 +51,7 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class PackComparison:
     """Two packs, held against each other. sentence: the first line of every report."""
 
     bench: str

@@ -10,7 +10,7 @@ from trainprobe.config_check.compare.entries import STATISTICS, describe, same_t
 from trainprobe.config_check.compare.frameworks import framework_of
 from trainprobe.config_check.compare.pair import BENCH, CMP, absent, common_ranks, rank_findings
 from trainprobe.config_check.compare.values import close
-from trainprobe.config_check.compare.verdicts import Check, Finding, shown, which_ranks
+from trainprobe.config_check.compare.verdicts import Check, PackFinding, shown, which_ranks
 from trainprobe.config_check.pack import Pack
 from trainprobe.engine.compare.movement import moved_otherwise, shares
 from trainprobe.engine.core.words import counted
@@ -66,18 +66,18 @@ def compare_weights(bench: Pack, cmp: Pack) -> Check:
             _sort(found, micro, rank, *sides, rounding)
         if left.keys() != right.keys():
             text = f"weights of rank {rank} were captured at {counted(len(left), 'micro-step')} and {len(right)}"
-            findings.append(Finding("warning", text, "captured weights", ("captured micro-steps",)))
+            findings.append(PackFinding("warning", text, "captured weights", ("captured micro-steps",)))
     findings += _differing(found.different, bench, cmp, ranks)
     findings += _one_sided(found.one_sided, ranks)
     findings += _gradients(found.gradients, ranks)
     if found.rounded:
         text = f"{counted(len(found.rounded), 'weight')} differ after the first step by no more than frameworks round"
-        findings.append(Finding("note", text, "rounded weights"))
+        findings.append(PackFinding("note", text, "rounded weights"))
     if found.renamed:
         (old, new), *_ = found.renamed
         verb = "has" if len(found.renamed) == 1 else "have"
         text = f"{counted(len(found.renamed), 'weight')} {verb} another name and equal values: {old} is {new} in cmp"
-        findings.append(Finding("warning", text, "weight names", ("model",)))
+        findings.append(PackFinding("warning", text, "weight names", ("model",)))
     return Check("weights", COLUMNS, found.rows, tuple(findings))
 
 
@@ -143,7 +143,7 @@ def _content(entry: Mapping[str, Any]) -> str:
     return f"{entry.get('shape')} {entry.get('checksum') or [entry.get(s) for s in STATISTICS]}"
 
 
-def _differing(different: Mapping[int, Mapping[int, list[str]]], bench: Pack, cmp: Pack, ranks: list[int]) -> list[Finding]:
+def _differing(different: Mapping[int, Mapping[int, list[str]]], bench: Pack, cmp: Pack, ranks: list[int]) -> list[PackFinding]:
     if not different:
         return []
     micro = min(different)
@@ -164,9 +164,9 @@ def _differing(different: Mapping[int, Mapping[int, list[str]]], bench: Pack, cm
     else:
         when, explained = f"from micro-step {micro} on (equal before)", ("",)
     if bench.world_size != cmp.world_size and explained == ("",):
-        return [Finding("note", f"{what} {when}, as training on another number of ranks makes them{where}", "weights")]
+        return [PackFinding("note", f"{what} {when}, as training on another number of ranks makes them{where}", "weights")]
     first = "" if len(names) == 1 else f"{one} first, "
-    return [Finding("error", f"{what} {when}: {first}{_measure(left, right)}{where}", "weights", explained)]
+    return [PackFinding("error", f"{what} {when}: {first}{_measure(left, right)}{where}", "weights", explained)]
 
 
 def _each(by_rank: Mapping[int, list[str]]) -> list[tuple[int, str]]:
@@ -190,9 +190,9 @@ def _measure(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
     return "other bits with equal statistics"
 
 
-def _gradients(found: Mapping[tuple[str, bool], list[int]], ranks: list[int]) -> list[Finding]:
+def _gradients(found: Mapping[tuple[str, bool], list[int]], ranks: list[int]) -> list[PackFinding]:
     """Say which parameters are trained on one side and frozen on the other."""
-    findings: list[Finding] = []
+    findings: list[PackFinding] = []
     for side, trained in ((CMP, True), (BENCH, False)):
         names = [name for name, left in found if left is trained]
         if names:
@@ -200,12 +200,12 @@ def _gradients(found: Mapping[tuple[str, bool], list[int]], ranks: list[int]) ->
             which = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more weights"
             sides = "true and false" if trained else "false and true"
             text = f"requires_grad of {which} differs: {sides} ({'is' if len(names) == 1 else 'are'} frozen in {side}){where}"
-            findings.append(Finding("error", text, "requires_grad"))
+            findings.append(PackFinding("error", text, "requires_grad"))
     return findings
 
 
-def _one_sided(one_sided: Mapping[tuple[str, str], list[int]], ranks: list[int]) -> list[Finding]:
-    found: list[Finding] = []
+def _one_sided(one_sided: Mapping[tuple[str, str], list[int]], ranks: list[int]) -> list[PackFinding]:
+    found: list[PackFinding] = []
     for side in (BENCH, CMP):
         names = [name for name, s in one_sided if s == side]
         if names:
@@ -215,5 +215,5 @@ def _one_sided(one_sided: Mapping[tuple[str, str], list[int]], ranks: list[int])
                 if len(names) == 1
                 else f"{len(names)} weights are only in {side}, {names[0]} the first"
             )
-            found.append(Finding("error", f"{text}{where}", "lone weights", ("model", "setting layers")))
+            found.append(PackFinding("error", f"{text}{where}", "lone weights", ("model", "setting layers")))
     return found

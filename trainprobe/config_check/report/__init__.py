@@ -6,7 +6,7 @@ import importlib
 import zipfile
 from pathlib import Path
 
-from trainprobe.config_check.compare.verdicts import Comparison
+from trainprobe.config_check.compare.verdicts import PackComparison
 from trainprobe.engine.storage.safe_files import open_to_read, regular
 from trainprobe.errors import OutputError, UsageError, did_you_mean
 
@@ -14,7 +14,7 @@ FORMATS = {"xlsx": "spreadsheet", "html": "page", "json": "machine", "md": "mark
 MARK = "trainprobe config-check"
 
 
-def write_reports(comparison: Comparison, folder: Path, formats: list[str]) -> list[Path]:
+def write_reports(comparison: PackComparison, folder: Path, formats: list[str]) -> list[Path]:
     """Write `result.FORMAT` for each format into a folder and return their paths; no other file there is touched.
 
     Raises UsageError for an unknown format, OutputError where a file of that name is not a report of this tool.

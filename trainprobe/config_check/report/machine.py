@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainprobe.config_check.compare.verdicts import Comparison
+from trainprobe.config_check.compare.verdicts import PackComparison
 from trainprobe.config_check.pack_writer import to_json
 from trainprobe.config_check.report import MARK
 from trainprobe.config_check.report.tables import grouped_rows
@@ -12,7 +12,7 @@ from trainprobe.config_check.report.tables import grouped_rows
 MOST_ROWS = 100_000
 
 
-def write(comparison: Comparison, path: Path) -> None:
+def write(comparison: PackComparison, path: Path) -> None:
     """Write sentence, verdicts, findings and rows; a row is an object whose keys are the columns."""
     checks = {}
     for check in comparison.checks:

@@ -6,14 +6,14 @@ import re
 from pathlib import Path
 from typing import Any
 
-from trainprobe.config_check.compare.verdicts import Comparison
+from trainprobe.config_check.compare.verdicts import PackComparison
 from trainprobe.config_check.report import MARK
 from trainprobe.config_check.report.tables import grouped_rows, summary_rows
 
 MOST_ROWS = 50
 
 
-def write(comparison: Comparison, path: Path) -> None:
+def write(comparison: PackComparison, path: Path) -> None:
     """Write the sentence, the verdicts and the first rows that differ."""
     lines = [f"<!-- {MARK} -->", f"**{_cell(comparison.sentence)}**", ""]
     lines += [_cell(comparison.consequences), ""] if comparison.consequences else []

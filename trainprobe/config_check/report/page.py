@@ -6,7 +6,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from trainprobe.config_check.compare.verdicts import Comparison
+from trainprobe.config_check.compare.verdicts import PackComparison
 from trainprobe.config_check.report.tables import grouped_rows, summary_rows
 from trainprobe.engine.storage.html_page import make_page, markup, shared
 
@@ -15,7 +15,7 @@ _WRITTEN = 50  # rows of a table that can be read without a script
 _OWN = ("page.html", "page.css", "page.js")
 
 
-def write(comparison: Comparison, path: Path) -> None:
+def write(comparison: PackComparison, path: Path) -> None:
     """Write the sentence, the verdicts and all rows that differ (2000 a check)."""
     folder = files("trainprobe.config_check.report")
     parts = [*(folder / name for name in _OWN), shared("foot.html")]
@@ -45,7 +45,7 @@ def _written(table: dict[str, Any]) -> markup.Markup:
     )
 
 
-def _tables(comparison: Comparison) -> list[dict[str, Any]]:
+def _tables(comparison: PackComparison) -> list[dict[str, Any]]:
     """Return what differs in each check; cells are text, as the other reports have them."""
     tables: list[dict[str, Any]] = []
     for check in comparison.checks:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from trainprobe.config_check.compare.verdicts import Comparison
+from trainprobe.config_check.compare.verdicts import PackComparison
 from trainprobe.config_check.report import MARK
 from trainprobe.config_check.report.tables import grouped_rows, summary_rows
 from trainprobe.engine.storage.sheet_cells import append, new_book
@@ -14,7 +14,7 @@ MOST_ROWS = 200_000  # a sheet ends at 1 048 576 rows, and a person long before
 _COLOURS = {"pass": "C6EFCE", "warning": "FFEB9C", "error": "FFC7CE"}
 
 
-def write(comparison: Comparison, path: Path) -> None:
+def write(comparison: PackComparison, path: Path) -> None:
     """Write the workbook; needs openpyxl (extra `xlsx`)."""
     book = new_book("writing result.xlsx")
     book.properties.creator = MARK

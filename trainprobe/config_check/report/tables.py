@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainprobe.config_check.compare.verdicts import Check, Comparison
+from trainprobe.config_check.compare.verdicts import Check, PackComparison
 from trainprobe.engine.core.words import spans
 
 _WEIGHT = {"error": 0, "warning": 1, "note": 2, "pass": 3}
 
 
-def summary_rows(comparison: Comparison) -> list[tuple[str, str, str]]:
+def summary_rows(comparison: PackComparison) -> list[tuple[str, str, str]]:
     """Return (check, verdict, first findings) of each check."""
     rows: list[tuple[str, str, str]] = []
     for check in comparison.checks:

@@ -20,9 +20,9 @@ from typing import Any
 
 from trainprobe.dump_compare.dump_side import STATISTICS, Side
 from trainprobe.dump_compare.layouts.cuts import Cut, along
-from trainprobe.dump_compare.layouts.joined import Part, agree, together
-from trainprobe.dump_compare.layouts.known_splits import Rule
-from trainprobe.dump_compare.layouts.recognised import are_the_same, cut_by_shapes, tells
+from trainprobe.dump_compare.layouts.joined import RankPart, agree, together
+from trainprobe.dump_compare.layouts.sharding_by_numbers import are_the_same, cut_by_shapes, tells
+from trainprobe.dump_compare.layouts.split_table import SplitRule
 from trainprobe.engine.core.records import Call, Opaque, Value
 from trainprobe.engine.core.step_data import leaves
 
@@ -31,9 +31,9 @@ _GATHERS = ("all_gather", "all_gather_into_tensor", "all_gather_into_tensor_coal
 _COPIED = ("all_reduce", "all_reduce_coalesced", "broadcast")  # of which each rank gets the same
 _OPERATIONS = ("RedOpType.SUM", "ReduceOp.SUM")
 _NEAR = 12  # calls behind a gather among which its pieces may be put together
-TERMS = Rule("a collective of these values", tp="sum")
-TERMS_OF_ROWS = Rule("the rows of a weight that each rank holds", tp="sum")
-COPIES = Rule("a collective that gave these values", tp="copy")
+TERMS = SplitRule("a collective of these values", tp="sum")
+TERMS_OF_ROWS = SplitRule("the rows of a weight that each rank holds", tp="sum")
+COPIES = SplitRule("a collective that gave these values", tp="copy")
 
 Numbers = Mapping[str, float]
 
@@ -48,7 +48,7 @@ class _Sent:
     summed: bool
     results: Sequence[Value]
 
-    def is_of(self, part: Part) -> bool:
+    def is_of(self, part: RankPart) -> bool:
         """Return whether a part is what was handed over."""
         numbers, bits = part.side.numbers(part.value), part.side.bits(part.value).get("checksum")
         if not tells(numbers):
@@ -72,12 +72,12 @@ class Collectives:
                     for size, found in _copied(side, call):
                         self._copies[side.step_data.place.rank, size].append(found)
 
-    def rule(self, parts: Sequence[Part], whole: Sequence[Part] = ()) -> Rule | None:
+    def rule(self, parts: Sequence[RankPart], whole: Sequence[RankPart] = ()) -> SplitRule | None:
         """Return what a collective proves of parts, all of them; None where none does. whole: what the other side holds.
 
         Of ranks that hold the same numbers they are copies, whatever was done with them.
         """
-        peers: dict[tuple[int, ...], list[Part]] = defaultdict(list)
+        peers: dict[tuple[int, ...], list[RankPart]] = defaultdict(list)
         for part in parts:
             peers[part.data].append(part)
         sent = [self._handed_over(each) for each in peers.values()]
@@ -89,7 +89,7 @@ class Collectives:
             return TERMS
         return None if any(found[0].summed for found in sent) else _parts(parts, whole, sent[0])
 
-    def passed_on(self, parts: Sequence[Part], whole: Part) -> Iterator[tuple[list[Part], Cut | None]]:
+    def passed_on(self, parts: Sequence[RankPart], whole: RankPart) -> Iterator[tuple[list[RankPart], Cut | None]]:
         """Yield what the ranks get of a collective that they hand parts of a whole to, and how that lies over them."""
         found = self._handed_over(parts)
         for results in zip(*(each.results for each in found), strict=False):
@@ -101,7 +101,7 @@ class Collectives:
             elif cut is not None and ordered and found[0].summed:
                 yield got, cut
 
-    def _handed_over(self, parts: Sequence[Part]) -> list[_Sent]:
+    def _handed_over(self, parts: Sequence[RankPart]) -> list[_Sent]:
         """Return what each rank hands over that holds these parts; nothing where one of them does not."""
         group = {part.rank for part in parts}
         if not len(group) == len(parts) > 1 or len({part.shape for part in parts}) > 1:
@@ -110,23 +110,23 @@ class Collectives:
         same = {(each.group, each.summed) for each in found if each is not None}
         return [each for each in found if each is not None] if None not in found and len(same) == 1 else []
 
-    def _are_copies(self, parts: Sequence[Part]) -> bool:
+    def _are_copies(self, parts: Sequence[RankPart]) -> bool:
         group = {part.rank for part in parts}
         return len(group) == len(parts) > 1 and all(
             _first(self._copies.get((part.rank, part.size), ()), part, group) is not None for part in parts
         )
 
 
-def _first(sent: Sequence[_Sent], part: Part, group: set[int]) -> _Sent | None:
+def _first(sent: Sequence[_Sent], part: RankPart, group: set[int]) -> _Sent | None:
     return next((each for each in sent if {*each.group} == group and each.is_of(part)), None)
 
 
-def _parts(parts: Sequence[Part], whole: Sequence[Part], sent: Sequence[_Sent]) -> Rule:
+def _parts(parts: Sequence[RankPart], whole: Sequence[RankPart], sent: Sequence[_Sent]) -> SplitRule:
     """Return that parts lie side by side, and along which dimension, where their order is that of the group."""
     cut = cut_by_shapes(whole[0].shape, parts) if len(whole) == 1 else None
     found = None if cut is None else along(whole[0].shape, cut)
     ordered = [part.rank for part in sorted(parts, key=lambda part: part.tensor)] == [*sent[0].group]
-    return Rule("a gather of these values", tp=found.dim if found is not None and ordered else "split")
+    return SplitRule("a gather of these values", tp=found.dim if found is not None and ordered else "split")
 
 
 def group_of(call: Call) -> tuple[int, ...]:

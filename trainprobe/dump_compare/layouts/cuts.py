@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from trainprobe.dump_compare.arguments import plain_arguments
-from trainprobe.dump_compare.layouts.rectangles import Box
+from trainprobe.dump_compare.layouts.rank_boxes import Box
 from trainprobe.engine.core.records import Call, Opaque
 
 Shape = tuple[int, ...]

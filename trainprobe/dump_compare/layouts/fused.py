@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from trainprobe.dump_compare.layouts.joined import Join, Part
-from trainprobe.dump_compare.layouts.known_splits import Rule
+from trainprobe.dump_compare.layouts.joined import Join, RankPart
+from trainprobe.dump_compare.layouts.split_table import SplitRule
 from trainprobe.dump_compare.layouts.splits import Role, by_boxes, readings, sum_of, whole_shape
 from trainprobe.dump_compare.layouts.state_slots import Slots, comparable, is_known, with_zeros
 from trainprobe.dump_compare.renamed.fused import Fused
-from trainprobe.dump_compare.renamed.fused_rows import Laid, Rows
+from trainprobe.dump_compare.renamed.fused_rows import Laid, RowOrder
 
 _SHARED = ("input", "kwargs")  # what all of them are given
 _SHARES = "grad_input"
@@ -38,7 +38,10 @@ class Beside:
 
 
 def beside(
-    whole: Slots, parts: Sequence[Slots], role_of: Mapping[str, Role], rules: Callable[[str], tuple[Rule | None, Rule | None]]
+    whole: Slots,
+    parts: Sequence[Slots],
+    role_of: Mapping[str, Role],
+    rules: Callable[[str], tuple[SplitRule | None, SplitRule | None]],
 ) -> Beside:
     """Return what the values of several modules come to beside those of one.
 
@@ -65,7 +68,7 @@ def beside(
     return Beside(joined, alone, [place for place in own if place not in met], unjoined)
 
 
-def _held(parts: Sequence[Part]) -> bool:
+def _held(parts: Sequence[RankPart]) -> bool:
     return any(part.size for part in parts)
 
 
@@ -79,7 +82,7 @@ def _place(slot: str, there: Slots, whole: Slots) -> str | None:
 
 
 def _parts(
-    whole: Sequence[Part], parts: Sequence[Sequence[Part]], role: Role, rules: tuple[Rule | None, Rule | None]
+    whole: Sequence[RankPart], parts: Sequence[Sequence[RankPart]], role: Role, rules: tuple[SplitRule | None, SplitRule | None]
 ) -> tuple[Join, Join] | None:
     ways = [joins for joins in zip(*(readings(each, role, rules[1]) for each in parts), strict=False) if _lie_beside(joins)]
     for mine, joins in product([join for join in readings(whole, role, rules[0]) if _lie_beside([join])], ways):
@@ -117,7 +120,7 @@ def _together(joins: Sequence[Join]) -> Join:
     return Join([part for join in joins for part in join.parts], first.how, (), copies, terms=terms)
 
 
-def _terms(whole: Sequence[Part], parts: Sequence[Sequence[Part]]) -> tuple[Join, Join] | None:
+def _terms(whole: Sequence[RankPart], parts: Sequence[Sequence[RankPart]]) -> tuple[Join, Join] | None:
     """Join gradients of weights before they are reduced (see splits.joins)."""
     for split, of_whole in product((False, True), (False, True)):
         mine, theirs = sum_of(whole, of_whole), [sum_of(each, split) for each in parts]
@@ -134,7 +137,7 @@ def _terms(whole: Sequence[Part], parts: Sequence[Sequence[Part]]) -> tuple[Join
     return None
 
 
-def _form_of_sum(join: Join, of_sample: Sequence[Part]) -> tuple[int, ...] | None:
+def _form_of_sum(join: Join, of_sample: Sequence[RankPart]) -> tuple[int, ...] | None:
     """Return the shape of a gradient that is added up, None where it is not known."""
     return join.form if join.how == "parts" else of_sample[0].shape if len(of_sample) == 1 else None
 
@@ -151,7 +154,7 @@ class FusedRows:
     """Modules of one side that are one on the other, and how the rows of these lie in the one where that is known."""
 
     fused: Fused
-    rows: Rows | None = None
+    rows: RowOrder | None = None
 
 
 def fused_states(

@@ -14,10 +14,10 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from trainprobe.dump_compare.dump_side import STATISTICS, Side
-from trainprobe.dump_compare.layouts.joined import Part
+from trainprobe.dump_compare.layouts.joined import RankPart
 from trainprobe.dump_compare.layouts.operators import is_plumbing
-from trainprobe.dump_compare.layouts.rectangles import box_of
-from trainprobe.dump_compare.layouts.topology import Layout, Position, expert_position_of, layout_of, position_of
+from trainprobe.dump_compare.layouts.rank_boxes import box_of
+from trainprobe.dump_compare.layouts.topology import ParallelLayout, Position, expert_position_of, layout_of, position_of
 from trainprobe.engine.core.naming import ROOT
 from trainprobe.engine.core.records import Call, Value
 from trainprobe.engine.core.step_data import parameter_name, slots
@@ -44,13 +44,13 @@ class Here:
 
 
 @dataclass(slots=True)
-class Table:
+class CallTable:
     """The calls of one side. calls: key → piece → those of the ranks; keys stand in the order of execution, rank by rank.
 
     operators: what they run in → piece → forwards of the ranks, in order. backwards: rank, name and number → the backward.
     """
 
-    layout: Layout
+    layout: ParallelLayout
     calls: dict[Key, dict[Piece, list[Here]]] = field(default_factory=dict[Key, dict[Piece, list[Here]]])
     pieces: list[Piece] = field(default_factory=list[Piece])
     operators: dict[Owner, dict[Piece, list[Here]]] = field(default_factory=dict[Owner, dict[Piece, list[Here]]])
@@ -69,11 +69,11 @@ class Table:
         return len({piece[0] for piece in self.pieces})
 
 
-def table_of(sides: Sequence[Side]) -> Table:
+def table_of(sides: Sequence[Side]) -> CallTable:
     """Return the calls of all ranks of one side."""
     places = [side.step_data.place for side in sides]
     layout = layout_of(places[0])
-    table = Table(layout)
+    table = CallTable(layout)
     seen: dict[Piece, None] = {}
     for side, place in zip(sides, places, strict=True):
         position, of_expert = position_of(place), expert_position_of(place)
@@ -107,7 +107,7 @@ def table_of(sides: Sequence[Side]) -> Table:
     return table
 
 
-def _add_operator(table: Table, side: Side, call: Call, owners: Mapping[int, Owner], place: int) -> None:
+def _add_operator(table: CallTable, side: Side, call: Call, owners: Mapping[int, Owner], place: int) -> None:
     """Put an operator where it runs. owners: calls of modules of this rank → what they are called in the table."""
     at, parent = side.step_data.place, call.parent
     owner = owners.get(id(parent)) if isinstance(parent, Call) else (parent or "", 0)
@@ -123,7 +123,7 @@ def _add_operator(table: Table, side: Side, call: Call, owners: Mapping[int, Own
         table.operators.setdefault(owner, {}).setdefault((call.micro or 0, *position.data), []).append(here)
 
 
-def settle_averaging(a: Table, b: Table) -> str:
+def settle_averaging(a: CallTable, b: CallTable) -> str:
     """Find out whether one side adds up the gradients of its ranks instead of averaging them; return a sentence if it does.
 
     It then divides the loss beforehand, or the sum behind (as Megatron does for a loss per token), so that gradients before the
@@ -150,7 +150,7 @@ def settle_averaging(a: Table, b: Table) -> str:
     return ""
 
 
-def _norm_of_loss_gradients(table: Table) -> float:
+def _norm_of_loss_gradients(table: CallTable) -> float:
     """Return the norm of all gradients that reach the model's outputs, NaN or 0 where the dump does not say it.
 
     Those at outputs are of other samples each; those at a loss are terms of one, however many micro-batches there are.
@@ -193,7 +193,7 @@ def owner_of(parameter: str) -> str:
     return parameter.rpartition(".")[0] or ROOT
 
 
-def _whole_name(name: str, position: Position, layout: Layout) -> tuple[str, int]:
+def _whole_name(name: str, position: Position, layout: ParallelLayout) -> tuple[str, int]:
     """Return the name without the number of a virtual stage, and which stage of the whole pipeline it is of."""
     chunk = _CHUNK.match(name) if layout.sizes.get("vpp", 1) > 1 else None
     if chunk is None:
@@ -204,7 +204,7 @@ def _whole_name(name: str, position: Position, layout: Layout) -> tuple[str, int
 Group = tuple[int, Sequence[Piece], Sequence[Piece]]  # number of a micro-batch, pieces of A, pieces of B
 
 
-def match_pieces(a: Table, b: Table) -> list[Group]:
+def match_pieces(a: CallTable, b: CallTable) -> list[Group]:
     """Return which pieces are compared: one with one, micro-batch with micro-batch, or all with all.
 
     Pieces that are matched by their numbers alone and hold other samples are compared all together, where those are the same.
@@ -215,7 +215,7 @@ def match_pieces(a: Table, b: Table) -> list[Group]:
     return [whole] if False in told and _are_given_the_same(a, b, whole) else groups
 
 
-def _are_given_the_same(a: Table, b: Table, group: Group) -> bool | None:
+def _are_given_the_same(a: CallTable, b: CallTable, group: Group) -> bool | None:
     """Return whether the model is called with the same in the pieces of a group, as far as statistics tell; None if not."""
     mine, theirs = (_of_all(table, pieces) for table, pieces in zip((a, b), group[1:], strict=True))
     if not mine or mine.keys() != theirs.keys():
@@ -226,7 +226,7 @@ def _are_given_the_same(a: Table, b: Table, group: Group) -> bool | None:
     return all(near)
 
 
-def _of_all(table: Table, pieces: Sequence[Piece]) -> dict[str, tuple[float, ...]]:
+def _of_all(table: CallTable, pieces: Sequence[Piece]) -> dict[str, tuple[float, ...]]:
     """Return slot → elements, largest, smallest, sum and sum of squares of all that the model is called with in some pieces."""
     found: dict[str, list[tuple[float, ...]]] = defaultdict(list)
     for piece, heres in table.calls.get(("module", ROOT, "forward", 0), {}).items():
@@ -253,7 +253,7 @@ def other_micro_batches(a: Side, b: Side) -> bool:
     return tables[0].micros != tables[1].micros and bool(sizes[0]) and sizes[0] == sizes[1]
 
 
-def _by_number(a: Table, b: Table) -> list[Group]:
+def _by_number(a: CallTable, b: CallTable) -> list[Group]:
     """Return the groups that the number of pieces and micro-batches of both sides make."""
     if len(a.pieces) == len(b.pieces):
         mine, theirs = (_fingerprints(table) for table in (a, b))
@@ -264,18 +264,18 @@ def _by_number(a: Table, b: Table) -> list[Group]:
     return by_micro_batch(a, b)
 
 
-def by_micro_batch(a: Table, b: Table) -> list[Group]:
+def by_micro_batch(a: CallTable, b: CallTable) -> list[Group]:
     """Return the pieces of each micro-batch, or all together where the sides have other numbers of micro-batches."""
     if a.micros == b.micros:
         return [(m, _of_micro(a, m), _of_micro(b, m)) for m in sorted({piece[0] for piece in a.pieces})]
     return [(0, a.pieces, b.pieces)]
 
 
-def _of_micro(table: Table, micro: int) -> list[Piece]:
+def _of_micro(table: CallTable, micro: int) -> list[Piece]:
     return [piece for piece in table.pieces if piece[0] == micro]
 
 
-def _fingerprints(table: Table) -> dict[Piece, Hashable]:
+def _fingerprints(table: CallTable) -> dict[Piece, Hashable]:
     """Return what tells the samples of a piece: the statistics or bits of all that the model is called with."""
     found: dict[Piece, Hashable] = {}
     for piece, heres in table.calls.get(("module", ROOT, "forward", 0), {}).items():
@@ -312,7 +312,7 @@ def values_of(heres: Sequence[Here]) -> dict[str, list[tuple[Here, Value]]]:
     return {slot: of[shown(slot)] for slot, of in found.items() if shown(slot) in of}
 
 
-def order_of(heres: Sequence[Here], micro: int, table: Table) -> tuple[int, ...]:
+def order_of(heres: Sequence[Here], micro: int, table: CallTable) -> tuple[int, ...]:
     """Return a sort key of a call in the order of execution: under a pipeline, stage after stage and back."""
     first = min(heres, key=lambda here: here.place)
     if table.layout.sizes.get("pp", 1) == 1:
@@ -322,15 +322,15 @@ def order_of(heres: Sequence[Here], micro: int, table: Table) -> tuple[int, ...]
     return micro, back, -first.stage if back else first.stage, first.place
 
 
-def parts_of(of: Mapping[Piece, list[Here]], pieces: Sequence[Piece], key: Key, table: Table) -> dict[str, list[Part]]:
+def parts_of(of: Mapping[Piece, list[Here]], pieces: Sequence[Piece], key: Key, table: CallTable) -> dict[str, list[RankPart]]:
     """Return slot → what the ranks hold of it, piece by piece."""
     backward = key[2] == "backward" or key[0] == "parameter"
     weight, ranks = 1 / table.averaged if backward else 1.0, table.layout.ranks
-    found: dict[str, list[Part]] = {}
+    found: dict[str, list[RankPart]] = {}
     for piece in pieces:
         for slot, values in values_of(of.get(piece, ())).items():
             found.setdefault(slot, []).extend(
-                Part(
+                RankPart(
                     here.side, value, here.rank, _sample(key, piece, here), here.tensor, weight, box_of(value, here.rank, ranks)
                 )
                 for here, value in values

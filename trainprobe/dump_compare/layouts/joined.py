@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from trainprobe.dump_compare.dump_side import Columns, Side, gathered, norm_of
 from trainprobe.dump_compare.intervals import Interval, interval
-from trainprobe.dump_compare.layouts.rectangles import Box, extent, holder, put_together, share_of
+from trainprobe.dump_compare.layouts.rank_boxes import Box, extent, holder, put_together, share_of
 from trainprobe.dump_compare.renamed.fused_rows import Laid
 from trainprobe.engine.core.records import Call, Value
 from trainprobe.engine.core.step_data import StoredStepData
@@ -27,7 +27,7 @@ How = Literal["parts", "terms"]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RankPart:
     """What one rank holds of a value.
 
     data: its samples (see grouping). weight: what its numbers are multiplied by. box: its place in the whole where the dump
@@ -62,10 +62,10 @@ class Join:
     one on the other side, how each makes its own value, where the shape of each is known. laid: how these lie in the one.
     """
 
-    parts: Sequence[Part]
+    parts: Sequence[RankPart]
     how: How = "parts"
     shape: tuple[int, ...] = ()
-    replicas: Sequence[tuple[Part, Part]] = ()
+    replicas: Sequence[tuple[RankPart, RankPart]] = ()
     mean: bool = False
     boxes: Sequence[Box] = ()
     terms: int = 1
@@ -223,7 +223,7 @@ def array_of(join: Join) -> npt.NDArray[Any] | None:
     return None if whole is None or whole.size != math.prod(join.shape) else whole.reshape(join.shape)
 
 
-def _scaled(part: Part, factor: float) -> npt.NDArray[Any] | None:
+def _scaled(part: RankPart, factor: float) -> npt.NDArray[Any] | None:
     array, weight = part.side.held(part.value, part.shape), part.weight * factor
     return array if array is None or weight == 1 else np.asarray(array, np.float64) * weight
 
@@ -238,7 +238,7 @@ def _added(terms: Iterator[npt.NDArray[Any] | None], shape: tuple[int, ...]) -> 
     return None if total is None or total.shape != shape else total
 
 
-def _disagreement(name: str, replicas: Sequence[tuple[Part, Part]]) -> Interval | None:
+def _disagreement(name: str, replicas: Sequence[tuple[RankPart, RankPart]]) -> Interval | None:
     found = [(interval(one.side, one.value, other.side, other.value), one, other) for one, other in replicas]
     found = [each for each in found if each[0].low > 0]
     if not found:
@@ -248,7 +248,7 @@ def _disagreement(name: str, replicas: Sequence[tuple[Part, Part]]) -> Interval 
     return Interval(far.low, far.high, "replicas", note)
 
 
-def agree(parts: Sequence[Part]) -> bool:
+def agree(parts: Sequence[RankPart]) -> bool:
     """Return whether parts hold the same numbers, as far as the dump says."""
     return all(interval(a.side, a.value, b.side, b.value).low == 0 for a, b in pairwise(parts))
 

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from trainprobe.dump_compare.call_slots import fill, is_result
 from trainprobe.dump_compare.layouts.arguments import add_arguments
 from trainprobe.dump_compare.layouts.collectives import Collectives
-from trainprobe.dump_compare.layouts.grouping import Group, Here, Key, Owner, Piece, Table, in_expert, order_of, parts_of
-from trainprobe.dump_compare.layouts.joined import JoinedSide, Part
-from trainprobe.dump_compare.layouts.operators import Joined, Known, backward_joins, forward_joins
+from trainprobe.dump_compare.layouts.grouping import CallTable, Group, Here, Key, Owner, Piece, in_expert, order_of, parts_of
+from trainprobe.dump_compare.layouts.joined import JoinedSide, RankPart
+from trainprobe.dump_compare.layouts.known_values import KnownValues
+from trainprobe.dump_compare.layouts.operators import Joined, backward_joins, forward_joins
 from trainprobe.dump_compare.layouts.topology import expert_position_of, position_of
 from trainprobe.dump_compare.pairing import aligned, operator
 from trainprobe.engine.core.records import Call
@@ -62,7 +63,7 @@ class OperatorPairs:
 
     def __init__(
         self,
-        tables: tuple[Table, Table],
+        tables: tuple[CallTable, CallTable],
         sides: tuple[JoinedSide, JoinedSide],
         collectives: tuple[Collectives, Collectives],
     ) -> None:
@@ -71,7 +72,7 @@ class OperatorPairs:
         self._numbers: Counter[str] = Counter()
         self._other_samples = len({(table.micros, table.layout.averaged) for table in tables}) > 1
         self._alone = not any(key[0] == "module" for table in tables for key in table.calls)  # no modules were recorded
-        self.known = Known(recognises=self._alone)
+        self.known = KnownValues(recognises=self._alone)
         self._outside: Counter[str] = Counter()  # operators outside modules that may count micro-batches and ranks
         self._others: Counter[str] = Counter()  # modules that run other operators on the two sides → how many calls
         self._unknown: Counter[str] = Counter()  # operators that have no known split → how many calls
@@ -98,7 +99,7 @@ class OperatorPairs:
         ):  # what is known of a value follows from those before
             yield from self._at(site, heres, sure)
 
-    def follow(self, a: Sequence[Part], b: Sequence[Part]) -> None:
+    def follow(self, a: Sequence[RankPart], b: Sequence[RankPart]) -> None:
         """Take in what ranks get of a collective that they hand a value to which the other side holds whole."""
         for i, (parts, whole) in enumerate(((a, b), (b, a))):
             if len(whole) == 1 and len(parts) > 1:
@@ -249,7 +250,7 @@ def _shared_end(lanes: Sequence[Sequence[Here]], owner: Owner) -> int:
     return least if least and all(each[-least:] == names[0][-least:] for each in names) else 0
 
 
-def _values(heres: Sequence[Here], owner: Owner, phase: str, table: Table) -> dict[str, list[Part]]:
+def _values(heres: Sequence[Here], owner: Owner, phase: str, table: CallTable) -> dict[str, list[RankPart]]:
     """Return slot → what the ranks hold there."""
     of: dict[Piece, list[Here]] = defaultdict(list)
     for here in heres:

@@ -15,9 +15,8 @@ What is known begins with the values of modules and with weights. Sums that were
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Literal
 
 from trainprobe.dump_compare.arguments import plain_arguments
@@ -32,14 +31,13 @@ from trainprobe.dump_compare.layouts.cuts import (
     shape_of_part,
     unused,
 )
-from trainprobe.dump_compare.layouts.joined import Join, Part, agree
-from trainprobe.dump_compare.layouts.recognised import are_samples_of, cut_by_shapes, lay_by_numbers, tell_the_same
+from trainprobe.dump_compare.layouts.joined import Join, RankPart, agree
+from trainprobe.dump_compare.layouts.known_values import KnownValues, Values, has_boxes
 from trainprobe.dump_compare.layouts.splits import by_boxes, whole_shape
 from trainprobe.engine.core.records import Call
 
 Way = Literal["whole", "boxes", "copies", "parts", "mean", "terms"]
 Joined = tuple[Join, Join, Way]
-Values = Mapping[str, Sequence[Part]]  # slot → what the ranks of one side hold of it
 
 _MOVES = ("view", "reshape", "transpose", "permute", "flatten", "unflatten", "squeeze", "unsqueeze", "movedim", "swapaxes", "t")
 _PRODUCTS = ("linear", "matmul", "mm", "bmm", "baddbmm", "embedding")
@@ -60,84 +58,11 @@ def is_plumbing(call: Call) -> bool:
 _BY_RANKS: tuple[Way, ...] = ("whole", "copies", "boxes", "parts")
 
 
-_Identity = tuple[object, ...]
-
-
-@dataclass(slots=True)
-class Known:
-    """Of which numbers on which ranks it is known how they lie: those of modules, and what operators made of them.
-
-    recognises: whether no modules were recorded, so that what begins it all is to be known by its numbers.
-    """
-
-    recognises: bool = False
-    _seen: dict[_Identity, set[int]] = field(default_factory=dict[_Identity, set[int]])  # → which values these numbers are
-    _cuts: dict[_Identity, set[Cut]] = field(default_factory=dict[_Identity, set[Cut]])
-    _count: int = 0
-
-    def add(self, *sides: Sequence[Part], cut: Cut | None = None) -> None:
-        """Take in what ranks hold of a value, on one side or both. cut: of the side that holds it in parts."""
-        self._count += 1
-        for part in (part for parts in sides for part in parts):
-            if found := _identity(part):
-                self._seen.setdefault(found, set()).add(self._count)
-                if cut is not None and math.prod(part.shape) < max(part.size for parts in sides for part in parts):
-                    self._cuts.setdefault(found, set()).add(cut)
-
-    def are_one(self, a: Sequence[Part], b: Sequence[Part]) -> bool:
-        """Return whether both sides hold one value here that was seen on both."""
-        return bool(set.intersection(*[self._seen.get(_identity(part), set()) for part in (*a, *b)]))
-
-    def recognise(self, a: Sequence[Part], b: Sequence[Part]) -> None:
-        """Take in a value that one rank of one side holds, where the numbers of the other side's ranks are its own."""
-        one, several = sorted((a, b), key=len)
-        if len(one) != 1 or len(several) == 1 or self.are_one(a, b):
-            return
-        lay = lay_by_numbers(one[0], several)
-        if lay is not None or are_samples_of(one[0], several):
-            self.add(one, several, cut=lay if isinstance(lay, Cut) else None)
-
-    def take_weights(self, a: Values, b: Values) -> None:
-        """Take in the weights of an operator that is given something known, by their shapes where their numbers are others.
-
-        A weight that is another is then compared, and not left out with all that is made of it.
-        """
-        given = [slot for slot in a if slot in b and not is_result(slot) and any(part.size for part in a[slot])]
-        unknown = [slot for slot in given if not self.are_one(a[slot], b[slot])]
-        if len(unknown) == len(given):
-            return
-        for slot in unknown:
-            one, several = sorted((a[slot], b[slot]), key=len)
-            trained = all(part.value.requires_grad and not self.all_of([one[0], part]) for part in several)
-            if len(one) != 1 or len(several) == 1 or not trained or tell_the_same(one[0], several):
-                return
-            cut = cut_by_shapes(one[0].shape, several)
-            if cut is not None or all(part.shape == one[0].shape for part in several):
-                self.add(one, several, cut=cut)
-
-    def cut_of(self, parts: Sequence[Part]) -> Cut | None:
-        """Return the cut of a value that the ranks of one side hold parts of, None where that is not known."""
-        found = set.intersection(*[self._cuts.get(_identity(part), set()) for part in parts])
-        return found.pop() if len(found) == 1 else None
-
-    def all_of(self, parts: Sequence[Part]) -> bool:
-        """Return whether a rank holds the whole, the dump says which part each holds, or all of it was seen."""
-        return len(parts) == 1 or _has_boxes(parts) or all(_identity(part) in self._seen for part in parts)
-
-
-def _identity(part: Part) -> _Identity:
-    """Return what tells a value on its rank; nothing where the dump has no fingerprint and no norm of it, as of masks."""
-    fingerprint = part.side.bits(part.value) or part.side.numbers(part.value)
-    if not part.side.bits(part.value) and "norm" not in fingerprint:
-        return ()
-    return id(part.side), part.value.dtype, part.size, *sorted(fingerprint.items())
-
-
 def forward_joins(
     calls: Sequence[Sequence[Call]],
     a: Values,
     b: Values,
-    known: Known,
+    known: KnownValues,
     weights: Set[tuple[int, ...]] = frozenset(),
     *,
     trusted: bool = False,
@@ -183,7 +108,9 @@ def forward_joins(
     return found
 
 
-def _joins_of_cuts(calls: Sequence[Sequence[Call]], sides: tuple[Values, Values], known: Known) -> dict[str, Joined] | None:
+def _joins_of_cuts(
+    calls: Sequence[Sequence[Call]], sides: tuple[Values, Values], known: KnownValues
+) -> dict[str, Joined] | None:
     """Return how values make wholes where one rank of one side holds all, and those of the other known parts."""
     one = 0 if len(calls[0]) == 1 else 1
     if len(calls[one]) != 1 or len({part.data for parts in sides[1 - one].values() for part in parts}) > 1:
@@ -227,7 +154,7 @@ def _say_the_same(calls: Sequence[Sequence[Call]]) -> bool:
     return all(each == arguments[0] for each in arguments)
 
 
-def _lay_of(whole: Part, parts: Sequence[Part], known: Known) -> Lay | None:
+def _lay_of(whole: RankPart, parts: Sequence[RankPart], known: KnownValues) -> Lay | None:
     """Return how the ranks hold what an operator is given, None where it is not known."""
     if whole.size == 0 and all(part.size == 0 for part in parts):
         return "copy"
@@ -239,14 +166,14 @@ def _lay_of(whole: Part, parts: Sequence[Part], known: Known) -> Lay | None:
     return cut if cut is not None and _fits(whole.shape, parts, cut) else None
 
 
-def _fits(shape: tuple[int, ...], parts: Sequence[Part], lay: Lay) -> bool:
+def _fits(shape: tuple[int, ...], parts: Sequence[RankPart], lay: Lay) -> bool:
     """Return whether what ranks hold has the shapes that a lay says."""
     part_shape = shape_of_part(shape, lay) if isinstance(lay, Cut) else shape
     cut_fits = not isinstance(lay, Cut) or lay.unit * len(parts) == lay.period
     return cut_fits and all(part.shape == part_shape for part in parts)
 
 
-def _of_lay(parts: Sequence[Part], lay: Lay, shape: tuple[int, ...]) -> Join:
+def _of_lay(parts: Sequence[RankPart], lay: Lay, shape: tuple[int, ...]) -> Join:
     if lay == "copy":
         return Join(parts[:1], shape=shape, replicas=[(parts[0], other) for other in parts[1:]])
     if lay == "sum":
@@ -254,7 +181,7 @@ def _of_lay(parts: Sequence[Part], lay: Lay, shape: tuple[int, ...]) -> Join:
     return Join(parts, shape=shape, boxes=boxes_of(shape, lay, len(parts)))
 
 
-def _are_the_same_bits(parts: Sequence[Part]) -> bool:
+def _are_the_same_bits(parts: Sequence[RankPart]) -> bool:
     """Return whether all ranks of both sides are given the same bits; a function of those gives the same everywhere."""
     bits = [part.side.bits(part.value) for part in parts]
     return (
@@ -262,7 +189,7 @@ def _are_the_same_bits(parts: Sequence[Part]) -> bool:
     )
 
 
-def _is_gathered(parts: Sequence[Part], weights: Set[tuple[int, ...]]) -> bool:
+def _is_gathered(parts: Sequence[RankPart], weights: Set[tuple[int, ...]]) -> bool:
     return parts[0].shape in weights and all(part.value.requires_grad for part in parts) and agree(parts)
 
 
@@ -282,12 +209,12 @@ def backward_joins(forward: Mapping[str, Joined], a: Values, b: Values) -> dict[
     return found
 
 
-def _single(parts: Sequence[Part]) -> Join:
+def _single(parts: Sequence[RankPart]) -> Join:
     return Join(parts, shape=parts[0].shape)
 
 
 def _of_result(
-    calls: Sequence[Sequence[Call]], given: Mapping[str, Joined], a: Sequence[Part], b: Sequence[Part]
+    calls: Sequence[Sequence[Call]], given: Mapping[str, Joined], a: Sequence[RankPart], b: Sequence[RankPart]
 ) -> Joined | None:
     inputs = [made for slot, made in given.items() if not is_result(slot)]
     if all(way in ("copies", "whole") for _, _, way in inputs):
@@ -333,7 +260,7 @@ def _alike_from(made: Joined, dim: int) -> bool:
     return len({part.shape[dim:] for join in made[:2] for part in join.parts}) == 1
 
 
-def _joined(a: Sequence[Part], b: Sequence[Part], *, copies: bool = False) -> Joined | None:
+def _joined(a: Sequence[RankPart], b: Sequence[RankPart], *, copies: bool = False) -> Joined | None:
     """Return the first readings of both sides that make wholes of one size. copies: whether ranks must hold copies."""
     for mine, way in _readings(a, copies):
         for theirs, other in _readings(b, copies):
@@ -344,10 +271,10 @@ def _joined(a: Sequence[Part], b: Sequence[Part], *, copies: bool = False) -> Jo
     return None
 
 
-def _readings(parts: Sequence[Part], copies: bool) -> Iterator[tuple[Join, Way]]:
+def _readings(parts: Sequence[RankPart], copies: bool) -> Iterator[tuple[Join, Way]]:
     if any(part.value.row < 0 for part in parts):
         return
-    if _has_boxes(parts):
+    if has_boxes(parts):
         if not any(part.box.term for part in parts if part.box is not None):
             yield by_boxes(parts), "boxes"
         return
@@ -361,13 +288,9 @@ def _readings(parts: Sequence[Part], copies: bool) -> Iterator[tuple[Join, Way]]
         yield from _copies_of_samples(parts)
 
 
-def _has_boxes(parts: Sequence[Part]) -> bool:
-    return all(part.box is not None for part in parts)
-
-
-def _copies_of_samples(parts: Sequence[Part]) -> Iterator[tuple[Join, Way]]:
+def _copies_of_samples(parts: Sequence[RankPart]) -> Iterator[tuple[Join, Way]]:
     """Yield the parts of samples of which tensor-parallel ranks hold copies."""
-    samples: dict[tuple[int, ...], list[Part]] = {}
+    samples: dict[tuple[int, ...], list[RankPart]] = {}
     for part in parts:
         samples.setdefault(part.data, []).append(part)
     if 1 < len(samples) < len(parts) and all(agree(each) for each in samples.values()):
@@ -375,12 +298,12 @@ def _copies_of_samples(parts: Sequence[Part]) -> Iterator[tuple[Join, Way]]:
         yield Join(first, replicas=[(each[0], other) for each in samples.values() for other in each[1:]]), "parts"
 
 
-def _mean(a: Sequence[Part], b: Sequence[Part]) -> Joined:
+def _mean(a: Sequence[RankPart], b: Sequence[RankPart]) -> Joined:
     made = [Join(parts, "terms" if len(parts) > 1 else "parts", parts[0].shape, mean=len(parts) > 1) for parts in (a, b)]
     return made[0], made[1], "mean"
 
 
-def _way_of(slot: str, forward: Mapping[str, Joined], parts: Sequence[Part]) -> Way | None:
+def _way_of(slot: str, forward: Mapping[str, Joined], parts: Sequence[RankPart]) -> Way | None:
     """Return how the value lies that a gradient belongs to: of those that are as large on a rank, if it is the same for all."""
     if all(way == "whole" for _, _, way in forward.values()):
         return "whole"
@@ -391,7 +314,7 @@ def _way_of(slot: str, forward: Mapping[str, Joined], parts: Sequence[Part]) -> 
     return same.pop() if len(same) == 1 else None
 
 
-def _of_gradient(way: Way | None, a: Sequence[Part], b: Sequence[Part]) -> Joined | None:
+def _of_gradient(way: Way | None, a: Sequence[RankPart], b: Sequence[RankPart]) -> Joined | None:
     if way is None or any(part.value.row < 0 for part in (*a, *b)):
         return None
     if way == "whole":

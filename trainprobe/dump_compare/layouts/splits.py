@@ -1,6 +1,6 @@
 """How the parts of one value on two sides make the same whole: which axes split it, and along which the ranks hold copies.
 
-Mostly nobody needs to say it; what must be said stands in a table (see known_splits). A whole has one number of elements, so of
+Mostly nobody needs to say it; what must be said stands in a table (see split_table). A whole has one number of elements, so of
 the ways to read the parts of both sides (split over samples and tensor-parallel ranks, over one of the two, over none) that one
 counts which makes both wholes equally large. Where ranks hold copies, these must agree; that is measured, and a copy that does
 not agree is what is reported.
@@ -14,16 +14,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from trainprobe.dump_compare.layouts.joined import Join, Part, agree
-from trainprobe.dump_compare.layouts.known_splits import Rule
-from trainprobe.dump_compare.layouts.rectangles import Box
+from trainprobe.dump_compare.layouts.joined import Join, RankPart, agree
+from trainprobe.dump_compare.layouts.rank_boxes import Box
+from trainprobe.dump_compare.layouts.split_table import SplitRule
 from trainprobe.errors import CompareError
 
 Role = Literal["activation", "gradient", "weight", "weight gradient"]
 
 
 def joins(
-    a: Sequence[Part], b: Sequence[Part], role: Role, known: tuple[Rule | None, Rule | None] = (None, None)
+    a: Sequence[RankPart], b: Sequence[RankPart], role: Role, known: tuple[SplitRule | None, SplitRule | None] = (None, None)
 ) -> tuple[Join, Join] | None:
     """Return how the parts of both sides make one whole each, None where no way is known.
 
@@ -49,7 +49,7 @@ def joins(
     return _over_samples(a, b, role)
 
 
-def readings(parts: Sequence[Part], role: Role, known: Rule | None = None) -> Iterator[Join]:
+def readings(parts: Sequence[RankPart], role: Role, known: SplitRule | None = None) -> Iterator[Join]:
     """Yield the ways to read parts: all of them side by side, or copies along one axis. Samples are no copies.
 
     Where the dump, or a table, says which part of the whole each rank holds, there is one way.
@@ -68,9 +68,9 @@ def readings(parts: Sequence[Part], role: Role, known: Rule | None = None) -> It
             yield Join(first, replicas=copies)
 
 
-def by_boxes(parts: Sequence[Part]) -> Join:
+def by_boxes(parts: Sequence[RankPart]) -> Join:
     """Join parts by their places in the whole; what several ranks hold counts once, and the others are copies of it."""
-    same: dict[object, list[Part]] = defaultdict(list)
+    same: dict[object, list[RankPart]] = defaultdict(list)
     for part in parts:
         same[part.box].append(part)
     copies = [(each[0], other) for each in same.values() for other in each[1:]]
@@ -78,7 +78,7 @@ def by_boxes(parts: Sequence[Part]) -> Join:
     return Join(first, replicas=copies, boxes=[part.box for part in first if part.box is not None])
 
 
-def _partial(parts: Sequence[Part]) -> Join | None:
+def _partial(parts: Sequence[RankPart]) -> Join | None:
     """Return the sum of parts of which the dump says that they are terms, one of each rank; None where it does not say it."""
     boxes = {part.box for part in parts}
     if len(boxes) > 1 or not all(part.box is not None and part.box.term for part in parts):
@@ -88,7 +88,7 @@ def _partial(parts: Sequence[Part]) -> Join | None:
     return Join(parts, "terms", terms=len(parts)) if added and len(parts) > 1 else None
 
 
-def _as_known(parts: Sequence[Part], known: Rule) -> Iterator[Join]:
+def _as_known(parts: Sequence[RankPart], known: SplitRule) -> Iterator[Join]:
     """Yield the one way in which a table says that parts lie."""
     copied = [axis for axis, way in (("tensor", known.tp), ("data", known.samples)) if way == "copy"]
     first, copies = _apart_from_copies(parts, copied) if copied else (list(parts), [])
@@ -100,7 +100,7 @@ def _as_known(parts: Sequence[Part], known: Rule) -> Iterator[Join]:
         yield Join(first, replicas=copies, boxes=_boxes(first, known, counts))
 
 
-def _boxes(parts: Sequence[Part], known: Rule, counts: Mapping[str, int]) -> list[Box]:
+def _boxes(parts: Sequence[RankPart], known: SplitRule, counts: Mapping[str, int]) -> list[Box]:
     """Return where parts lie along the dimensions that a table names, nothing where it does not name all of them."""
     named = {"tp": known.tp, "samples": known.samples}
     dims = {axis: way for axis, way in named.items() if counts[axis] > 1 and isinstance(way, int)}
@@ -122,9 +122,11 @@ def _reach(dim: int) -> int:
     return dim + 1 if dim >= 0 else -dim
 
 
-def _apart_from_copies(parts: Sequence[Part], axes: Sequence[str]) -> tuple[list[Part], list[tuple[Part, Part]]]:
+def _apart_from_copies(
+    parts: Sequence[RankPart], axes: Sequence[str]
+) -> tuple[list[RankPart], list[tuple[RankPart, RankPart]]]:
     """Return the parts without those that are copies along some axes, and each copy beside its first."""
-    same: dict[tuple[object, ...], list[Part]] = defaultdict(list)
+    same: dict[tuple[object, ...], list[RankPart]] = defaultdict(list)
     for part in parts:
         key = () if "data" in axes else part.data, None if "tensor" in axes else part.tensor
         same[key].append(part)
@@ -143,7 +145,7 @@ def whole_shape(a: Join, b: Join) -> tuple[int, ...] | None:
     return (a.size,)
 
 
-def _over_samples(a: Sequence[Part], b: Sequence[Part], role: Role) -> tuple[Join, Join] | None:
+def _over_samples(a: Sequence[RankPart], b: Sequence[RankPart], role: Role) -> tuple[Join, Join] | None:
     """Join what does not grow with the number of samples: the same for all of them, or a mean over them (a loss)."""
     made: list[Join] = []
     for parts in (a, b):
@@ -163,7 +165,7 @@ def _over_samples(a: Sequence[Part], b: Sequence[Part], role: Role) -> tuple[Joi
     return (made[0], made[1]) if same else None
 
 
-def _terms(a: Sequence[Part], b: Sequence[Part]) -> tuple[Join, Join] | None:
+def _terms(a: Sequence[RankPart], b: Sequence[RankPart]) -> tuple[Join, Join] | None:
     """Join gradients of weights before they are reduced: terms over samples; shards, copies or terms over tensor ranks."""
     for split in ((False, False), (True, False), (False, True), (True, True)):
         sides = [sum_of(parts, over) for parts, over in zip((a, b), split, strict=True)]
@@ -175,12 +177,12 @@ def _terms(a: Sequence[Part], b: Sequence[Part]) -> tuple[Join, Join] | None:
     return None
 
 
-def sum_of(parts: Sequence[Part], split: bool) -> tuple[Join, Sequence[Part]] | None:
+def sum_of(parts: Sequence[RankPart], split: bool) -> tuple[Join, Sequence[RankPart]] | None:
     """Return the sum of parts over samples, and the parts of one sample. split: ranks of tensor parallelism hold shards."""
     if all(part.box is not None and part.box.everywhere and not part.box.term for part in parts):  # FSDP2 has reduced it
         join = by_boxes([replace(part, weight=1.0) for part in parts])
         return None if split else (join, join.parts)
-    samples: dict[tuple[int, ...], list[Part]] = defaultdict(list)
+    samples: dict[tuple[int, ...], list[RankPart]] = defaultdict(list)
     for part in parts:
         samples[part.data].append(part)
     first = next(iter(samples.values()))

@@ -14,8 +14,8 @@ from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.layouts.cuts import Cut, cut_of_boxes
 from trainprobe.dump_compare.layouts.fused import FusedRows, fused_states
 from trainprobe.dump_compare.layouts.grouping import owner_of
-from trainprobe.dump_compare.layouts.joined import Join, JoinedSide, Part
-from trainprobe.dump_compare.layouts.rectangles import box_of, cut_by
+from trainprobe.dump_compare.layouts.joined import Join, JoinedSide, RankPart
+from trainprobe.dump_compare.layouts.rank_boxes import box_of, cut_by
 from trainprobe.dump_compare.layouts.splits import by_boxes
 from trainprobe.dump_compare.layouts.state_slots import (
     SLOTS,
@@ -45,7 +45,7 @@ def add_states(
     A's parameters. fused: modules of one side that are several of the other.
     """
     held = [held_values(side.ranks, everything=True) for side in sides]
-    made = _Made(sides)
+    made = _JoinedStates(sides)
     for name, mine in held[0].items():
         theirs = held[1].get(rename(name))
         if theirs is not None:
@@ -59,7 +59,7 @@ def add_states(
 
 
 @dataclass(slots=True)
-class _Made:
+class _JoinedStates:
     """The values that two layouts both hold of parameters. found: names on both sides → slot → the value of each side."""
 
     sides: tuple[JoinedSide, JoinedSide]
@@ -192,19 +192,19 @@ def cuts_of_weights(sides: tuple[JoinedSide, JoinedSide], rename: Callable[[str]
     return found
 
 
-def held_values(ranks: Sequence[Side], *, everything: bool = False) -> dict[str, dict[str, list[Part]]]:
+def held_values(ranks: Sequence[Side], *, everything: bool = False) -> dict[str, dict[str, list[RankPart]]]:
     """Return parameter → slot → the rectangles that ranks hold: of weights and gradients, or of everything.
 
     Left out are gradients before they are reduced, which come in the order of the reduction, and which each layout has its own.
     """
-    found: dict[str, dict[str, list[Part]]] = defaultdict(lambda: defaultdict(list))
+    found: dict[str, dict[str, list[RankPart]]] = defaultdict(lambda: defaultdict(list))
     for side in ranks:
         for call in side.step_data.states:
             for slot, value in (call.params or {}).items():
                 if slot != UNREDUCED and (everything or slot in SLOTS) and isinstance(value, Value):
                     place = side.step_data.place
                     box = box_of(value, place.rank, place.world_size)
-                    found[call.name][slot].append(Part(side, value, place.rank, box=box))
+                    found[call.name][slot].append(RankPart(side, value, place.rank, box=box))
     return found
 
 

@@ -22,7 +22,7 @@ class Position:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ParallelLayout:
     """The parallel sizes of a dump. sizes: axis → size, without those of size 1."""
 
     ranks: int
@@ -37,9 +37,9 @@ class Layout:
         return math.prod(self.sizes.get(axis, 1) for axis in DATA_AXES)
 
 
-def layout_of(place: Place) -> Layout:
+def layout_of(place: Place) -> ParallelLayout:
     """Return the layout that the place of any rank says."""
-    return Layout(place.world_size, {axis: size for axis, (_, size) in sorted(place.axes.items()) if size > 1})
+    return ParallelLayout(place.world_size, {axis: size for axis, (_, size) in sorted(place.axes.items()) if size > 1})
 
 
 def position_of(place: Place) -> Position:

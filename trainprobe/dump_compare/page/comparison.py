@@ -9,7 +9,7 @@ from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.judge import Judged
 from trainprobe.dump_compare.page.write import PackedRank, Shown, pack_rank, write_page
 from trainprobe.dump_compare.pairing import RankPair
-from trainprobe.dump_compare.verdict import Compared, Verdict
+from trainprobe.dump_compare.results import Compared, DumpsVerdict
 
 
 def page_of_rank(pair: RankPair, judged: Sequence[Judged], sides: tuple[Side, Side]) -> PackedRank:
@@ -17,7 +17,7 @@ def page_of_rank(pair: RankPair, judged: Sequence[Judged], sides: tuple[Side, Si
     return pack_rank(pair.step, pair.rank, judged, sides)
 
 
-def write_comparison(ranks: Sequence[Compared], verdict: Verdict, paths: tuple[Path, Path], target: Path) -> Path:
+def write_comparison(ranks: Sequence[Compared], verdict: DumpsVerdict, paths: tuple[Path, Path], target: Path) -> Path:
     """Write the page of ranks that `page_of_rank` was worked out of. Raises OutputError."""
     first = None
     if verdict.first is not None:

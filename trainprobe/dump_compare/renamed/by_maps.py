@@ -12,14 +12,13 @@ from dataclasses import dataclass
 
 from trainprobe.dump_compare.renamed.fused import Fused, make
 from trainprobe.dump_compare.renamed.modules import Looks, Module, weight_names
-from trainprobe.engine.model_names import NameMap, built_in
-from trainprobe.engine.model_names.rows import ONE_AFTER_THE_OTHER
+from trainprobe.engine.model_names import ONE_AFTER_THE_OTHER, NameMap, built_in
 
 _NOT_ONE_MODULE = frozenset(["by_index", "rotary_pairs"])  # experts of one tensor; rows of each head in another order
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _MappedName:
     """What a map may say of a module. names: of the modules that it is everywhere else. groups: see Fused."""
 
     names: tuple[str, ...]
@@ -53,14 +52,14 @@ def pair_by_maps(
     return pairs, found
 
 
-def _by_name(known: Mapping[str, Sequence[_Known]], modules: Sequence[Module]) -> dict[str, Module]:
+def _by_name(known: Mapping[str, Sequence[_MappedName]], modules: Sequence[Module]) -> dict[str, Module]:
     """Return the name that a module has everywhere → module, of those that are one everywhere."""
     of_all = [(each.names[0], module) for module in modules for each in known.get(module.name, ()) if len(each.names) == 1]
     counts = Counter(name for name, _ in of_all)
     return {name: module for name, module in of_all if counts[name] == 1}
 
 
-def _known(modules: Sequence[Module], lone: Set[str]) -> dict[str, list[_Known]]:
+def _known(modules: Sequence[Module], lone: Set[str]) -> dict[str, list[_MappedName]]:
     """Return module of those in `lone` → what the map of its family says of it; nothing where no map knows these names."""
     weights = {module.name: weight_names(module) for module in modules if not module.within}
     names = [name for of_module in weights.values() for name in of_module]
@@ -76,21 +75,21 @@ def _known(modules: Sequence[Module], lone: Set[str]) -> dict[str, list[_Known]]
     return {}
 
 
-def _of_all(family: NameMap, prefix: str, names: Sequence[str]) -> list[_Known]:
+def _of_all(family: NameMap, prefix: str, names: Sequence[str]) -> list[_MappedName]:
     """Return what a map may say of a module with these weights: which are, all of them, weights of the same modules."""
     first, *others = [_of_weight(family, family.stripped(name.removeprefix(prefix))) for name in names]
     return [each for each in first if all(each in other for other in others)]
 
 
-def _of_weight(family: NameMap, name: str) -> list[_Known]:
+def _of_weight(family: NameMap, name: str) -> list[_MappedName]:
     """Return what a map may say of a weight; several where it depends on the configuration, which a dump does not hold."""
-    found: list[_Known] = []
+    found: list[_MappedName] = []
     for rule in family.kind_of(name)[1]:
         match = rule.pattern.fullmatch(name)
         if match is None or rule.drop or not _NOT_ONE_MODULE.isdisjoint(rule.by):
             continue
         logical = tuple([to.format_map({**match.groupdict(), "i": 0}).rpartition(".")[0] for to in rule.to])
-        found.append(_Known(logical, int(not ONE_AFTER_THE_OTHER.isdisjoint(rule.by))))
+        found.append(_MappedName(logical, int(not ONE_AFTER_THE_OTHER.isdisjoint(rule.by))))
         if not rule.when:
             break
     return found

@@ -20,7 +20,7 @@ How = Literal["transposed", "reshaped", "side by side", "added"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
+class _ComposedValue:
     how: How
     parts: tuple[Value, ...]
     shape: tuple[int, ...]
@@ -33,14 +33,14 @@ class Composed(Side):
     def __init__(self, side: Side) -> None:
         self.folder, self.step_data, self.unread = side.folder, side.step_data, side.unread
         self._side = side
-        self._made: list[_Made] = []
+        self._made: list[_ComposedValue] = []
         self._count = len(side.step_data.partials)
 
     def make(self, how: How, parts: Sequence[Value], shape: tuple[int, ...], laid: Laid | None = None) -> Value:
         """Return a value made of others. All values must be made before one is asked for its columns."""
         first = parts[0]
         self.adds_up = self.adds_up or len(parts) > 1
-        self._made.append(_Made(how, tuple(parts), shape, laid))
+        self._made.append(_ComposedValue(how, tuple(parts), shape, laid))
         in_order = how in ("transposed", "added") or laid is not None
         tensor = first.tensor if in_order and all(part.tensor for part in parts) else None
         return Value(self._count + len(self._made) - 1, first.dtype, shape, type=first.type, tensor=tensor)

@@ -18,7 +18,7 @@ from trainprobe.dump_compare.call_slots import fill
 from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.pairing import CallPair
 from trainprobe.dump_compare.renamed.composed import Composed
-from trainprobe.dump_compare.renamed.fused_rows import Laid, Rows, find_rows
+from trainprobe.dump_compare.renamed.fused_rows import Laid, RowOrder, find_rows
 from trainprobe.dump_compare.renamed.modules import Looks, Module, has_weights, value_look
 from trainprobe.engine.core.records import Call, Value
 from trainprobe.engine.core.step_data import slots
@@ -150,7 +150,7 @@ def as_one(
     return found, about_rows(known)
 
 
-def about_rows(known: Sequence[Rows | None]) -> str:
+def about_rows(known: Sequence[RowOrder | None]) -> str:
     """Return what is to be said of how several modules are compared with the one that they are. known: how its rows lie."""
     count = sum(rows is not None for rows in known)
     if not count:
@@ -162,7 +162,7 @@ def about_rows(known: Sequence[Rows | None]) -> str:
     return f"how the rows of several modules lie in the one that they are is known{of_all}"
 
 
-def _rows(fused: Fused, sides: tuple[Composed, Composed]) -> Rows | None:
+def _rows(fused: Fused, sides: tuple[Composed, Composed]) -> RowOrder | None:
     """Return how the rows of several modules lie in the one that they are."""
     split, single = sides[fused.split], sides[1 - fused.split]
     whole, *parts = [_matrix(module) for module in (fused.whole, *fused.parts)]
@@ -183,7 +183,7 @@ def _matrix(module: Module) -> Value | None:
     return found[0] if len(found) == 1 else None
 
 
-def _joined(fused: Fused, parts: Sequence[Call], whole: Call, side: Composed, rows: Rows | None, shares: bool) -> Call:
+def _joined(fused: Fused, parts: Sequence[Call], whole: Call, side: Composed, rows: RowOrder | None, shares: bool) -> Call:
     """Return the call that those of several modules make, with the slots of the call of the one."""
     first = parts[0]
     made = Call(first.kind, fused.name, first.call, first.phase, cls=first.cls, micro=first.micro, parent=first.parent)

@@ -1,8 +1,8 @@
 """How the rows of a projection lie that is several on the other side: by a map of names, or found by the stored weights.
 
 In one family all rows of q come first, then those of k and of v; in another each group of heads has its own q, k and v. Both,
-and gate and up, are interleaved in some number of groups (see engine.model_names.rows). Where the map says the number, nothing
-else is asked; else the weights of both sides tell it, as far as both dumps store them.
+and gate and up, are interleaved in some number of groups (see engine.geometry.fused_rows). Where the map says the number,
+nothing else is asked; else the weights of both sides tell it, as far as both dumps store them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainprobe.engine.model_names.rows import interleaved
+from trainprobe.engine.geometry.fused_rows import interleaved
 
 Array = npt.NDArray[Any]
 Load = Callable[[], Sequence[Array | None]]
@@ -25,7 +25,7 @@ _MOST, _SOME = 0.5, 0.1  # shares of rows that must be alike for weights to tell
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RowOrder:
     """order: for each row of the one module, which row it is of those of the parts, one part after the other.
 
     sizes: rows of the parts. turned: whether the one module, and whether the parts, keep their matrices transposed.
@@ -62,7 +62,7 @@ class Rows:
 class Laid:
     """How values of several modules lie in that of the one. names: of the parts. weights: whether rows are the first axis."""
 
-    rows: Rows
+    rows: RowOrder
     names: Sequence[str]
     weights: bool
 
@@ -76,7 +76,9 @@ class Laid:
         return f"most at {where} of {self.names[part]}"
 
 
-def find_rows(whole: tuple[int, ...], parts: Sequence[tuple[int, ...]], groups: int, load: Load, *, named: bool) -> Rows | None:
+def find_rows(
+    whole: tuple[int, ...], parts: Sequence[tuple[int, ...]], groups: int, load: Load, *, named: bool
+) -> RowOrder | None:
     """Return how the rows lie, None where nothing tells it.
 
     whole, parts: shapes of the matrices. groups: their number as a map says it, 0 where it does not. named: whether a map says
@@ -89,7 +91,7 @@ def find_rows(whole: tuple[int, ...], parts: Sequence[tuple[int, ...]], groups: 
         return None
     if groups and len(forms) == 1:
         turned, sizes = forms[0]
-        return Rows(_order(sizes, range(len(sizes)), groups), sizes, turned)
+        return RowOrder(_order(sizes, range(len(sizes)), groups), sizes, turned)
     loaded = [matrix for matrix in load() if matrix is not None]
     if len(loaded) <= len(parts):
         return None
@@ -100,7 +102,7 @@ def find_rows(whole: tuple[int, ...], parts: Sequence[tuple[int, ...]], groups: 
         for order in _orders(sizes, groups, named):
             share = float(np.mean(np.abs(mine - theirs[order]) <= near))
             if share > most:
-                best, most = Rows(order, sizes, turned), share
+                best, most = RowOrder(order, sizes, turned), share
             if share == 1:
                 return best
     return best

@@ -9,9 +9,9 @@ from trainprobe.dump_compare.pairing import CallPair, pair_calls
 from trainprobe.dump_compare.parameter_states import pair_states
 from trainprobe.dump_compare.renamed.by_structure import pair_modules
 from trainprobe.dump_compare.renamed.composed import Composed
+from trainprobe.dump_compare.renamed.differing_ops import without_other_ops
 from trainprobe.dump_compare.renamed.fused import Fused, as_one
-from trainprobe.dump_compare.renamed.other_ops import without_other_ops
-from trainprobe.dump_compare.renamed.same_slots import with_same_slots
+from trainprobe.dump_compare.renamed.matched_slots import with_same_slots
 
 
 def pair_renamed(

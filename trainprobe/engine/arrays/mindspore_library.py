@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from trainprobe.engine.arrays.numpy_rows import NumpyStatsRows, refusal
 from trainprobe.engine.core.records import Opaque
-from trainprobe.engine.core.shards import Shard
+from trainprobe.engine.geometry.shards import Shard
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainprobe.compiled import native
-from trainprobe.engine.core.shards import Rectangle, Shard, rectangles_of
+from trainprobe.engine.geometry.shards import Shard, rectangles_of
 from trainprobe.engine.stats.checksum import fingerprint, shard_fingerprint
 from trainprobe.engine.stats.partials import CHECKSUM, COMPUTED_WITH, CRC32, DEVIATIONS, PARTIALS, SUBNORMAL, uncomputed
 
@@ -80,17 +80,18 @@ class NumpyStatsRows:
         if array.size != math.prod(shard.shape) or refusal(array, dtype):
             return []
         flat = np.ascontiguousarray(array).reshape(-1)
-        pieces = [(flat[at.start : at.start + math.prod(at.shape)].reshape(at.shape), at) for at in rectangles_of(shard)]
-        return [self._add_piece(piece, dtype, at) for piece, at in pieces if piece.size]
+        whole = (shard.within or shard).whole
+        pieces = [(flat[at : at + box.count].reshape(box.shape), box.offset) for at, box in rectangles_of(shard)]
+        return [self._add_piece(piece, dtype, offset, whole) for piece, offset in pieces if piece.size]
 
-    def _add_piece(self, array: npt.NDArray[Any], dtype: str, at: Rectangle) -> int:
+    def _add_piece(self, array: npt.NDArray[Any], dtype: str, offset: Sequence[int], whole: Sequence[int]) -> int:
         if self._native is not None:
             steps = tuple(step // array.itemsize for step in array.strides)
             address: int = array.__array_interface__["data"][0]
             rows: Any = self._native
-            return rows.add(address, _CODES[dtype], array.shape, steps, CHECKSUM, at.whole, at.offset)
+            return rows.add(address, _CODES[dtype], array.shape, steps, CHECKSUM, tuple(whole), offset)
         self._rows.append(np.zeros(len(PARTIALS)))
-        self._sums.append(shard_fingerprint(array, at.offset, at.whole))
+        self._sums.append(shard_fingerprint(array, offset, whole))
         self._crcs.append(0)
         return len(self._rows) - 1
 

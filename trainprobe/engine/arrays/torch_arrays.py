@@ -26,7 +26,8 @@ from trainprobe.engine.arrays.torch_reduce import REDUCED
 from trainprobe.engine.arrays.torch_rows import DeviceRows, to_host
 from trainprobe.engine.arrays.without_dispatch import without_dispatch
 from trainprobe.engine.core.guard import attempt, fault_text
-from trainprobe.engine.core.shards import Rectangle, Shard, rectangles_of
+from trainprobe.engine.geometry.rectangles import Rectangle
+from trainprobe.engine.geometry.shards import Shard, rectangles_of
 from trainprobe.engine.stats.partials import CHECKSUM, CRC32, PARTIALS, STATS, STD, SUBNORMAL
 
 __all__ = [
@@ -108,14 +109,18 @@ class TorchStatsRows:
             return []
         with without_dispatch(), torch.no_grad():
             if t.is_cpu and t.dtype in self._codes and not (t.is_neg() or t.is_conj()):
-                return [self._add_piece(_piece(t.detach(), shard, each), each) for each in rectangles_of(shard) if t.numel()]
+                pieces = rectangles_of(shard) if t.numel() else ()
+                return [self._add_piece(t.detach(), shard, at, box) for at, box in pieces]
             placed, row = self._placed_on(t.device), self._blank()
             placed[row] = self._devices[t.device].add_share(t, shard)
         return [row]
 
-    def _add_piece(self, t: Tensor, at: Rectangle) -> int:
-        code = self._codes[t.dtype]
-        return self._add_native(t.data_ptr(), code, tuple(t.shape), t.stride(), CHECKSUM, at.whole, at.offset)
+    def _add_piece(self, t: Tensor, shard: Shard, at: int, box: Rectangle) -> int:
+        """Take the share of the elements of a shard from `at` on, which are a rectangle of its tensor."""
+        outer = shard.within
+        piece = t.reshape(box.shape) if outer is None else t.reshape(-1).narrow(0, at, box.count).view(box.shape)
+        whole, code = tuple((outer or shard).whole), self._codes[t.dtype]
+        return self._add_native(piece.data_ptr(), code, box.shape, piece.stride(), CHECKSUM, whole, box.offset)
 
     def _blank(self) -> int:
         return len(self) if self.native is None else self.native.blank()
@@ -205,12 +210,6 @@ class TorchStatsRows:
         partials, sums, crcs = self.native.take()
         rows = np.frombuffer(partials, np.float64).reshape(-1, len(PARTIALS))
         return rows, np.frombuffer(sums, np.uint64) if self._flags & CHECKSUM else None, crcs
-
-
-def _piece(t: Tensor, shard: Shard, at: Rectangle) -> Tensor:
-    if shard.within is None:
-        return t.reshape(at.shape)
-    return t.reshape(-1).narrow(0, at.start, math.prod(at.shape)).view(at.shape)
 
 
 def reason_without_statistics(t: Tensor) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trainprobe.engine.arrays.torch_chunks import chunks
-from trainprobe.engine.core.shards import Shard
+from trainprobe.engine.geometry.shards import Shard
 from trainprobe.engine.stats.checksum import MASK, ROW, G, M, words_each
 
 _LOW = 0xFFFFFFFF

@@ -14,7 +14,7 @@ from torch import Tensor
 from trainprobe.engine.arrays.torch_checksum import crc32_on_host, crc32_register, share_of
 from trainprobe.engine.arrays.torch_reduce import accumulator, write_rows
 from trainprobe.engine.arrays.triton_rows import TritonRows, kernels_of
-from trainprobe.engine.core.shards import Shard
+from trainprobe.engine.geometry.shards import Shard
 from trainprobe.engine.stats.partials import CRC32, PARTIALS
 
 _ROOM = 512

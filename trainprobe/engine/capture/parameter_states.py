@@ -19,9 +19,9 @@ from trainprobe.engine.core.guard import attempt
 from trainprobe.engine.core.held_parameters import parameters_in
 from trainprobe.engine.core.naming import chunks_of
 from trainprobe.engine.core.records import Call, StepData, Value
-from trainprobe.engine.core.shards import SavedShard, ShardOf
 from trainprobe.engine.core.sources import SORTS, Part, PlainSource, Source, sort_of
 from trainprobe.engine.core.unscaling import Scaled, unscale
+from trainprobe.engine.geometry.shards import SavedShard, ShardOf
 from trainprobe.engine.stats.partials import CHECKSUM, STATS
 from trainprobe.engine.tape import Tape
 

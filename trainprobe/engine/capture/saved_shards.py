@@ -16,8 +16,8 @@ from torch import Tensor
 from trainprobe.engine.arrays.torch_checksum import share_of
 from trainprobe.engine.arrays.torch_rows import to_host
 from trainprobe.engine.core.library import Deferred
-from trainprobe.engine.core.shards import SavedShard, Shard, is_cut, mesh_shard
 from trainprobe.engine.core.sources import Part
+from trainprobe.engine.geometry.shards import SavedShard, Shard, is_cut, mesh_shard
 
 
 class HeldShards:

@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 from trainprobe.engine.core.naming import logical_name
-from trainprobe.engine.core.shards import Shard
+from trainprobe.engine.geometry.shards import Shard
 
 FLAT = "_flat_param"  # the short name under which a module holds its flat parameter
 

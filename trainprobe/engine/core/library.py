@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from trainprobe.engine.core.shards import Shard
+from trainprobe.engine.geometry.shards import Shard
 
 F64 = npt.NDArray[np.float64]
 Reading = Callable[[npt.NDArray[Any]], Sequence[tuple[F64 | None, F64]]]

@@ -1,4 +1,4 @@
-"""Tasks on the cores of this machine."""
+"""Tasks in this process, or on the cores of this machine."""
 
 from __future__ import annotations
 
@@ -6,10 +6,17 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Given = TypeVar("Given")
 Got = TypeVar("Got")
+Run = Callable[[Callable[[Given], Got], Sequence[Given]], Iterator[Got]]  # carries out tasks: here, on cores, or on Ray
+AnyRun = Run[Any, Any]
+
+
+def in_turn(function: Callable[[Given], Got], tasks: Sequence[Given]) -> Iterator[Got]:
+    """Carry out tasks in this process, one after the other."""
+    return map(function, tasks)
 
 
 def on_cores(function: Callable[[Given], Got], tasks: Sequence[Given], processes: int = 0) -> Iterator[Got]:

@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 from trainprobe.engine.core.flat_parameters import FlatSlice
-from trainprobe.engine.core.shards import Shard, ShardOf, mesh_shard
+from trainprobe.engine.geometry.shards import Shard, ShardOf, mesh_shard
 
 SORTS = frozenset({"value", "gradient", "state"})
 GRADIENTS = frozenset({"grad", "grad_unreduced", "grad_unclipped"})

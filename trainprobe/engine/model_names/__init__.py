@@ -20,10 +20,14 @@ from functools import lru_cache
 from importlib import resources
 from typing import Any
 
-from trainprobe.engine.model_names.rows import TRANSFORM_NAMES
 from trainprobe.engine.storage.safe_files import parse_yaml
 from trainprobe.errors import FormatError, did_you_mean
 
+TRANSFORM_NAMES = (  # what a name map may ask for; ckpt_compare.transforms carries it out on pieces in files
+    *("same", "halves", "column_halves", "thirds", "qkv_by_group", "qkv_blocks"),
+    *("rotary_pairs", "transpose", "by_index"),
+)
+ONE_AFTER_THE_OTHER = frozenset(["halves", "column_halves", "thirds", "qkv_blocks"])  # all rows of a part, then of the next
 _FIELD = re.compile(r"\\\{(\w+)\\\}")
 _WRITTEN = re.compile(r"\{(\w+)\}")
 _OTHER_ADAPTERS = (

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from trainprobe.engine.core.shards import SavedShard
+from trainprobe.engine.geometry.shards import SavedShard
 from trainprobe.engine.stats.checksum import MASK
 from trainprobe.monitor.audit.facts.saves import Save
 from trainprobe.monitor.audit.facts.updates import SchedulerState

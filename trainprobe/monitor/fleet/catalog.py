@@ -18,7 +18,7 @@ from trainprobe.engine.storage.dumps.layout import find_ranks, find_segments, fi
 from trainprobe.engine.storage.run_log.replicas import SameAs, reference_segments, same_as, schema_of
 from trainprobe.engine.storage.run_log.segments import live_table
 from trainprobe.errors import FormatError
-from trainprobe.monitor.fleet.duck import Duck
+from trainprobe.monitor.fleet.duckdb_tables import Duck
 
 I64 = npt.NDArray[np.int64]
 
@@ -41,7 +41,7 @@ class RankFiles:
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
+class StepsOfRank:
     """The steps of all ranks, one entry a rank and step, in the order of ranks and steps. time: microseconds since 1970."""
 
     rank: I64
@@ -58,7 +58,7 @@ class Catalog:
     folder: Path
     files: Mapping[int, RankFiles]
     places: Mapping[int, Place]
-    steps: Steps
+    steps: StepsOfRank
     repeated: Mapping[int, frozenset[int]] = field(default_factory=dict[int, frozenset[int]])
     written: Mapping[int, int] = field(default_factory=dict[int, int])
 
@@ -142,7 +142,7 @@ def catalog_of(folder: Path, stock: Sequence[tuple[list[RankFiles], pa.Table]]) 
     files = {one.rank: one for found, _ in stock for one in found}
     whole = {r: frozenset(steps) for r, steps in repeated.items()}
     written = dict(zip(*(each.tolist() for each in np.unique(rank, return_counts=True)), strict=True))
-    return Catalog(folder, files, places, Steps(rank[~again], step[~again], time[~again]), whole, written)
+    return Catalog(folder, files, places, StepsOfRank(rank[~again], step[~again], time[~again]), whole, written)
 
 
 def _place(detail: str, rank: int) -> Place:

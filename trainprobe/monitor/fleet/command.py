@@ -9,13 +9,14 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from trainprobe.engine.core.processes import in_turn
 from trainprobe.engine.core.ray_cluster import on_ray
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.core.words import counted
 from trainprobe.errors import UsageError
 from trainprobe.monitor.findings_of_run import JudgedFinding
-from trainprobe.monitor.fleet.spread import in_turn, survey
-from trainprobe.monitor.fleet.verdict import Verdict, judge_fleet
+from trainprobe.monitor.fleet.survey import survey
+from trainprobe.monitor.fleet.verdict import FleetVerdict, judge_fleet
 from trainprobe.monitor.remote_run import is_copy, origin
 
 SHOWN = 20  # findings in the terminal; --json prints all
@@ -23,7 +24,7 @@ _COLOURS = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 
 
 def judge_all_ranks(folder: Path, ray: bool, json: bool) -> int:
-    """Print what is wrong in a fleet, the gravest first, and return the exit code (`Verdict.code`)."""
+    """Print what is wrong in a fleet, the gravest first, and return the exit code (`FleetVerdict.code`)."""
     verdict = verdict_of(folder, ray)
     if json:
         for finding in verdict.findings:
@@ -44,14 +45,14 @@ def report_all_ranks(folder: Path, ray: bool, output: Path, title: str) -> int:
     return 3 if verdict.code == 3 or rules == {"fleet_files"} else 0
 
 
-def verdict_of(folder: Path, ray: bool) -> Verdict:
+def verdict_of(folder: Path, ray: bool) -> FleetVerdict:
     """Judge the fleet in a folder, on this machine or on a Ray cluster."""
     if ray and is_copy(folder):
         raise UsageError(f"--ray needs a path that all machines see, and {origin(folder)} is read through a copy on this one")
     return judge_fleet(survey(folder, on_ray if ray else in_turn))
 
 
-def _show(verdict: Verdict) -> None:
+def _show(verdict: FleetVerdict) -> None:
     console = Console(highlight=False, soft_wrap=True)
     if verdict.short:
         console.print(f"{verdict.short}: the others are not judged", markup=False)
@@ -73,7 +74,7 @@ def _line(finding: Finding, first: bool) -> Text:
     return line.append(f" → {finding.next}", style="dim") if first and finding.next else line
 
 
-def summary(verdict: Verdict) -> str:
+def summary(verdict: FleetVerdict) -> str:
     """Return what was looked at and what came of it, in one line."""
     seen = f"{counted(len(verdict.table.ranks), 'rank')}, {counted(len(verdict.table.steps), 'step')}"
     compared = (

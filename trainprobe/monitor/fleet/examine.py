@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from trainprobe.engine.storage.run_log.segments import live_table
 from trainprobe.monitor.fleet.catalog import RankFiles
-from trainprobe.monitor.fleet.duck import Duck
+from trainprobe.monitor.fleet.duckdb_tables import Duck
 from trainprobe.monitor.fleet.groups import Share
 
 COMPARED = "('parameter', 'gradient', 'optimizer')"
@@ -28,7 +28,7 @@ _CONSTANT = "(min = max and (count > 1 or min in (0, 1)))"
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class RankTask:
     """A share with the files that it needs: those of its ranks, of its groups' samples and of what these refer to.
 
     repeated: (rank, step) pairs that were logged more than once, which are not compared.
@@ -58,7 +58,7 @@ class Examined:
     fingerprints: bool
 
 
-def examine(task: Task) -> Examined:
+def examine(task: RankTask) -> Examined:
     """Look at one share. Raises FormatError where a file cannot be read."""
     duck = Duck()
     share, files = task.share, task.files

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from trainprobe.engine.core.records import Finding
-from trainprobe.monitor.fleet.spread import Survey
+from trainprobe.monitor.fleet.survey import Survey
 from trainprobe.monitor.fleet.words import place_in_words, ranks_in_words
 from trainprobe.monitor.frames_of_run_log import RunLog
 from trainprobe.monitor.plan import make_rules

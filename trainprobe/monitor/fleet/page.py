@@ -13,7 +13,7 @@ import numpy.typing as npt
 from trainprobe.engine.core.findings import ranks_of
 from trainprobe.engine.core.words import counted
 from trainprobe.engine.storage.html_page import make_page, markup, shared, write_text
-from trainprobe.monitor.fleet.verdict import Verdict, bad_counts, differing_counts
+from trainprobe.monitor.fleet.verdict import FleetVerdict, bad_counts, differing_counts
 from trainprobe.monitor.fleet.words import place_in_words
 
 COLUMNS = 1_000  # of the map: a longer run joins neighbouring steps
@@ -31,7 +31,7 @@ ALIKE, UNSEEN, MISSING, LATE, SCALAR, BAD, DIFFERS = range(len(STATES))
 Codes = npt.NDArray[np.uint8]
 
 
-def write_fleet_page(verdict: Verdict, title: str, path: Path) -> Path:
+def write_fleet_page(verdict: FleetVerdict, title: str, path: Path) -> Path:
     """Write the page to `path` and return it; it appears whole or not at all. Raises OutputError where it cannot be written."""
     assets = files("trainprobe.monitor.fleet") / "assets"
     own = (assets / name for name in ("body.html", "fleet.css", "fleet.js"))
@@ -39,7 +39,7 @@ def write_fleet_page(verdict: Verdict, title: str, path: Path) -> Path:
     return write_text(path, make_page(title, "report", parts, describe(verdict), written=_written(verdict, title)))
 
 
-def describe(verdict: Verdict) -> dict[str, Any]:
+def describe(verdict: FleetVerdict) -> dict[str, Any]:
     """Return what the map shows, as JSON knows it. rows: of each rank its pattern; patterns: [state, how many, …]."""
     table = verdict.table
     codes, every = joined(states(verdict))
@@ -61,7 +61,7 @@ def describe(verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def _written(verdict: Verdict, title: str) -> dict[str, markup.Markup]:
+def _written(verdict: FleetVerdict, title: str) -> dict[str, markup.Markup]:
     """Return what can be read without a script: the verdict, the findings, the replicas, and what the map's colours mean."""
     table, tag = verdict.table, markup.element
     meta = (
@@ -106,7 +106,7 @@ def _written(verdict: Verdict, title: str) -> dict[str, markup.Markup]:
     }
 
 
-def states(verdict: Verdict) -> Codes:
+def states(verdict: FleetVerdict) -> Codes:
     """Return the gravest state of each rank at each step, [ranks, steps] as in the timetable: an index into STATES."""
     table = verdict.table
     codes = np.where(table.there, np.where(_compared(verdict), ALIKE, UNSEEN), MISSING).astype(np.uint8)
@@ -121,7 +121,7 @@ def states(verdict: Verdict) -> Codes:
     return codes
 
 
-def _compared(verdict: Verdict) -> npt.NDArray[np.bool_]:
+def _compared(verdict: FleetVerdict) -> npt.NDArray[np.bool_]:
     """Return at which steps values of each rank were compared with those of its replicas, [ranks, steps]."""
     table, survey = verdict.table, verdict.survey
     seen = np.zeros(table.there.shape, bool)
@@ -147,7 +147,7 @@ def _runs(pattern: Codes) -> list[int]:
     return list(chain.from_iterable((state, len(list(run))) for state, run in groupby(pattern.tolist())))
 
 
-def _deviating_rows(verdict: Verdict, codes: Codes) -> list[int]:
+def _deviating_rows(verdict: FleetVerdict, codes: Codes) -> list[int]:
     """Return the rows of the ranks that findings are about, the gravest finding first; of a finding on many, the first few."""
     table, deviating = verdict.table, dict[int, None]()
     for finding in verdict.findings:
@@ -157,7 +157,7 @@ def _deviating_rows(verdict: Verdict, codes: Codes) -> list[int]:
     return [*deviating]
 
 
-def _first(verdict: Verdict, every: int) -> dict[str, int] | None:
+def _first(verdict: FleetVerdict, every: int) -> dict[str, int] | None:
     """Return the cell of the first finding, in columns of the map."""
     finding, table = next(iter(verdict.findings), None), verdict.table
     if finding is None or finding.step is None or not ranks_of(finding):
@@ -166,7 +166,7 @@ def _first(verdict: Verdict, every: int) -> dict[str, int] | None:
     return {"row": row, "column": int(np.searchsorted(table.steps, finding.step)) // every}
 
 
-def _groups(verdict: Verdict) -> list[list[str]]:
+def _groups(verdict: FleetVerdict) -> list[list[str]]:
     values = {row["grp"]: row["places"] for row in verdict.survey.table("compared").to_pylist()}
     left = {*verdict.survey.table("differing")["rank"].to_pylist()}
     groups = verdict.survey.groups

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from trainprobe.monitor.fleet.catalog import RankFiles
-from trainprobe.monitor.fleet.duck import Duck
+from trainprobe.monitor.fleet.duckdb_tables import Duck
 from trainprobe.monitor.fleet.examine import refers_table, source_of
 
 Signature = tuple[int, int]

@@ -18,7 +18,7 @@ from trainprobe.monitor.fleet.clocks import Timetable, late_ranks, missing_steps
 from trainprobe.monitor.fleet.groups import Group
 from trainprobe.monitor.fleet.origin import first_not_finite
 from trainprobe.monitor.fleet.scalars import deviating_scalars
-from trainprobe.monitor.fleet.spread import Survey
+from trainprobe.monitor.fleet.survey import Survey
 from trainprobe.monitor.fleet.words import place_in_words, ranks_in_words
 from trainprobe.monitor.remote_run import origin
 
@@ -27,7 +27,7 @@ Place = Mapping[str, Any]  # a row of `Examined.places`
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class FleetVerdict:
     """What is known of a fleet. findings: gravest first, then by step. compared, compared_ranks: how many values a step were
     compared, in all groups together, and among how many ranks. notes: what was not seen, and on what the grouping rests.
     """
@@ -52,7 +52,7 @@ class Verdict:
         return shortfall(self.survey.catalog.folder, self.survey.catalog.written)
 
 
-def judge_fleet(survey: Survey) -> Verdict:
+def judge_fleet(survey: Survey) -> FleetVerdict:
     """Judge what `survey` learned."""
     catalog, table = survey.catalog, Timetable(survey.catalog)
     spelled = {row["place"]: row for row in survey.table("places").to_pylist()}
@@ -69,7 +69,7 @@ def judge_fleet(survey: Survey) -> Verdict:
     findings = tuple(in_folder(finding, origin(catalog.folder)) for finding in found)
     values = {row["grp"]: row["places"] for row in survey.table("compared").to_pylist()}
     ranks = sum(len(group.ranks) for group in survey.groups if values.get(group.number))
-    return Verdict(survey, table, findings, sum(values.values()), ranks, tuple(_notes(survey, values)))
+    return FleetVerdict(survey, table, findings, sum(values.values()), ranks, tuple(_notes(survey, values)))
 
 
 def _parted(survey: Survey, spelled: Mapping[int, Place]) -> list[Finding]:
@@ -218,17 +218,17 @@ def _notes(survey: Survey, values: Mapping[int, int]) -> list[str]:
     return notes
 
 
-def differing_counts(verdict: Verdict) -> np.ndarray[Any, np.dtype[np.int64]]:
+def differing_counts(verdict: FleetVerdict) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Return how many values of each rank differ from its replicas' at each step, [ranks, steps] as in the timetable."""
     return _grid(verdict, "differing")
 
 
-def bad_counts(verdict: Verdict) -> np.ndarray[Any, np.dtype[np.int64]]:
+def bad_counts(verdict: FleetVerdict) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Return how many values of each rank are not finite at each step, [ranks, steps] as in the timetable."""
     return _grid(verdict, "bad")
 
 
-def _grid(verdict: Verdict, name: str) -> np.ndarray[Any, np.dtype[np.int64]]:
+def _grid(verdict: FleetVerdict, name: str) -> np.ndarray[Any, np.dtype[np.int64]]:
     rows, table = verdict.survey.table(name), verdict.table
     grid = np.zeros(table.seconds.shape, np.int64)
     rank, step = (rows[column].to_numpy() for column in ("rank", "step"))

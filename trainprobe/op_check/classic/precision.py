@@ -34,7 +34,7 @@ from trainprobe.op_check.classic.columns import (
 from trainprobe.op_check.classic.tables import Record, dtype_of, overall, write_table
 from trainprobe.op_check.standards.limits import EIGHT_BITS, LIMITS, RATIOS, SMALL_SHARE_RATIO, assigned, level
 from trainprobe.op_check.standards.metrics import Metrics
-from trainprobe.op_check.standards.verdicts import ERROR, PASS, SKIP, Verdict, by_standard, ratios
+from trainprobe.op_check.standards.verdicts import ERROR, PASS, SKIP, StandardVerdict, by_standard, ratios
 
 _NEEDED = {  # standard → the fields without which it cannot judge
     "absolute": ("not_finite", "relative_wrong", "small_wrong"),
@@ -110,7 +110,7 @@ def _compared(a: Record, b: Record | None) -> Record:
     return blank | _cells(standard, name, dtype, (ours, second), verdict)
 
 
-def _cells(standard: str, name: str, dtype: torch.dtype, both: tuple[Metrics, Metrics], verdict: Verdict) -> Record:
+def _cells(standard: str, name: str, dtype: torch.dtype, both: tuple[Metrics, Metrics], verdict: StandardVerdict) -> Record:
     """Return the numbers that a standard judged by, each with its own verdict, and the outcome."""
     a, b = both
     found: Record = {OUTCOME: verdict.status, ALGORITHM: ALGORITHMS[standard], MESSAGE: verdict.reason}

@@ -11,8 +11,8 @@ from typing import cast
 
 import torch
 
+from trainprobe.comparison.files import writing
 from trainprobe.engine.storage.sheet_cells import write_rows
-from trainprobe.errors import OutputError
 from trainprobe.op_check.classic.columns import (
     BENCH,
     BLANK,
@@ -156,13 +156,11 @@ def write_table(path: Path, columns: Sequence[str], records: Iterable[Mapping[st
 
 def _write(path: Path, columns: Sequence[str], records: Iterable[Mapping[str, str]], go_on: bool) -> None:
     go_on = go_on and path.exists()
-    try:
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a" if go_on else "w", newline="", encoding="utf-8" if go_on else "utf-8-sig") as file:
             write_rows(file, [] if go_on else [columns])
             write_rows(file, ([record[column] for column in columns] for record in records))
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {error}") from error
 
 
 def dtype_of(text: str) -> torch.dtype | None:

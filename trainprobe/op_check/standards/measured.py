@@ -13,7 +13,7 @@ from trainprobe.op_check.execution import run_here, run_on
 from trainprobe.op_check.functions import function
 from trainprobe.op_check.judge import Judgement
 from trainprobe.op_check.standards.metrics import Metrics, measure
-from trainprobe.op_check.standards.verdicts import ERROR, PASS, SKIP, Verdict, by_standard
+from trainprobe.op_check.standards.verdicts import ERROR, PASS, SKIP, StandardVerdict, by_standard
 
 
 @dataclass(slots=True)
@@ -36,17 +36,19 @@ class Output:
         """Return how many elements it has."""
         return torch.Size(self.shape).numel()
 
-    def verdict(self, standard: str, name: str) -> Verdict:
+    def verdict(self, standard: str, name: str) -> StandardVerdict:
         """Judge it by a standard. name: of its operator. What has no reference is judged by its properties alone."""
         if self.metrics is not None and self.metrics.unequal is not None and self.elements:
             return by_standard(standard, name, self.dtype, self.metrics, self.second)
         return without_metrics(self.judgement, standard)
 
 
-def without_metrics(judgement: Judgement, standard: str = "") -> Verdict:
+def without_metrics(judgement: Judgement, standard: str = "") -> StandardVerdict:
     """Return the status of what has properties and no reference: random operators, memory that nobody wrote."""
     status = {"bug": ERROR, "suspicious": ERROR, "not checked": SKIP}.get(judgement.outcome, PASS)
-    return Verdict(status, f"{judgement.outcome}: {judgement.reason}" if judgement.reason else judgement.outcome, standard)
+    return StandardVerdict(
+        status, f"{judgement.outcome}: {judgement.reason}" if judgement.reason else judgement.outcome, standard
+    )
 
 
 def outputs(case: Case, backward: bool, checked: Checked) -> list[Output]:

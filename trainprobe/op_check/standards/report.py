@@ -10,12 +10,13 @@ from typing import Any
 
 from rich.table import Table
 
+from trainprobe.comparison.terminal import plain_table
 from trainprobe.errors import UsageError, did_you_mean
 from trainprobe.op_check.conclusion import Conclusion
 from trainprobe.op_check.dump import Row
 from trainprobe.op_check.standards.limits import ALIASES, BY_OPERATOR, NAMES, assigned
 from trainprobe.op_check.standards.measured import Output, without_metrics
-from trainprobe.op_check.standards.verdicts import ERROR, PASS, SKIP, Verdict
+from trainprobe.op_check.standards.verdicts import ERROR, PASS, SKIP, StandardVerdict
 
 
 @dataclass(slots=True)
@@ -24,7 +25,7 @@ class StandardResult:
 
     row: Row
     number: int | None
-    verdict: Verdict
+    verdict: StandardVerdict
     output: Output | None = None
 
 
@@ -81,14 +82,14 @@ def conclude_by(standard: str, results: Sequence[StandardResult], ours: Conclusi
     details = [f"by its own rounding: {ours.sentence}", *ours.details]
     first = next((r for status in (ERROR, SKIP) for r in results if r.verdict.status == status), None)
     if first is None:
-        return Conclusion(f"every result passes: {whole}", 0 if results else 3, ours.worst, details)
+        return Conclusion(0 if results else 3, f"every result passes: {whole}", details, ours.worst)
     row, verdict = first.row, first.verdict
     which = "" if first.number is None else f" result {first.number}"
     where = f" in {row.module}" if row.module else ""
     word = "is an error" if verdict.status == ERROR else "is not judged"
     by = f" by {verdict.standard}" if verdict.standard and standard == BY_OPERATOR else ""
     text = f"step {row.step}, rank {row.rank}: {row.entry}{where}{which} {word}{by}: {verdict.reason}; {whole}"
-    return Conclusion(text, 2 if counts[ERROR] else 3, row, details)
+    return Conclusion(2 if counts[ERROR] else 3, text, details, row)
 
 
 def table(results: Sequence[StandardResult]) -> Table:
@@ -96,11 +97,10 @@ def table(results: Sequence[StandardResult]) -> Table:
     groups: dict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
     for result in results:
         groups[result.row.name, result.row.checked.direction, result.verdict.standard][result.verdict.status] += 1
-    shown = Table(box=None, header_style="bold", pad_edge=False)
-    for head in ("operator", "direction", "standard", ERROR, SKIP, PASS):
-        shown.add_column(head, justify="right" if head in (ERROR, SKIP, PASS) else "left", no_wrap=head != "operator")
+    numbers = (ERROR, SKIP, PASS)
+    shown = plain_table(("operator", "direction", "standard", *numbers), numbers, ("operator",))
     for place, counts in sorted(groups.items(), key=lambda item: (-item[1][ERROR], -item[1][SKIP], item[0])):
-        shown.add_row(*place, *(str(counts[status] or "") for status in (ERROR, SKIP, PASS)))
+        shown.add_row(*place, *(str(counts[status] or "") for status in numbers))
     return shown
 
 

@@ -17,8 +17,8 @@ from trainprobe.engine.capture.mindspore.cells import is_graph_mode, parameters_
 from trainprobe.engine.capture.requests import StatesRequest
 from trainprobe.engine.core.naming import chunks_of
 from trainprobe.engine.core.records import Call
-from trainprobe.engine.core.shards import Shard, ShardOf
 from trainprobe.engine.core.sources import Part
+from trainprobe.engine.geometry.shards import Shard, ShardOf
 from trainprobe.engine.tape import Tape
 
 # what optimizers of MindSpore and MindFormers call their state → what everybody else does

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainprobe.engine.core.shards import SavedShard
+from trainprobe.engine.geometry.shards import SavedShard
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from trainprobe.engine.capture.saved_shards import HeldShards
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.held_parameters import parameters_in
 from trainprobe.engine.core.records import Place, StepData
-from trainprobe.engine.core.shards import SavedShard
+from trainprobe.engine.geometry.shards import SavedShard
 from trainprobe.engine.stats.partials import CHECKSUM, STATS
 from trainprobe.engine.storage.safe_files import LARGEST_STATE, read_bounded, write_whole
 from trainprobe.monitor.audit.capture.registered import saved_buffers

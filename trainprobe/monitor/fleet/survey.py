@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
 
 import pyarrow as pa
 
+from trainprobe.engine.core.processes import AnyRun, Given, in_turn
 from trainprobe.monitor.fleet.catalog import Catalog, RankFiles, catalog_of, find_files, take_stock
-from trainprobe.monitor.fleet.examine import Examined, Task, examine
+from trainprobe.monitor.fleet.examine import Examined, RankTask, examine
 from trainprobe.monitor.fleet.groups import Group, Share, groups_of, regrouped, shares_of, undecided
 from trainprobe.monitor.fleet.signatures import Signature, signatures
 
 TOGETHER = 256  # ranks whose steps, or whose signatures, are read together
-
-Given = TypeVar("Given")
-Got = TypeVar("Got")
-Run = Callable[[Callable[[Any], Any], Sequence[Any]], Iterable[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +31,7 @@ class Survey:
         return pa.concat_tables([getattr(one, name) for one in self.examined])
 
 
-def in_turn(function: Callable[[Given], Got], tasks: Sequence[Given]) -> list[Got]:
-    """Carry out tasks in this process; DuckDB uses its cores."""
-    return [function(task) for task in tasks]
-
-
-def survey(folder: Path, run: Run = in_turn) -> Survey:
+def survey(folder: Path, run: AnyRun = in_turn) -> Survey:
     """Look at all ranks of a fleet. Raises FormatError where there is no run log in columns."""
     ranks = [*find_files(folder).items()]
     catalog = catalog_of(folder, [*run(take_stock, _cut(ranks))])
@@ -49,22 +40,22 @@ def survey(folder: Path, run: Run = in_turn) -> Survey:
     return Survey(catalog, groups, [*run(examine, tasks)])
 
 
-def _groups(catalog: Catalog, run: Run) -> list[Group]:
+def _groups(catalog: Catalog, run: AnyRun) -> list[Group]:
     groups = groups_of(catalog.places)
     known = _signatures(catalog, [rank for group in groups if len(group.ranks) > 1 for rank in group.sample], run)
     more = undecided(groups, known, catalog.places)
     return regrouped(groups, {**known, **_signatures(catalog, more, run)})
 
 
-def _signatures(catalog: Catalog, ranks: Sequence[int], run: Run) -> dict[int, Signature]:
+def _signatures(catalog: Catalog, ranks: Sequence[int], run: AnyRun) -> dict[int, Signature]:
     first = int(catalog.steps.step.min())
     tasks = [(first, _with_references(part, catalog), part) for part in _cut(ranks)]
     return dict(chain.from_iterable(found.items() for found in run(signatures, tasks)))
 
 
-def _task(share: Share, catalog: Catalog) -> Task:
+def _task(share: Share, catalog: Catalog) -> RankTask:
     files = _with_references({*share.ranks, *(rank for group in share.groups for rank in group.sample)}, catalog)
-    return Task(share, files, tuple((rank, step) for rank in files for step in sorted(catalog.repeated.get(rank, ()))))
+    return RankTask(share, files, tuple((rank, step) for rank in files for step in sorted(catalog.repeated.get(rank, ()))))
 
 
 def _with_references(ranks: Iterable[int], catalog: Catalog) -> dict[int, RankFiles]:

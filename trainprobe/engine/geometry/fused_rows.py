@@ -5,16 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# what a name map may ask for; ckpt_compare.transforms carries it out on pieces in files
-TRANSFORM_NAMES = (
-    *("same", "halves", "column_halves", "thirds", "qkv_by_group", "qkv_blocks"),
-    *("rotary_pairs", "transpose", "by_index"),
-)
-ONE_AFTER_THE_OTHER = frozenset(
-    ["halves", "column_halves", "thirds", "qkv_blocks"]
-)  # all rows of the first part, then of the next
-BY_GROUP = "qkv_by_group"
-
 
 @dataclass(frozen=True, slots=True)
 class Band:

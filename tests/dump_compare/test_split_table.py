@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from tests.dump_compare.test_other_layouts import _Known
-from trainprobe.dump_compare.layouts.joined import JoinedSide, Part
-from trainprobe.dump_compare.layouts.known_splits import splits
+from trainprobe.dump_compare.layouts.joined import JoinedSide, RankPart
+from trainprobe.dump_compare.layouts.split_table import splits
 from trainprobe.dump_compare.layouts.splits import joins
 from trainprobe.engine.core.records import Value
 from trainprobe.errors import CompareError, FormatError
@@ -20,8 +20,8 @@ class _Stored(_Known):
         return self.elements
 
 
-def parts(arrays: list[np.ndarray]) -> list[Part]:
-    return [Part(_Stored(a), Value(0, "torch.float64", a.shape), i, (0,), i) for i, a in enumerate(arrays)]
+def parts(arrays: list[np.ndarray]) -> list[RankPart]:
+    return [RankPart(_Stored(a), Value(0, "torch.float64", a.shape), i, (0,), i) for i, a in enumerate(arrays)]
 
 
 def table(tmp_path, text: str):

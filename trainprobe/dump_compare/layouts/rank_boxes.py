@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainprobe.engine.core.records import Value
-from trainprobe.engine.core.shards import cut
+from trainprobe.engine.geometry.shards import Shard, cut, rectangles_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +78,15 @@ def cut_by(box: Box | None, value: Value) -> object:
     return None if box is None or whole in (None, math.prod(box.shape)) else (box.offset, box.shape, box.within)
 
 
+def _shard(box: Box) -> Shard:
+    outer = Shard(box.within[0], box.within[1], ()) if box.within else None
+    return Shard(box.offset, box.shape, (), within=outer)
+
+
 def holder(boxes: Sequence[Box], at: Sequence[int]) -> int | None:
     """Return which of the parts at these places holds an element of the whole, None where none does."""
     for i, box in enumerate(boxes):
-        offset, shape = box.within or (box.offset, box.shape)
-        inside = [place - begin for place, begin in zip(at, offset, strict=True)]
-        if not all(0 <= place < n for place, n in zip(inside, shape, strict=True)):
-            continue
-        if not box.within or 0 <= int(np.ravel_multi_index(inside, shape)) - box.offset[0] < box.shape[0]:
+        if any(part.holds(at) for _, part in rectangles_of(_shard(box))):
             return i
     return None
 
@@ -105,21 +106,17 @@ def put_together(arrays: Iterator[npt.NDArray[Any] | None], boxes: Sequence[Box]
     shape = extent(boxes)
     fills = shape is not None
     whole: npt.NDArray[Any] | None = None
+    origin = (0,) * len(shape or ())
     for box in boxes if fills else ():
-        offset, length = box.within or (box.offset, box.shape)
         array = next(arrays)
         if array is None or array.size != math.prod(box.shape):
             fills = False
             break
         whole = np.empty(shape or (), array.dtype) if whole is None else whole
-        place = tuple(slice(at, at + n) for at, n in zip(offset, length, strict=True))
-        if box.within:
-            rectangle = whole[place].reshape(-1)  # a copy where it is not contiguous
-            rectangle[box.offset[0] : box.offset[0] + array.size] = array.reshape(-1)
-            whole[place] = rectangle.reshape(length)
-        else:
-            whole[place] = array.reshape(length)
-        del array
+        flat = array.reshape(-1)
+        for start, part in rectangles_of(_shard(box)):
+            whole[part.within(origin)] = flat[start : start + part.count].reshape(part.shape)
+        del array, flat
     for _ in arrays:  # so that what cannot be read is told
         pass
     return whole if fills else None

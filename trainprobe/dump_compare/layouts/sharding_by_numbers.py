@@ -14,12 +14,12 @@ import numpy as np
 
 from trainprobe.dump_compare.dump_side import STATISTICS
 from trainprobe.dump_compare.layouts.cuts import Along, Cut, Lay, boxes_of, flat
-from trainprobe.dump_compare.layouts.joined import Join, Part, array_of, together
+from trainprobe.dump_compare.layouts.joined import Join, RankPart, array_of, together
 
 _SUMMED = 1e-12  # relative: by how much statistics of a whole that was added up of its parts may be off
 
 
-def lay_by_numbers(whole: Part, parts: Sequence[Part]) -> Lay | None:
+def lay_by_numbers(whole: RankPart, parts: Sequence[RankPart]) -> Lay | None:
     """Return how ranks hold a whole, None where their numbers are not exactly its own."""
     numbers = [each.side.numbers(each.value) for each in (whole, *parts)]
     finite = all(math.isfinite(each.get(name, math.nan)) for each in numbers for name in STATISTICS)
@@ -32,7 +32,7 @@ def lay_by_numbers(whole: Part, parts: Sequence[Part]) -> Lay | None:
     return cut if found else None
 
 
-def tell_the_same(whole: Part, parts: Sequence[Part]) -> bool:
+def tell_the_same(whole: RankPart, parts: Sequence[RankPart]) -> bool:
     """Return whether the statistics of parts together are those of a whole."""
     of_parts = [part.side.numbers(part.value) for part in parts]
     numbers, sizes = whole.side.numbers(whole.value), [part.size for part in parts]
@@ -41,19 +41,19 @@ def tell_the_same(whole: Part, parts: Sequence[Part]) -> bool:
     return are_the_same(numbers, {name: together(name, [each[name] for each in of_parts], sizes) for name in STATISTICS})
 
 
-def cut_by_shapes(whole: tuple[int, ...], parts: Sequence[Part]) -> Cut | None:
+def cut_by_shapes(whole: tuple[int, ...], parts: Sequence[RankPart]) -> Cut | None:
     """Return the cut along the one dimension in which the shapes of equal parts differ from that of the whole."""
     dim = _split_dim(whole, parts) if len({part.data for part in parts}) == 1 else None
     return None if dim is None else flat(whole, Along(dim - len(whole), parts[0].shape[dim], whole[dim]))
 
 
-def are_samples_of(whole: Part, parts: Sequence[Part]) -> bool:
+def are_samples_of(whole: RankPart, parts: Sequence[RankPart]) -> bool:
     """Return whether parts are those of a whole along its samples or tokens, of which ranks hold others each, in any order."""
     others = len({part.data for part in parts}) == len(parts)
     return others and _split_dim(whole.shape, parts) is not None and tell_the_same(whole, parts)
 
 
-def _split_dim(whole: tuple[int, ...], parts: Sequence[Part]) -> int | None:
+def _split_dim(whole: tuple[int, ...], parts: Sequence[RankPart]) -> int | None:
     shape = parts[0].shape
     if any(part.shape != shape for part in parts) or len(shape) != len(whole):
         return None
@@ -72,7 +72,7 @@ def are_the_same(a: Mapping[str, float], b: Mapping[str, float]) -> bool:
     return a["max"] == b["max"] and a["min"] == b["min"] and all(near)
 
 
-def _in_order(whole: Part, parts: Sequence[Part], cut: Cut) -> bool:
+def _in_order(whole: RankPart, parts: Sequence[RankPart], cut: Cut) -> bool:
     """Return whether stored elements stand in the order of the ranks; where none are stored, they are taken to do so."""
     if whole.value.tensor is None or any(part.value.tensor is None for part in parts):
         return True

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 
 from trainprobe.ckpt_compare.cause import Cause, Mismatch, Sides
-from trainprobe.ckpt_compare.coverage import Overlap, Part, coverage_of, overlaps
+from trainprobe.ckpt_compare.coverage import HeldBox, Overlap, coverage_of, overlaps
 from trainprobe.ckpt_compare.pieces import LogicalTensor, Piece, bottom, origin, window
 from trainprobe.ckpt_compare.tasks import run, tasks_of
 from trainprobe.engine.compare.difference import Difference
@@ -53,7 +53,7 @@ def _file(piece: Piece) -> str:
     return piece.file.partition(": ")[0]
 
 
-def _part(overlap: Overlap, side: str) -> Part:
+def _part(overlap: Overlap, side: str) -> HeldBox:
     return overlap.a if side == "A" else overlap.b
 
 

@@ -22,7 +22,7 @@ _PATTERNS, _AXES = ("module", "class", "slot"), ("tp", "samples")
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class SplitRule:
     """One line of a table. where: the table and the rule's number, for messages. own: whether a user wrote it."""
 
     where: str
@@ -42,10 +42,10 @@ class Rule:
 class Splits:
     """Rules in the order in which they are asked."""
 
-    rules: Sequence[Rule]
-    _found: dict[tuple[str, str, str], Rule | None] = field(default_factory=dict[tuple[str, str, str], Rule | None])
+    rules: Sequence[SplitRule]
+    _found: dict[tuple[str, str, str], SplitRule | None] = field(default_factory=dict[tuple[str, str, str], SplitRule | None])
 
-    def find(self, module: str, cls: str, slot: str) -> Rule | None:
+    def find(self, module: str, cls: str, slot: str) -> SplitRule | None:
         """Return the rule that speaks of a value, None where nothing but its sizes is known."""
         key = module, cls, slot
         if key not in self._found:
@@ -59,19 +59,19 @@ def splits(path: Path | None = None) -> Splits:
 
 
 @lru_cache(maxsize=1)
-def _built_in() -> tuple[Rule, ...]:
-    text = resources.files("trainprobe.dump_compare.layouts").joinpath("known_splits.yaml").read_text(encoding="utf-8")
-    return tuple(_rules(parse_yaml(text, "known_splits.yaml"), "known_splits.yaml", own=False))
+def _built_in() -> tuple[SplitRule, ...]:
+    text = resources.files("trainprobe.dump_compare.layouts").joinpath("split_table.yaml").read_text(encoding="utf-8")
+    return tuple(_rules(parse_yaml(text, "split_table.yaml"), "split_table.yaml", own=False))
 
 
-def _rules(data: Any, where: str, *, own: bool) -> list[Rule]:
+def _rules(data: Any, where: str, *, own: bool) -> list[SplitRule]:
     rules = data.get("rules") if isinstance(data, dict) else None
     if not isinstance(rules, list):
         raise FormatError(f"{where} says nothing of splits: it needs a list of `rules`")
     return [_rule(entry, f"{where}, rule {number}", own) for number, entry in enumerate(rules, 1)]
 
 
-def _rule(entry: Any, where: str, own: bool) -> Rule:
+def _rule(entry: Any, where: str, own: bool) -> SplitRule:
     if not isinstance(entry, Mapping):
         raise FormatError(f"{where} is {entry!r}: it needs `module` or `class`, and `tp` or `samples`")
     known = [*_PATTERNS, *_AXES]
@@ -87,4 +87,4 @@ def _rule(entry: Any, where: str, own: bool) -> Rule:
                 f"{where}: {axis} is {way!r}; write {', '.join(WAYS)} or the number of the dimension that is split"
             )
     module, cls, slot = (str(entry.get(key, "*")) for key in _PATTERNS)
-    return Rule(where, module, cls, slot, entry.get("tp"), entry.get("samples"), own)
+    return SplitRule(where, module, cls, slot, entry.get("tp"), entry.get("samples"), own)

@@ -8,30 +8,22 @@ from __future__ import annotations
 
 import copyreg
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from trainprobe.dump_compare.between_steps import is_step
 from trainprobe.dump_compare.judge import Judged, Outcome
-from trainprobe.dump_compare.verdict import Compared
-from trainprobe.engine.core.processes import cores, on_cores
+from trainprobe.dump_compare.results import Compared
+from trainprobe.engine.core.processes import AnyRun, cores, in_turn, on_cores
 from trainprobe.engine.core.records import Call, Value
 
-Given = TypeVar("Given")
-Got = TypeVar("Got")
-Run = Callable[[Callable[[Given], Got], Sequence[Given]], Iterator[Got]]
 WORTH_PROCESSES = 64 << 20  # bytes of dump.json files that are worth starting processes for
 _CALL = ("args", "kwargs", "out", "params", "node")
 
 
-def in_turn(function: Callable[[Given], Got], tasks: Sequence[Given]) -> Iterator[Got]:
-    """Carry out tasks in this process."""
-    return map(function, tasks)
-
-
-def suitable(folders: Sequence[Path]) -> Run[Any, Any]:
+def suitable(folders: Sequence[Path]) -> AnyRun:
     """Return how to compare what is in these folders of ranks: processes where there are several pairs and much to read."""
     size = sum(path.stat().st_size for folder in folders for path in folder.glob("*.json"))
     return on_cores if len(folders) > 2 and cores() > 1 and size >= WORTH_PROCESSES else in_turn

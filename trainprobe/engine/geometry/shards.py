@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from trainprobe.engine.core.topology import axis_of
+from trainprobe.engine.geometry.rectangles import Rectangle, flat_rectangles
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,46 +54,15 @@ def is_cut(shard: Shard) -> bool:
     return tuple(shard.shape) != tuple(shard.whole) or (shard.within is not None and is_cut(shard.within))
 
 
-@dataclass(frozen=True, slots=True)
-class Rectangle:
-    """So many elements of a shard, one after the other from `start` on, that are a rectangle of the tensor `whole`."""
-
-    start: int
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    whole: tuple[int, ...]
-
-
-def rectangles_of(shard: Shard) -> Iterator[Rectangle]:
-    """Yield the rectangles of the whole tensor that a shard is made of: one, or a few of a flat piece of a rectangle."""
+def rectangles_of(shard: Shard) -> Iterator[tuple[int, Rectangle]]:
+    """Yield (first element in the shard, rectangle of the whole tensor): one, or a few of a flat piece of a rectangle."""
     outer = shard.within
     if outer is None:
-        yield Rectangle(0, tuple(shard.offset), tuple(shard.shape), tuple(shard.whole))
-        return
-    begin, start = shard.offset[0], 0
-    for offset, shape in _boxes_of_range(begin, begin + shard.shape[0], tuple(outer.shape)):
-        inner = Shard(tuple(o + at for o, at in zip(outer.offset, offset, strict=True)), shape, outer.whole, (), outer.within)
-        for found in rectangles_of(inner) if outer.within is None else ():
-            yield Rectangle(start, found.offset, found.shape, found.whole)
-        start += math.prod(shape)
-
-
-def _boxes_of_range(begin: int, end: int, shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield (offset, shape) of the rectangles that the elements from begin to end of a tensor of this shape are, row by row."""
-    if begin >= end:
-        return
-    inner = math.prod(shape[1:])
-    first, last = -(-begin // inner), end // inner
-    if first > last:  # within one row
-        for offset, part in _boxes_of_range(begin - last * inner, end - last * inner, shape[1:]):
-            yield (last, *offset), (1, *part)
-        return
-    for offset, part in _boxes_of_range(begin - (first - 1) * inner, inner, shape[1:]) if begin < first * inner else ():
-        yield (first - 1, *offset), (1, *part)
-    if first < last:
-        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
-    for offset, part in _boxes_of_range(0, end - last * inner, shape[1:]):
-        yield (last, *offset), (1, *part)
+        yield 0, Rectangle(tuple(shard.offset), tuple(shard.shape))
+    elif outer.within is None:
+        begin = shard.offset[0]
+        for at, inner in flat_rectangles(tuple(outer.shape), begin, begin + shard.shape[0]):
+            yield at - begin, inner.moved(outer.offset)
 
 
 def declared_shard(parameter: Any, axes: Mapping[str, tuple[int, int]]) -> Shard | None:

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.dump_compare.runs import Way, train
 from trainprobe.cli import main
-from trainprobe.dump_compare import spread
+from trainprobe.dump_compare import parallel_ranks
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +36,8 @@ def answers(runs, folder, capsys, *more: str) -> list[object]:
 def test_processes_give_the_answer_of_one(runs, monkeypatch, tmp_path, capsys):
     before = answers(runs, tmp_path, capsys)
     used: list[int] = []
-    monkeypatch.setattr(spread, "WORTH_PROCESSES", 0)
-    monkeypatch.setattr(spread, "cores", lambda: used.append(1) or 2)
+    monkeypatch.setattr(parallel_ranks, "WORTH_PROCESSES", 0)
+    monkeypatch.setattr(parallel_ranks, "cores", lambda: used.append(1) or 2)
     assert answers(runs, tmp_path, capsys) == before
     assert used
     assert before[0] in (0, 1) and before[4] == 2

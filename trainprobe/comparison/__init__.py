@@ -1,0 +1,1 @@
+"""What every comparison has: a verdict with its exit code, and how it is printed and written."""
