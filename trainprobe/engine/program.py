@@ -28,7 +28,7 @@ A fault of a program leaves out that program, and nothing else.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from trainprobe.engine.capture import Tap
@@ -37,6 +37,8 @@ from trainprobe.engine.storage.step_journal import StepJournal
 from trainprobe.errors import StopTraining
 
 if TYPE_CHECKING:
+    from trainprobe.engine.core.guard import Guard
+    from trainprobe.engine.core.naming import Rename
     from trainprobe.engine.plan.model import Plan
     from trainprobe.engine.probe import Probe
 
@@ -145,6 +147,24 @@ class Program:
 
     def closed(self) -> None:
         """The run has ended; called also where the tool has stopped: let go of everything."""
+
+
+@dataclass(frozen=True, slots=True)
+class Making:
+    """What programs are made from.
+
+    parts: the taps of the run. schedules: when they run, by the names of programs. backend: a `run.backend.Backend`. compose:
+    returns parts and schedules of another plan, for a program that collects for itself. made: programs that are there
+    already, by name.
+    """
+
+    plan: Plan
+    parts: Any
+    schedules: Mapping[str, Schedule]
+    backend: Any
+    compose: Callable[[Plan, Guard, Rename | None], tuple[Any, Mapping[str, Schedule]]]
+    rename: Rename | None = None
+    made: dict[str, Program] = field(default_factory=dict[str, "Program"])
 
 
 def defines(program: Program, event: str) -> bool:

@@ -3,27 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
-from trainprobe.engine.core.naming import Rename
 from trainprobe.engine.core.records import StepData
-from trainprobe.engine.plan.model import Plan
-from trainprobe.engine.program import Program, Schedule
-from trainprobe.run.backend import Backend
-from trainprobe.run.schedules import Parts
-
-
-@dataclass(frozen=True, slots=True)
-class Making:
-    """What programs are made from. made: those that are there already, by name."""
-
-    plan: Plan
-    parts: Parts
-    schedules: Mapping[str, Schedule]
-    backend: Backend
-    rename: Rename | None = None
-    made: dict[str, Program] = field(default_factory=dict[str, Program])
+from trainprobe.engine.program import Making, Program
 
 
 class DumpProgram(Program):
@@ -84,11 +67,18 @@ def _black_box(making: Making) -> Program:
 
 
 def _config_check(making: Making) -> Program:
-    return making.backend.config_check(making.plan)
+    if making.backend.name == "mindspore":
+        from trainprobe.config_check.capture.mindspore_capture import CellCapture as ConfigCheckProgram
+    else:
+        from trainprobe.config_check.program import ConfigCheckProgram
+    plan = making.plan
+    return ConfigCheckProgram(plan.config_check or False, plan.output, plan.on_error)
 
 
 def _op_check(making: Making) -> Program:
-    return making.backend.op_check(making.plan, making.rename)
+    from trainprobe.op_check.program import OpCheckProgram
+
+    return OpCheckProgram(making)
 
 
 _MAKERS: Mapping[str, Callable[[Making], Program]] = {  # by the section of the plan
