@@ -108,7 +108,7 @@ class MindSporeBackend(Backend):
 
     def taps(self, plan: Plan, guard: Guard, stacks: Stacks | None, rename: Rename | None) -> TapMaker:
         """Return what makes the taps. Raises PlanError for what MindSpore does not show."""
-        refuse(plan, monitor_plan(plan.monitor) if plan.monitor else None)
+        refuse(plan, monitor_plan(asked) if (asked := plan.section("monitor")) else None)
         return CellTaps(guard, stacks)
 
     def tapes(self, plan: Plan, keep: Keep, keep_chunk: Callable[[Any], None], journal: Journal) -> Callable[[int], Tape]:

@@ -38,7 +38,7 @@ class OpCheckProgram(Program):
         from trainprobe.op_check.training import HeldValues
 
         super().__init__(PART, Schedule(), part=PART)
-        self.settings: OpCheckPlan = validate(making.plan.op_check)
+        self.settings: OpCheckPlan = validate(making.plan.section(PART))
         self.held = HeldValues(self.settings.max_bytes)
         self.tape: Tape | None = None
         self._making = making

@@ -23,8 +23,7 @@ from trainprobe.engine.probe import Probe as EngineProbe
 from trainprobe.engine.program import Making, Schedule
 from trainprobe.errors import UsageError
 from trainprobe.run.backend import Backend
-from trainprobe.run.composition import changed_schedules, compose
-from trainprobe.run.programs import programs_of
+from trainprobe.run.composition import changed_schedules, compose, programs_of
 from trainprobe.run.schedules import Parts
 from trainprobe.run.torch_backend import TorchBackend
 from trainprobe.run.unmatched_names import unmatched_names
