@@ -1,26 +1,7 @@
 """What a plan can ask of a run: the dump, the monitor, the audit, the black box, op_check. Each is one `Program`.
 
-A program says which taps look at which steps (its `Schedule`), and is called at the events of a run that it defines:
-
-    attached(probe)                      the probe is composed; nothing is open yet
-    opened(model, optimizer, declared)   the model is known, and where this process stands
-    sinks(place)                         the writer opens: what else gets its steps and findings
-    continued()                          the writer is open, and the run continues an earlier one
-    changed(plan, schedule)              the plan has changed between two steps
-    begins(step)                         a step begins, whether it is collected or not; no tap is installed yet
-    journal(step)                        where the tape of a collected step is recorded while it runs
-    moment(name, *values)                something happens inside a step (see `Probe.moment`)
-    paused(), resumed()                  the program that trains asks for a pause, or ends it
-    collected()                          a collected step has ended, and its numbers may still be on their way from a device;
-                                         returns what is to be done with it before `prepare`, by what is known now
-    prepare(step_data)                   a collected step has come to the host; nothing is judged yet
-    judge(step_data)                     returns what is wrong with it
-    decide(found)                        returns what is to be done about it
-    ended(step, complete)                a step has ended and its taps are removed, also where the tool has stopped
-    dropped()                            the step that had begun is forgotten
-    interrupted(why)                     an error ends the training
-    closing()                            the run ends, and the writer is still open
-    closed()                             the run has ended, also where the tool has stopped
+A program says which taps look at which steps (its `Schedule`), and is called at the events of a run that it defines, in the
+order in which `Program` has them.
 
 A fault of a program leaves out that program, and nothing else.
 """

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from trainprobe.engine.capture.pauses import Pauses
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.records import Finding, StepData
 from trainprobe.engine.core.unmatched import UnmatchedSelections
@@ -19,6 +20,7 @@ from trainprobe.errors import OutputError, StopTraining
 from trainprobe.op_check.plan import OpCheckPlan, validate
 
 if TYPE_CHECKING:
+    from trainprobe.engine.plan.model import Plan
     from trainprobe.engine.storage.writer import Writer
     from trainprobe.engine.tape import Tape
 
@@ -46,7 +48,9 @@ class OpCheckProgram(Program):
         self._guard = Guard(making.plan.on_error, without_dispatch=making.backend.without_dispatch)
         self._guard.farewell = "op_check is given up, everything else goes on"
         self._guard.on_trip(self._remove)
-        self._scheduler: Scheduler | None = None
+        self._dump = Program("dump", Schedule())
+        self._scheduler = Scheduler([self._dump], self._guard, Pauses())
+        self._plan: Plan | None = None  # what is collected; known once the first step begins or the model is
         self._writer: Writer | None = None
         self._step = -1
         self._log: Log | None = None
@@ -83,12 +87,12 @@ class OpCheckProgram(Program):
 
     def paused(self) -> None:
         """Take no forward calls."""
-        if self.tape is not None and self._scheduler is not None:
+        if self.tape is not None:
             self._guard.run(self._scheduler.pauses.begin, "the program")
 
     def resumed(self) -> None:
         """Take forward calls again."""
-        if self.tape is not None and self._scheduler is not None:
+        if self.tape is not None:
             self._guard.run(self._scheduler.pauses.end, "the program")
 
     def ended(self, step: int, complete: bool) -> None:
@@ -121,8 +125,7 @@ class OpCheckProgram(Program):
             there = f"ranks 0 to {place.world_size - 1}" if place.world_size > 1 else "rank 0 alone"
             self._run.at_end(f"op_check: nothing was judged: the run has {there}, and rank is {list(self.settings.rank)}.")
         self._guard.keep_on(self._remove)
-        if self._scheduler is not None:
-            self._guard.run(self._report, self._say_what_never_came)
+        self._guard.run(self._report, self._say_what_never_came)
         if self._writer is not None:
             self._guard.keep_on(self._writer.close)
         if self._log is not None:
@@ -130,15 +133,18 @@ class OpCheckProgram(Program):
 
     # ---- inside ----------------------------------------------------------------------------------------------------
 
-    def _record(self, level: Literal["L1", "mix"]) -> Scheduler:
-        """Make the taps, and what tells when they run."""
+    def _record(self, level: Literal["L1", "mix"]) -> Plan:
+        """Make the taps, unless they are there; return the plan that says when they run."""
+        if self._plan is not None:
+            return self._plan
         making, settings = self._making, self.settings
         fields = {
             **{"level": level, "task": "tensor", "step": settings.step, "rank": settings.rank, "sinks": ()},
             **{"statistics": (), "summary": "statistics" if self._elsewhere else "checksum", "stacks": False},
             **{"on_error": making.plan.on_error, "output": making.plan.output},
         }
-        self._plan = plan = load_plan(fields)
+        self._plan, self._level = load_plan(fields), level
+        plan = self._plan
         self._never_came = UnmatchedSelections(plan)
         self._parts, schedules = making.compose(plan, self._guard, making.rename)
         if self._parts.collectives is not None:
@@ -146,14 +152,14 @@ class OpCheckProgram(Program):
         if self._online is None and self._parts.ops is not None:
             self._parts.ops.look_after()
         self._new_tape = making.backend.tapes(plan, self._keep, self._keep_chunk, lambda step: None)
-        self._dump = Program("dump", schedules["dump"])
-        return Scheduler([self._dump], self._guard, self._parts.pauses)
+        self._dump.schedule = schedules["dump"]
+        self._scheduler = Scheduler([self._dump], self._guard, self._parts.pauses)
+        return plan
 
     def _open(self, model: Any, optimizer: Any) -> None:
-        if self._scheduler is None:
-            self._scheduler = self._record("mix")
+        plan = self._record("mix")
         self._scheduler.open(model, optimizer)
-        if self._plan.wants_rank(self._run.place.rank):
+        if plan.wants_rank(self._run.place.rank):
             self._start()
 
     def _start(self) -> None:
@@ -164,14 +170,13 @@ class OpCheckProgram(Program):
             place = self._run.place
             if self._online is not None:
                 self._online.start(place)
-            report = self._run.findings.append
-            self._writer = Writer({PART: self.held}, place=place, on_error=self._plan.on_error, report=report)
+            on_error, report = self._making.plan.on_error, self._run.findings.append
+            self._writer = Writer({PART: self.held}, place=place, on_error=on_error, report=report)
 
     def _begin(self) -> None:
-        if self._scheduler is None:
-            self._scheduler = self._record("L1")
+        plan = self._record("L1")
         running = self._scheduler.at(self._step)
-        if running.names and self._plan.wants_rank(self._run.place.rank):
+        if running.names and plan.wants_rank(self._run.place.rank):
             self._start()
             self.tape = tape = self._new_tape(self._step)
             self._scheduler.install(running, tape)
@@ -180,14 +185,12 @@ class OpCheckProgram(Program):
         """Remove the taps. again: those that the next step wants may stay, asleep."""
         if self._guard.tripped is not None:
             self.tape = None
-        if self._scheduler is not None:
-            self._scheduler.remove(self._scheduler.at(self._step + 1).taps if again else ())
+        self._scheduler.remove(self._scheduler.at(self._step + 1).taps if again else ())
 
     def _finish(self, complete: bool) -> None:
         tape, self.tape = self.tape, None
         assert tape is not None
-        plan = self._plan
-        about = {"framework": self._making.backend.name, "level": plan.level, "task": plan.task, "programs": ("dump",)}
+        about = {"framework": self._making.backend.name, "level": self._level, "task": "tensor", "programs": ("dump",)}
         tape.send(self._step, self._run.place, complete=complete, statistics=(), notes=(), dumped=True, **about)
         step_data = tape.receive()
         self._never_came.saw(step_data)
@@ -211,14 +214,17 @@ class OpCheckProgram(Program):
             self.held.drop()
 
     def _say_what_never_came(self) -> Iterable[Finding]:
-        return self._never_came.findings(self._run.first_step, self._run.step_number, self._run.place)
+        return (
+            ()
+            if self._plan is None
+            else self._never_came.findings(self._run.first_step, self._run.step_number, self._run.place)
+        )
 
     def _judge_no_more(self) -> None:
         """Collect no further step, because the judge has failed."""
         self.held.drop()
-        if self._scheduler is not None:
-            self._dump.schedule = Schedule()
-            self._scheduler.follow()
+        self._dump.schedule = Schedule()
+        self._scheduler.follow()
 
     def _keep(self, key: str, t: Any, value: Any, cut: int) -> None:
         if self._writer is not None:

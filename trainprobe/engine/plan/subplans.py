@@ -9,6 +9,8 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.metadata
+import importlib.util
+import pkgutil
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -27,8 +29,13 @@ PROGRAMS = "trainprobe.run.programs"  # a module for each section, of the sectio
 @cache
 def sections() -> Mapping[str, str]:
     """Return the sections of a plan that programs carry out, each with what it says. No program is imported for it."""
-    files = sorted(file for folder in importlib.import_module(PROGRAMS).__path__ for file in Path(folder).glob("[a-z]*.py"))
-    return {file.stem: ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "" for file in files}
+    names = sorted(file.name for file in pkgutil.iter_modules(importlib.import_module(PROGRAMS).__path__))
+    return {name: ast.get_docstring(ast.parse(_source(f"{PROGRAMS}.{name}"))) or "" for name in names}
+
+
+def _source(module: str) -> str:
+    loader: Any = getattr(importlib.util.find_spec(module), "loader", None)
+    return loader.get_source(module) or ""
 
 
 def program_file(section: str) -> Any:
