@@ -27,11 +27,12 @@ from trainprobe.engine.core.step_data import leaves, numbers_of_rows
 from trainprobe.engine.core.topology import place_from_environment
 from trainprobe.errors import StopTraining, UsageError
 from trainprobe.op_check.plan import OpCheckPlan
-from trainprobe.run.op_probe import Log, OpProbe
+from trainprobe.op_check.program import Log, OpCheckProgram
 from trainprobe.watching import Probe
 
 if TYPE_CHECKING:
     from trainprobe.engine.storage.writer import Writer
+    from trainprobe.engine.tape import Tape
 
 CLASSIC_TOLERANCE = 1e-3  # for the one of atol and rtol that is left out
 _tracked: weakref.ref[Any] | None = None
@@ -117,7 +118,8 @@ class _Front(ABC):
         if probe is None:
             return
         try:
-            if error is None and self._stepped and probe.tape is not None and not probe.tape.calls:
+            tape = self._tape(probe)
+            if error is None and self._stepped and tape is not None and not tape.calls:
                 probe.drop_step()  # `step` ended the last one, and nothing ran after it
             probe.end_step(complete=error is None)
         finally:
@@ -126,6 +128,10 @@ class _Front(ABC):
                 self._say(sentence)
             if self._log is not None:
                 self._log.close()
+
+    def _tape(self, probe: Probe) -> Tape | None:
+        """Return the tape of the step that has begun, None where it is not collected."""
+        return probe.tape
 
     def _say(self, text: str) -> None:
         """Write a line to the log file, or to standard output."""
@@ -190,10 +196,16 @@ class CompareWithCPU(_Front):
         self._verbose = verbose
 
     def _make(self, level: Literal["L1", "mix"]) -> Probe:
-        probe = OpProbe(self._settings, self._say, self._folder, level=level)
+        settings = self._settings.model_dump(exclude_unset=True)
+        probe = Probe({"level": "off", "sinks": (), "console": False, "output": self._folder, "op_check": settings})
         probe.reporter.listeners.append(self._report)
-        probe.judge.verdicts.verbose = self._verbose
+        self._judging: OpCheckProgram = probe.program("op_check")
+        self._judging.tell(self._say, self._folder)
+        self._judging.judge_step.verdicts.verbose = self._verbose
         return probe
+
+    def _tape(self, probe: Probe) -> Tape | None:
+        return self._judging.tape
 
 
 class NanInfTracker(_Front):

@@ -213,7 +213,7 @@ class PrecisionDebugger:
                 "or name the module in `modules` of a plan at level L0"
             )
             return
-        if self.plan.monitor is not None:
+        if self.plan.section("monitor") is not None:
             raise UsageError(
                 f"module_dump({module_name!r}): a dump of level L1 leaves out the modules that are recorded beside a monitor; "
                 "use level mix, or leave `monitor` out of the plan"
@@ -242,7 +242,7 @@ class PrecisionDebugger:
         Raises UsageError where the plan has no `monitor` that says what is watched.
         """
         self = cls.instance()
-        if self.plan.monitor is None:
+        if self.plan.section("monitor") is None:
             raise UsageError(
                 "monitor(model) watches what `monitor` of the plan says, and there is none: set task to grad_probe"
             )

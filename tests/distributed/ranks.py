@@ -27,7 +27,7 @@ from tests.distributed.one_rank import settle
 _LATE = (
     *(
         "watching",
-        "run.programs",
+        "run.composition",
         "run.torch_taps",
         "run.torch_backend",
         "engine.storage.sinks.dump",

@@ -17,8 +17,6 @@ import trainprobe
 from benchmarks.op_check import overlooked
 from trainprobe.op_check.cases import Case, flat
 from trainprobe.op_check.check import check
-from trainprobe.op_check.plan import OpCheckPlan
-from trainprobe.run.op_probe import OpProbe
 
 ZEROS = torch.tensor([0.0, -0.0, 3.0, -2.0, -0.0, 0.0])
 
@@ -225,11 +223,12 @@ def test_a_call_behind_one_that_overwrites_memory_is_not_accused_for_it(capsys: 
     assert any("exp.0 (forward) succeeds" in line for line in found)
 
 
-def test_what_no_call_overwrites_is_stored_once() -> None:
+def test_what_no_call_overwrites_is_stored_once(tmp_path: Path) -> None:
     stored: list[str] = []
-    probe = OpProbe(OpCheckPlan(), lambda text: None, Path("nowhere"))
-    keep = probe.held.tensor
-    probe.held.tensor = lambda step, saved: stored.append(saved.key) or keep(step, saved)
+    probe = trainprobe.Probe(level="off", op_check=True, console=False, output=tmp_path)
+    held = probe.program("op_check").held
+    keep = held.tensor
+    held.tensor = lambda step, saved: stored.append(saved.key) or keep(step, saved)
     x = torch.randn(3, 6)
     with probe:
         probe.begin_step(0)

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from trainprobe.engine.storage.writer import Writer
 
 Watcher = Callable[[StepData], Sequence[Finding]]
+SAW_NOTHING = "nothing was seen"  # what `report_once` knows such a warning by
 MOST_ON_THEIR_WAY = 4  # steps; of more, the oldest is waited for: by then the device is as many steps behind
 
 
@@ -108,7 +109,7 @@ class Probe:
         self._on_their_way: deque[_OnItsWay] = deque()
         self._settling = threading.RLock()  # who waits for the writer may be on any thread
         self._process = os.getpid()
-        self._first_step: int | None = None
+        self.first_step: int | None = None  # that began
         self._unmatched_selections = UnmatchedSelections(plan)
         self._defined: dict[str, tuple[Program, ...]] = {}  # by the name of an event
         guard._on_finding = self.report
@@ -140,7 +141,7 @@ class Probe:
         if self._on_their_way:
             self.guard.run(self._settle)
         self.step_number = self.step_number + 1 if number is None else number
-        self._first_step = self.step_number if self._first_step is None else self._first_step
+        self.first_step = self.step_number if self.first_step is None else self.first_step
         self._inside = True
         self.begun += 1
         if not self.closed:
@@ -153,7 +154,7 @@ class Probe:
         if self.tape is None:
             return
         if name == "micro":
-            self.guard.run(self._begin_micro, values[0])
+            self.guard.run(self.tape.begin_micro, values[0])
         for listener in self._listeners.get(name, ()):
             self.guard.run(listener, *values)
 
@@ -190,7 +191,7 @@ class Probe:
             self._inside = False
             self.begun -= 1
             self.step_number -= 1
-            self._first_step = self._first_step if self.begun else None
+            self.first_step = self.first_step if self.begun else None
             self.uninstall()
             self._call_in_any_case("dropped")
 
@@ -243,6 +244,10 @@ class Probe:
         """Keep, write and print a finding; nothing for None."""
         if finding is not None:
             self.reporter.report(finding)
+
+    def report_once(self, finding: Finding) -> None:
+        """Report a finding, unless one with this message was reported before."""
+        self.reporter.report_once(finding)
 
     @property
     def findings(self) -> list[Finding]:
@@ -360,10 +365,6 @@ class Probe:
             self.tape = self.new_tape(self.step_number)
             self.scheduler.install(running, self.tape)
 
-    def _begin_micro(self, number: Any) -> None:
-        if self.tape is not None:
-            self.tape.micro, self.tape.micro_given = int(number), True
-
     def _note(self, tape: Tape, name: Any, value: Any) -> None:
         why = attempt(tape.note, name, value, otherwise=fault_text)
         if why is not None:
@@ -442,7 +443,7 @@ class Probe:
             step_data.stacks = used_by(step_data.calls, self._stacks.text())
         self._unmatched_selections.saw(step_data)
         if step.looks and not step_data.calls and not step_data.scalars:
-            self.reporter.report_once(_saw_nothing(step.number), key="nothing was seen")
+            self.reporter.report_once(saw_nothing(step.number), key=SAW_NOTHING)
         for fault in step.tape.library.faults():
             self.reporter.report_once(Finding("kernels", "warning", fault, step=step.number))
         self.collected += step_data.complete
@@ -482,11 +483,12 @@ class Probe:
                 raise stop
 
     def _say_what_never_came(self) -> None:
-        for finding in self._unmatched_selections.findings(self._first_step, self.step_number, self.place):
+        for finding in self._unmatched_selections.findings(self.first_step, self.step_number, self.place):
             self.report(finding)
 
 
-def _saw_nothing(step: int) -> Finding:
+def saw_nothing(step: int) -> Finding:
+    """Return the warning of a collected step in which no call was seen."""
     return Finding(
         rule="probe",
         severity="warning",

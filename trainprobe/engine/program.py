@@ -1,26 +1,7 @@
 """What a plan can ask of a run: the dump, the monitor, the audit, the black box, op_check. Each is one `Program`.
 
-A program says which taps look at which steps (its `Schedule`), and is called at the events of a run that it defines:
-
-    attached(probe)                      the probe is composed; nothing is open yet
-    opened(model, optimizer, declared)   the model is known, and where this process stands
-    sinks(place)                         the writer opens: what else gets its steps and findings
-    continued()                          the writer is open, and the run continues an earlier one
-    changed(plan, schedule)              the plan has changed between two steps
-    begins(step)                         a step begins, whether it is collected or not; no tap is installed yet
-    journal(step)                        where the tape of a collected step is recorded while it runs
-    moment(name, *values)                something happens inside a step (see `Probe.moment`)
-    paused(), resumed()                  the program that trains asks for a pause, or ends it
-    collected()                          a collected step has ended, and its numbers may still be on their way from a device;
-                                         returns what is to be done with it before `prepare`, by what is known now
-    prepare(step_data)                   a collected step has come to the host; nothing is judged yet
-    judge(step_data)                     returns what is wrong with it
-    decide(found)                        returns what is to be done about it
-    ended(step, complete)                a step has ended and its taps are removed, also where the tool has stopped
-    dropped()                            the step that had begun is forgotten
-    interrupted(why)                     an error ends the training
-    closing()                            the run ends, and the writer is still open
-    closed()                             the run has ended, also where the tool has stopped
+A program says which taps look at which steps (its `Schedule`), and is called at the events of a run that it defines, in the
+order in which `Program` has them.
 
 A fault of a program leaves out that program, and nothing else.
 """
@@ -28,7 +9,7 @@ A fault of a program leaves out that program, and nothing else.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from trainprobe.engine.capture import Tap
@@ -37,6 +18,8 @@ from trainprobe.engine.storage.step_journal import StepJournal
 from trainprobe.errors import StopTraining
 
 if TYPE_CHECKING:
+    from trainprobe.engine.core.guard import Guard
+    from trainprobe.engine.core.naming import Rename
     from trainprobe.engine.plan.model import Plan
     from trainprobe.engine.probe import Probe
 
@@ -145,6 +128,24 @@ class Program:
 
     def closed(self) -> None:
         """The run has ended; called also where the tool has stopped: let go of everything."""
+
+
+@dataclass(frozen=True, slots=True)
+class Making:
+    """What programs are made from.
+
+    parts: the taps of the run. schedules: when they run, by the names of programs. backend: a `run.backend.Backend`. compose:
+    returns parts and schedules of another plan, for a program that collects for itself. made: programs that are there
+    already, by name.
+    """
+
+    plan: Plan
+    parts: Any
+    schedules: Mapping[str, Schedule]
+    backend: Any
+    compose: Callable[[Plan, Guard, Rename | None], tuple[Any, Mapping[str, Schedule]]]
+    rename: Rename | None = None
+    made: dict[str, Program] = field(default_factory=dict[str, "Program"])
 
 
 def defines(program: Program, event: str) -> bool:

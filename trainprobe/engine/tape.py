@@ -143,6 +143,10 @@ class Tape:
         if self._journal is not None:
             self._journal.call(call)
 
+    def begin_micro(self, number: Any) -> None:
+        """Learn which micro-batch begins, counted from 0."""
+        self.micro, self.micro_given = int(number), True
+
     def forward_begins(self, name: str) -> None:
         """Count micro-batches by the forwards of the outermost module, unless somebody tells them.
 

@@ -10,7 +10,6 @@ from trainprobe.monitor.audit.relations import relation_names
 if TYPE_CHECKING:
     from trainprobe.watching import Probe
 
-OTHERS = {"black_box": "the black box", "config_check": "the settings of the run", "op_check": "operators"}
 DUMPED = {"statistics": "statistics", "tensor": "values"}
 KINDS = ("gradients", "parameters", "optimizer_state", "activations", "activation_gradients", "scalars")
 
@@ -31,7 +30,7 @@ def describe(probe: Probe) -> str:
         watched.append(f"{_joined(kinds) or 'nothing'} at {_steps(monitor.step)}")
     audit = probe.parts.audit_plan
     watched += ["the audit"] if audit is not None else []
-    watched += [words for section, words in OTHERS.items() if getattr(plan, section)]
+    watched += [words for program in plan.programs.values() if (words := getattr(program, "WATCHES", ""))]
     if not watched:
         return "nothing is recorded or judged, as the plan says"
     count = len(set(probe.parts.naming.parameter_names.values()))

@@ -84,5 +84,5 @@ def _problems(plan: Plan, monitor: MonitorPlan | None) -> dict[str, bool]:
         "histogram and quantiles are computed by torch: leave them out": plan.histogram is not None or bool(plan.quantiles),
         "tensor_format 'pt' is written by torch: use safetensors or npy": plan.tensor_format == "pt",
         "control: a plan stays as it is while a MindSpore training runs: leave it out": plan.control is not None,
-        "op_check: operators of PyTorch alone are judged: leave the section out": bool(plan.op_check),
+        **{why: True for program in plan.programs.values() if (why := getattr(program, "NOT_UNDER", {}).get("mindspore"))},
     }

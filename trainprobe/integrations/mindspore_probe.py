@@ -11,7 +11,6 @@ from typing import Any
 
 import mindspore
 
-from trainprobe.config_check.capture.mindspore_capture import CellCapture
 from trainprobe.engine.arrays.mindspore_library import MindSporeLibrary, copy_out
 from trainprobe.engine.capture import AUDIT, part_of
 from trainprobe.engine.capture.mindspore.calls import KnownCalls, OptimizerTap
@@ -31,7 +30,6 @@ from trainprobe.engine.core.records import Finding, Place, StepData
 from trainprobe.engine.core.stacks import Stacks
 from trainprobe.engine.plan.detail import Detail
 from trainprobe.engine.plan.model import Plan
-from trainprobe.engine.program import Program
 from trainprobe.engine.tape import Tape
 from trainprobe.errors import PlanError, UsageError
 from trainprobe.integrations.mindspore_limits import NOT_JUDGED_IN_A_GRAPH, not_judged, refuse
@@ -110,7 +108,7 @@ class MindSporeBackend(Backend):
 
     def taps(self, plan: Plan, guard: Guard, stacks: Stacks | None, rename: Rename | None) -> TapMaker:
         """Return what makes the taps. Raises PlanError for what MindSpore does not show."""
-        refuse(plan, monitor_plan(plan.monitor) if plan.monitor else None)
+        refuse(plan, monitor_plan(asked) if (asked := plan.section("monitor")) else None)
         return CellTaps(guard, stacks)
 
     def tapes(self, plan: Plan, keep: Keep, keep_chunk: Callable[[Any], None], journal: Journal) -> Callable[[int], Tape]:
@@ -143,14 +141,6 @@ class MindSporeBackend(Backend):
         """Return a tensor's values, or the part of them that is stored."""
         copy = copy_out(t)
         return copy if detail is None else copy_out(t[detail.index(copy.shape)])
-
-    def config_check(self, plan: Plan) -> Program:
-        """Return the program that captures the settings of the run."""
-        return CellCapture(plan.config_check or False, plan.output, plan.on_error)
-
-    def op_check(self, plan: Plan, rename: Rename | None) -> Program:
-        """Raise PlanError: operators of PyTorch alone are judged."""
-        raise PlanError("op_check: operators of PyTorch alone are judged: leave the section out")
 
 
 class MindSporeProbe(Probe):

@@ -49,7 +49,7 @@ class TrainerMon:
         given = config_file_path if isinstance(config_file_path, Mapping) else read_plan_file(Path(config_file_path))
         own = {"on_existing": "replace"} if is_of_monitor(given) else {}  # the log; the CSV files have new folders
         self.plan = load_plan(config_file_path, **self._folder, **own)
-        if self.plan.monitor is None:
+        if self.plan.section("monitor") is None:
             raise PlanError(f"{config_file_path}: no `monitor`: this is no configuration of a monitor")
         self.probe: Probe | None = None
         self._optimizer: Any = None

@@ -35,14 +35,14 @@ class MonitorProgram(Program):
 
     def changed(self, plan: Plan, schedule: Schedule) -> None:
         """Go on with another plan; rules that stay keep what they remember."""
-        self.plan, self.schedule = validate(plan.monitor or {}), schedule
+        self.plan, self.schedule = validate(plan.section("monitor") or {}), schedule
         self.watcher.change(self.plan.rules)
-        self._kept, self._section = False, plan.monitor
+        self._kept, self._section = False, plan.section("monitor")
         self._choose = chosen_calls(self.plan)
 
     def attached(self, probe: Probe) -> None:
         """Let rules fail one by one, and findings that last be counted; leave printing to the plan."""
-        self._probe, self._section = probe, probe.plan.monitor
+        self._probe, self._section = probe, probe.plan.section("monitor")
         self.watcher.count, self.watcher.part = probe.reporter.count, probe.guard.part
         if not self.plan.actions.console:
             probe.console.silent = frozenset(self.plan.rules)

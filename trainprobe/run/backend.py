@@ -14,7 +14,6 @@ from trainprobe.engine.core.records import Place
 from trainprobe.engine.core.stacks import Stacks
 from trainprobe.engine.plan.detail import Detail
 from trainprobe.engine.plan.model import Plan
-from trainprobe.engine.program import Program
 from trainprobe.engine.storage.step_journal import StepJournal
 from trainprobe.engine.tape import Tape
 from trainprobe.run.composition import TapMaker
@@ -63,11 +62,3 @@ class Backend(ABC):
     def not_a_model(self, model: Any) -> str:
         """Return why a model cannot be looked at; empty for one that can."""
         return ""
-
-    @abstractmethod
-    def config_check(self, plan: Plan) -> Program:
-        """Return the program that captures the settings of the run."""
-
-    @abstractmethod
-    def op_check(self, plan: Plan, rename: Rename | None) -> Program:
-        """Return the program that judges operators as the steps end. Raises PlanError where there is none."""

@@ -7,7 +7,7 @@ names). A step that several want is collected once. What is of one framework sta
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from trainprobe.engine.capture.requests import (
@@ -19,9 +19,10 @@ from trainprobe.engine.capture.requests import (
     ops_of_plan,
 )
 from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.records import StepData
 from trainprobe.engine.plan.detail import Detail
 from trainprobe.engine.plan.model import Plan
-from trainprobe.engine.program import Schedule
+from trainprobe.engine.program import Making, Program, Schedule
 from trainprobe.errors import PlanError
 from trainprobe.monitor.audit.plan import validate as audit_plan
 from trainprobe.monitor.plan import MonitorPlan
@@ -76,19 +77,19 @@ def compose(plan: Plan, make: TapMaker) -> tuple[Parts, dict[str, Schedule]]:
     """Build the taps that a plan asks for, and say by the name of each program when they run."""
     cuts: list[Detail] = []
     saved = make.saved(flags_of(plan.base_detail, cuts))
-    monitor = monitor_plan(plan.monitor) if plan.monitor else None
-    asked = dumps_when_asked(plan, monitor)
-    level = make.fullest if asked else plan.level
+    monitor = monitor_plan(asked) if (asked := plan.section("monitor")) else None
+    when_asked = dumps_when_asked(plan, monitor)
+    level = make.fullest if when_asked else plan.level
     modules = make.modules(modules_of_plan(plan, cuts), dumped=True) if level in ("L0", "mix") else None
     watched = make.modules(modules_of_monitor(monitor), dumped=looks_when_asked(monitor)) if monitor is not None else None
     naming = modules or watched or make.modules(modules_of_monitor(None), dumped=False)
     parts = Parts(guard=make.guard, naming=naming, saved=saved)
     parts.modules, parts.watched, parts.monitor = modules, watched, monitor
-    parts.cuts, parts.dumps_when_asked = cuts, asked
+    parts.cuts, parts.dumps_when_asked = cuts, when_asked
     parts.records_update = "optimizer" in plan.phases
     if level in ("L1", "mix"):
         parts.ops = make.ops(ops_of_plan(plan, cuts), parts, plan)
-    parts.audit_plan = audit_plan(plan.audit) if plan.audit else None
+    parts.audit_plan = audit_plan(asked) if (asked := plan.section("audit")) else None
     if monitor is not None or parts.audit_plan is not None:
         parts.states = make.states(states_of_monitor(monitor), parts)
     if parts.audit_plan is not None:
@@ -100,14 +101,35 @@ def compose(plan: Plan, make: TapMaker) -> tuple[Parts, dict[str, Schedule]]:
     return parts, schedules(plan, parts)
 
 
+class DumpProgram(Program):
+    """Records what the plan's level, task and step ask for; its taps' values are written by the writer's sinks."""
+
+    def __init__(self, making: Making) -> None:
+        super().__init__("dump", making.schedules["dump"])
+        self._parts = making.parts
+
+    def collected(self) -> Callable[[StepData], object] | None:
+        """Return what divides scaled gradients by the loss scale, before anything is judged or written."""
+        unscale = getattr(self._parts.states, "unscaling", None)
+        return unscale() if unscale is not None else None
+
+
+def programs_of(making: Making) -> dict[str, Program]:
+    """Return the programs that a plan asks for, by name, in the order in which they are called."""
+    making.made["dump"] = DumpProgram(making)
+    for section, file in making.plan.programs.items():
+        making.made[section] = file.program(making)
+    return making.made
+
+
 def changed_schedules(parts: Parts, plan: Plan, make: TapMaker) -> dict[str, Schedule]:
     """Return the schedules of a plan that differs from the one that was composed in what can change while a run goes on.
 
     That are `step`, of the monitor all but `actions`, and of the audit `every` and `relations`; their taps may be new. Raises
     PlanError for the rest.
     """
-    monitor = monitor_plan(plan.monitor) if plan.monitor else None
-    audit = audit_plan(plan.audit) if plan.audit else None
+    monitor = monitor_plan(asked) if (asked := plan.section("monitor")) else None
+    audit = audit_plan(asked) if (asked := plan.section("audit")) else None
     if (monitor is None) != (parts.monitor is None) or (audit is None) != (parts.audit_plan is None):
         raise PlanError(
             "while a run goes on, a monitor or an audit can be changed, but neither begin nor end: have it in the plan from "

@@ -13,17 +13,18 @@ from trainprobe.compiled import require
 from trainprobe.engine.capture import part_of
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.naming import Rename, chunks_of
-from trainprobe.engine.core.records import Finding, Place
+from trainprobe.engine.core.records import Place
 from trainprobe.engine.core.stacks import Stacks
 from trainprobe.engine.core.unmatched import names_not_there
 from trainprobe.engine.geometry.shards import ShardOf, declared_shard
 from trainprobe.engine.plan.loading import load_plan
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.probe import Probe as EngineProbe
+from trainprobe.engine.program import Making, Schedule
 from trainprobe.errors import UsageError
 from trainprobe.run.backend import Backend
-from trainprobe.run.composition import changed_schedules, compose
-from trainprobe.run.programs import Making, programs_of
+from trainprobe.run.composition import changed_schedules, compose, programs_of
+from trainprobe.run.schedules import Parts
 from trainprobe.run.torch_backend import TorchBackend
 from trainprobe.run.unmatched_names import unmatched_names
 
@@ -68,7 +69,7 @@ class Probe(EngineProbe):
         stacks = Stacks() if loaded.stacks else None
         self._maker = backend.taps(loaded, guard, stacks, rename)
         self.parts, schedules = compose(loaded, self._maker)
-        self._by_name = programs_of(Making(loaded, self.parts, schedules, backend, rename))
+        self._by_name = programs_of(Making(loaded, self.parts, schedules, backend, self._compose, rename))
         self._place_given, self._shard_of, self._parameter_names = place is not None, shard_of, parameter_names or {}
         self._control: ControlFile | None = None
         self._end_reported = False
@@ -84,6 +85,9 @@ class Probe(EngineProbe):
             notes=[self.parts.notes],
             pauses=self.parts.pauses,
         )
+
+    def _compose(self, plan: Plan, guard: Guard, rename: Rename | None) -> tuple[Parts, dict[str, Schedule]]:
+        return compose(plan, self.backend.taps(plan, guard, Stacks() if plan.stacks else None, rename))
 
     @property
     def framework(self) -> str:
@@ -191,7 +195,7 @@ class Probe(EngineProbe):
             steps=self.begun,
             collected=self.collected,
             cut_short=self.cut_short,
-            first_step=self._first_step or 0,
+            first_step=self.first_step or 0,
             place=self.place,
             output=self.plan.output,
             judged=self.judges,
@@ -247,10 +251,6 @@ class Probe(EngineProbe):
         """Learn that the loop is the user's own: what a trainer does by itself is then the user's doing."""
         if self.audit is not None:
             self.audit.audit.own_loop = True
-
-    def report_once(self, finding: Finding) -> None:
-        """Report a finding, unless one with this message was reported before."""
-        self.reporter.report_once(finding)
 
     @property
     def judges(self) -> bool:

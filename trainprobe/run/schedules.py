@@ -78,7 +78,7 @@ class Parts:
 
 def dumps_when_asked(plan: Plan, monitor: MonitorPlan | None) -> bool:
     """Tell whether the plan's level is off, and its rules or its black box may ask for a dump."""
-    return plan.level == "off" and (bool(plan.black_box) or (monitor is not None and monitor.may_dump))
+    return plan.level == "off" and (bool(plan.section("black_box")) or (monitor is not None and monitor.may_dump))
 
 
 def guard_of(guard: Guard, kind: type) -> PartGuard:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainprobe.compiled import recording
 from trainprobe.engine.core.gathering import Gathering
@@ -24,9 +24,6 @@ from trainprobe.engine.tape import Tape
 from trainprobe.errors import MissingExtra
 from trainprobe.run.backend import Backend, Journal, Keep
 from trainprobe.run.composition import TapMaker
-
-if TYPE_CHECKING:
-    from trainprobe.engine.program import Program
 
 NO_MODULE = ": give watch, or the callback, the module that trains"
 
@@ -97,15 +94,3 @@ class TorchBackend(Backend):
         return (
             "" if other is None else f"the model that was given is a {type(other).__name__} and no torch.nn.Module{NO_MODULE}"
         )
-
-    def config_check(self, plan: Plan) -> Program:
-        """Return the program that captures the settings of the run."""
-        from trainprobe.config_check.program import ConfigCheckProgram
-
-        return ConfigCheckProgram(plan.config_check or False, plan.output, plan.on_error)
-
-    def op_check(self, plan: Plan, rename: Rename | None) -> Program:
-        """Return the program that judges operators as the steps end."""
-        from trainprobe.run.op_probe import OpCheckProgram
-
-        return OpCheckProgram(plan, rename)

@@ -107,7 +107,7 @@ def _collect(parts: Parts, plan: Plan, guard: Guard, before: MonitorPlan | None 
         parts.unreduced = (
             UnreducedTap(guard_of(guard, UnreducedTap), arrives, lambda: states.source is None, per_micro) if wanted else None
         )
-    batched = bool(plan.black_box) or (monitor is not None and monitor.batches.on)
+    batched = bool(plan.section("black_box")) or (monitor is not None and monitor.batches.on)
     parts.batches = parts.batches or BatchTap(guard_of(guard, BatchTap)) if batched else None
     if monitor is not None and (before is None or monitor.collectives != before.collectives):
         inside, chosen = (parts.watched or parts.naming).stack, Names(monitor.collectives.names).__contains__

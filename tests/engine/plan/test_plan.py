@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -14,7 +13,7 @@ from trainprobe.engine.core.row_schema import StatisticName
 from trainprobe.engine.plan.detail import Slice
 from trainprobe.engine.plan.loading import load_plan
 from trainprobe.engine.plan.model import DetailRule, Histogram, Plan, SliceRule
-from trainprobe.engine.plan.subplans import CHECKERS
+from trainprobe.engine.plan.subplans import sections
 from trainprobe.engine.stats import STATISTICS
 from trainprobe.errors import PlanError
 
@@ -101,7 +100,7 @@ def test_no_plan_judges_and_dumps_nothing() -> None:
 @pytest.mark.parametrize("program", ["monitor", "audit", "black_box", "config_check", "op_check"])
 def test_a_plan_that_asks_for_one_program_alone_dumps_nothing(program: str) -> None:
     plan = load_plan({program: True})
-    asked = [name for name in CHECKERS if getattr(plan, name)]
+    asked = [name for name in sections() if getattr(plan, name)]
     assert (plan.level, asked) == ("off", [program])
     assert load_plan({program: True}, record="mix").level == "mix"
 
@@ -110,7 +109,7 @@ HOW = ("output", "on_existing", "rank", "sinks", "csv_layout", "csv_steps", "nan
 HOW += ("native", "control")
 
 
-@pytest.mark.parametrize("name", [name for name in Plan.model_fields if name not in (*HOW, *CHECKERS, "record", "level")])
+@pytest.mark.parametrize("name", [name for name in Plan.model_fields if name not in (*HOW, *sections(), "record", "level")])
 def test_a_field_that_says_what_is_dumped_asks_for_a_dump(name: str) -> None:
     value = {"step": [3], "scope": ("a", "b"), "details": [{"match": "a"}], "slice": [{"dim": 0}]}.get(
         name, Plan.model_fields[name].default
@@ -288,28 +287,6 @@ def test_a_mistake_in_a_keyword_argument_is_told_as_one() -> None:
 def test_the_class_itself_raises_a_plan_error_too() -> None:
     with pytest.raises(PlanError, match="plan: level: 'x' cannot be used"):
         Plan(level="x")  # type: ignore[arg-type]
-
-
-CHECKER = """
-def validate(settings):
-    for key in settings:
-        if key != "rules":
-            raise ValueError(f"unknown key {key!r}")
-"""
-
-
-@pytest.fixture
-def checker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package that checks the section `monitor` and knows the key `rules` alone."""
-    (tmp_path / "monitor_checker.py").write_text(CHECKER)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setitem(CHECKERS, "monitor", "monitor_checker")
-
-
-@pytest.mark.usefixtures("checker")
-def test_a_section_of_another_package_is_checked_by_that_package() -> None:
-    assert load_plan(monitor={"rules": []}).monitor == {"rules": []}
-    assert problem(monitor={"rulez": []}) == "keyword argument: monitor: unknown key 'rulez'"
 
 
 def test_each_problem_in_a_section_names_it_once() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import struct
 import tracemalloc
-from pathlib import Path
 from typing import Any
 
 import orjson
@@ -28,17 +27,17 @@ MOST = 1 << 20
 
 
 @pytest.fixture(scope="module")
-def sent() -> list[tuple[Any, RecordedRank, Frame]]:
+def sent(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, RecordedRank, Frame]]:
     """The calls of a small step, each with what the training has of it and as a frame."""
-    from trainprobe.op_check.plan import OpCheckPlan
-    from trainprobe.run.op_probe import OpProbe
+    from trainprobe import Probe
 
     kept: list[tuple[Any, RecordedRank, Frame]] = []
-    probe = OpProbe(OpCheckPlan(), lambda text: None, Path("nowhere"))
+    probe = Probe(level="off", op_check=True, console=False, output=tmp_path_factory.mktemp("frames"))
+    judging = probe.program("op_check")
 
     class Keeps:
         def __call__(self, step_data: Any) -> list[Any]:
-            values = probe.held.hand_over()
+            values = judging.held.hand_over()
             recorded = RecordedRank(step_data, values)
             for unit in recorded.units():
                 kept.append((unit, recorded, call_frame(len(kept), step_data.step, unit, values)))
@@ -47,7 +46,7 @@ def sent() -> list[tuple[Any, RecordedRank, Frame]]:
         def summary(self) -> str:
             return ""
 
-    probe.judge = Keeps()  # pyright: ignore[reportAttributeAccessIssue]
+    judging.judge_step = Keeps()
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.GELU(), torch.nn.LayerNorm(6)).to(torch.bfloat16)
     with probe:

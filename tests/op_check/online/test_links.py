@@ -301,7 +301,7 @@ def test_what_a_slow_link_cannot_take_is_left_out_and_said(bare: list[torch.Tens
         weights, probe = train(op_check=settings, output=tmp_path, between=lambda step: spent.append(time.monotonic()))
     assert same(bare, weights)
     (judging,) = (program for program in probe.programs if program.name == "op_check")
-    assert judging.probe.held.most <= 4096
+    assert judging.held.most <= 4096
     (text,) = [f.message for f in probe.findings if f.message.startswith("not all calls were judged")]
     left = re.search(r"(\d+) were left out \(\d+ because (their|its) values were not held", text)
     assert left is not None

@@ -19,7 +19,6 @@ from trainprobe.errors import OutputError
 
 WIDTH = 128  # of a line of docs/plan.md
 _SECTIONS = {"details": DetailRule, "slice": SliceRule, "histogram": Histogram}
-_PROGRAMS = ("monitor", "audit", "black_box", "config_check", "op_check")
 
 
 def plan(
@@ -114,7 +113,7 @@ def _one_line(text: str) -> str:
 
 def sentences(checked: Plan) -> Iterator[str]:
     """Say in plain sentences what a plan will do."""
-    programs = [name.replace("_", " ") for name in _PROGRAMS if getattr(checked, name)]
+    programs = [name.replace("_", " ") for name in checked.programs]
     if checked.level == "off" and not programs:
         yield "record nothing, because record is nothing"
         return

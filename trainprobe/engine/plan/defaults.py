@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from trainprobe.engine.plan.subplans import sections
 from trainprobe.errors import PlanError
 
-PROGRAMS = frozenset({"monitor", "audit", "black_box", "config_check", "op_check"})
 # fields that say where and how, not what: none of them asks for a dump
 HOW = frozenset(
     {
@@ -50,9 +50,9 @@ def filled(fields: Mapping[Any, Any]) -> dict[Any, Any]:
     told = one_level(fields)
     if "level" in told or "record" in told:
         return told
-    if set(told) - HOW - PROGRAMS:
+    if set(told) - HOW - sections().keys():
         return one_level({"level": "L0", **told})
-    programs = any(told.get(name) for name in PROGRAMS)
+    programs = any(told.get(name) for name in sections())
     return one_level({**({} if programs else default_plan()), "level": "off", **told})
 
 

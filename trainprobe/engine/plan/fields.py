@@ -56,9 +56,9 @@ class PlanFields(TypedDict, total=False):
     on_error: Literal["continue", "raise"]
     reuse: bool
     native: bool
-    monitor: Section
+    control: int | None
     audit: Section
     black_box: Section
-    control: int | None
     config_check: Section
+    monitor: Section
     op_check: Section

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -29,7 +29,7 @@ from trainprobe.engine.plan.defaults import filled
 from trainprobe.engine.plan.detail import Detail, Slice, Summary
 from trainprobe.engine.plan.problems import describe_problems
 from trainprobe.engine.plan.selection import Names, Steps, parse_names, parse_steps
-from trainprobe.engine.plan.subplans import check_subplan, sink_names
+from trainprobe.engine.plan.subplans import program_file, sections, sink_names
 from trainprobe.errors import PlanError, did_you_mean
 
 Level: TypeAlias = Literal["off", "L0", "L1", "mix", "debug"]
@@ -265,19 +265,13 @@ class Plan(_Section):
     """Look at each value once and refer to it afterwards; switch off only to examine the tool."""
     native: Flag = True
     """Use the compiled kernels where they exist; the results are the same without."""
-    monitor: SubPlan = None
-    """Settings of the monitor; true for its defaults."""
-    audit: SubPlan = None
-    """Settings of the audit; true for its defaults."""
-    black_box: SubPlan = None
-    """Settings of the black box; true for its defaults."""
     control: Annotated[Whole, Field(ge=1)] | None = None
     """At each so many steps look whether `control.yaml` in `output` has changed, which may change `step` and parts of
     `monitor` and `audit` while the run goes on, on all ranks at the same step (one small collective at each look)."""
-    config_check: SubPlan = None
-    """Settings of the capture of what decides a run's numbers; true for its defaults."""
-    op_check: SubPlan = None
-    """Settings of judging operators while the training runs (docs/op_check.md); true for its defaults, which judge step 0."""
+    for _section, _text in sections().items():  # one for each program
+        __annotations__[_section] = "SubPlan"
+        locals()[_section] = Field(default=None, description=" ".join(_text.split()))
+    del _section, _text  # pyright: ignore[reportPossiblyUnboundVariable]
 
     _notes: tuple[str, ...] = PrivateAttr(default=())
 
@@ -321,12 +315,33 @@ class Plan(_Section):
                 raise ValueError(f"{name!r} is not a writer{did_you_mean(name, known)} (there are: {', '.join(known)})")
         return value
 
-    @field_validator("monitor", "audit", "black_box", "config_check", "op_check")
+    @field_validator(*sections())
     @classmethod
-    def _check_subplan(cls, value: Any, info: Any) -> Any:
+    def _check_section(cls, value: Any, info: Any) -> Any:
         if isinstance(value, dict):
-            check_subplan(str(info.field_name), value)  # pyright: ignore[reportUnknownArgumentType]
+            program_file(str(info.field_name)).validate(value)
         return value  # pyright: ignore[reportUnknownVariableType]
+
+    def section(self, program: str) -> Any:
+        """Return the section of a program as it is written: a mapping, true for its defaults, false or None for none."""
+        return getattr(self, program)
+
+    @property
+    def judges(self) -> bool:
+        """Whether steps are judged: by a monitor or an audit."""
+        return bool(self.section("monitor") or self.section("audit"))
+
+    @property
+    def monitor_settings(self) -> Mapping[str, Any]:
+        """What the section `monitor` says; nothing where it is left out or true."""
+        section = self.section("monitor")
+        return section if isinstance(section, dict) else {}  # pyright: ignore[reportUnknownVariableType]
+
+    @cached_property
+    def programs(self) -> Mapping[str, Any]:
+        """The programs that the plan asks for, in the order in which they are called, each with its file."""
+        files = {name: program_file(name) for name in sections() if self.section(name)}
+        return dict(sorted(files.items(), key=lambda item: getattr(item[1], "ORDER", len(files))))
 
     @property
     def notes(self) -> tuple[str, ...]:

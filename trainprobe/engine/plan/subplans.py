@@ -1,15 +1,18 @@
-"""What a plan hands on: the names of the writers that exist, and the sections that other packages check themselves.
+"""What a plan hands on: the names of the writers that exist, and the sections that programs check themselves.
 
-Nothing here is imported before a plan names it, so that a plan stays cheap and the import direction holds: a package
-above the engine offers a function, found by its name.
+No program is imported before a plan names it, so that a plan stays cheap and the import direction holds: a file above the
+engine is found by its name.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.metadata
 import importlib.util
+import pkgutil
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,24 +23,24 @@ from trainprobe.errors import PlanError, did_you_mean
 
 Model = TypeVar("Model", bound=BaseModel)
 
-# section of the plan → module whose function `validate(settings)` raises ValueError or PlanError on what it cannot use
-CHECKERS = {
-    "monitor": "trainprobe.monitor.plan",
-    "audit": "trainprobe.monitor.audit.plan",
-    "black_box": "trainprobe.monitor.black_box.plan",
-    "config_check": "trainprobe.config_check.plan",
-    "op_check": "trainprobe.op_check.plan",
-}
+PROGRAMS = "trainprobe.run.programs"  # a module for each section, of the section's name
 
 
-def check_subplan(section: str, settings: Mapping[str, Any]) -> None:
-    """Let the package that a section belongs to check it, if it offers a check."""
-    try:
-        found = importlib.util.find_spec(CHECKERS[section])
-    except ModuleNotFoundError:
-        return
-    if found is not None:
-        importlib.import_module(CHECKERS[section]).validate(settings)
+@cache
+def sections() -> Mapping[str, str]:
+    """Return the sections of a plan that programs carry out, each with what it says. No program is imported for it."""
+    names = sorted(file.name for file in pkgutil.iter_modules(importlib.import_module(PROGRAMS).__path__))
+    return {name: ast.get_docstring(ast.parse(_source(f"{PROGRAMS}.{name}"))) or "" for name in names}
+
+
+def _source(module: str) -> str:
+    loader: Any = getattr(importlib.util.find_spec(module), "loader", None)
+    return loader.get_source(module) or ""
+
+
+def program_file(section: str) -> Any:
+    """Return the module that says what a section of the plan is, and makes its program."""
+    return importlib.import_module(f"{PROGRAMS}.{section}")
 
 
 def read_section(section: str, model: type[Model], settings: Mapping[str, Any] | bool | None, at: str = "") -> Model:

@@ -62,7 +62,7 @@ class AuditProgram(Program):
 
     def changed(self, plan: Plan, schedule: Schedule) -> None:
         """Go on with another plan; what was learnt so far stays."""
-        self.audit.plan, self.schedule = validate(plan.audit or {}), schedule
+        self.audit.plan, self.schedule = validate(plan.section("audit") or {}), schedule
         self._observers = observers_of(self.plan.checked())
 
     def opened(self, model: Any, optimizer: Any, declared: bool) -> None:

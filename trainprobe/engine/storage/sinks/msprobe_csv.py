@@ -52,7 +52,7 @@ def zero_share(record: Record) -> float:
 
 def per_micro(plan: Plan) -> bool:
     """Tell whether gradients before their reduction are recorded for each micro-batch."""
-    monitor = cast("Mapping[str, Any]", plan.monitor) if isinstance(plan.monitor, Mapping) else {}
+    monitor = plan.monitor_settings
     gradients = monitor.get("gradients")
     return isinstance(gradients, Mapping) and bool(cast("Mapping[str, Any]", gradients).get("per_micro"))
 

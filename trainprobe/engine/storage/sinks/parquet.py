@@ -148,4 +148,4 @@ def open(folder: Path, plan: Plan, place: Place) -> ParquetSink:
     path = log_folder(folder, place.rank)
     make_room([*find_streams(path), *find_segments(path)], plan.on_existing)
     dumped = "dump" in plan.sinks
-    return ParquetSink(path, dumped, at_once=not dumped or bool(plan.monitor or plan.audit))
+    return ParquetSink(path, dumped, at_once=not dumped or plan.judges)

@@ -1,0 +1,16 @@
+"""Settings of the audit; true for its defaults."""
+
+from __future__ import annotations
+
+from trainprobe.engine.program import Making, Program
+from trainprobe.monitor.audit.plan import validate as validate
+
+ORDER = 2
+
+
+def program(making: Making) -> Program:
+    """Return the program that checks relations."""
+    from trainprobe.monitor.audit.program import AuditProgram
+
+    gather = making.backend.gathering().gather
+    return AuditProgram(validate(making.plan.section("audit")), making.parts.audit, making.schedules["audit"], gather)
