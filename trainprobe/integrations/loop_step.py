@@ -9,7 +9,6 @@ from typing import Any
 from trainprobe.engine.capture.gradients import node_of, sequence_number
 from trainprobe.integrations.own_updates import Gradients, Weights
 
-
 _MOST = 100_000  # nodes of a graph that are looked at
 
 

@@ -19,9 +19,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.nn.utils.parametrize import ParametrizationList
 
+from trainprobe.engine.capture.gradients import sequence_number
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.capture.patching.step_hooks import StepListener, settle
-from trainprobe.engine.capture.gradients import sequence_number
 from trainprobe.engine.core.gathering import may_end_apart
 from trainprobe.engine.core.log_lines import say
 from trainprobe.engine.core.naming import in_training
