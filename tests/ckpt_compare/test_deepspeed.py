@@ -121,3 +121,35 @@ def test_a_lost_optimizer_file_is_named_with_what_nobody_holds(deepspeed, tmp_pa
     assert found.code == 3
     assert any("optimizer file of data-parallel rank 1" in d for d in found.details)
     assert any("B: no file holds" in d for d in found.details)
+
+
+@pytest.mark.parametrize(
+    ("stage", "kind"),
+    [("zero1", "optim"), ("zero2", "optim"), ("zero3", "optim"), ("zero1-bf16", "optim"), ("zero3", "model")],
+)
+def test_a_file_of_another_save_is_named_by_the_steps_that_it_counts(deepspeed, stage, kind, tmp_path):
+    """Both sides are the same files, so that only the counts of neighbours can tell."""
+    folder = tmp_path / stage
+    shutil.copytree(deepspeed / "two" / stage, folder)
+    assert not open_checkpoint(folder).problems
+    file = next(f for f in folder.glob(f"*/*{kind}_states.pt") if "zero_pp_rank_1_" in f.name)
+    content = torch.load(file, weights_only=False)
+    if kind == "model":
+        content["global_steps"] = 1
+    else:
+        assert count_steps_from(content, 1)
+    torch.save(content, file)
+    assert [(p.where, "of another save" in p.message) for p in open_checkpoint(folder).problems] == [(file.name, True)]
+    assert judged(folder, folder).code != 0
+
+
+def count_steps_from(content, number: int) -> bool:
+    """Set each count of steps; return whether there was one."""
+    found = False
+    for key, value in content.items() if isinstance(content, dict) else enumerate(content):
+        if key == "step":
+            content[key] = torch.full_like(value, number) if isinstance(value, torch.Tensor) else number
+            found = True
+        elif isinstance(value, dict | list):
+            found |= count_steps_from(value, number)
+    return found

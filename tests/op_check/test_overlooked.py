@@ -109,6 +109,22 @@ def test_a_dump_without_the_forward_says_that_its_backward_was_not_judged(tmp_pa
     assert any("recomputed" in detail for detail in found.details)
 
 
+def test_a_gradient_that_is_differentiated_is_no_bug(tmp_path: Path) -> None:
+    """The bias has its gradient from both passes, and the module shows what the first was given."""
+    from trainprobe.op_check.conclusion import conclude
+    from trainprobe.op_check.dump import check_dump, rank_folders
+
+    torch.manual_seed(0)
+    layer = nn.Linear(8, 8)
+    plan: dict[str, Any] = {"level": "mix", "task": "tensor", "step": [0], "output": tmp_path, "console": False}
+    with trainprobe.watch(layer, torch.optim.SGD(layer.parameters(), 0.1), **plan) as probe, probe.step():
+        x = torch.randn(4, 8, requires_grad=True)
+        y = F.gelu(layer(x))
+        (slope,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        (y.mean() + slope.square().mean()).backward()
+    assert "is a bug" not in conclude(check_dump(rank_folders(tmp_path))).sentence
+
+
 def test_an_error_lists_the_twenty_worst_elements(capsys: pytest.CaptureFixture[str]) -> None:
     with trainprobe.CompareWithCPU(atol=0.0, rtol=0.0):  # so narrow that rounding is an error
         F.gelu(torch.randn(400))

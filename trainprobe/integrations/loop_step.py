@@ -6,8 +6,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainprobe.engine.capture.gradients import sequence_number
+from trainprobe.engine.capture.gradients import node_of, sequence_number
 from trainprobe.integrations.own_updates import Gradients, Weights
+
+_MOST = 100_000  # nodes of a graph that are looked at
 
 
 @dataclass(slots=True)
@@ -17,7 +19,8 @@ class Step:
     entry: id of the module whose call began it. weights: as they were then, until an optimizer of torch.optim was seen.
     gradients: as backward passes leave them, of a step that began before that. cleared: the program has cleared some.
     forwards: calls of `entry`. backward: whether a backward has ended since the last forward. stepped: ids of what optimizers
-    have stepped. follows: whether each forward is looked at. nodes: the number of autograd's next node as it began.
+    have stepped. follows: whether each forward is looked at. nodes: the number of autograd's next node as it began. since: that
+    number after the last backward. unused: numbers of nodes of which no loss has used the first half.
     """
 
     entry: int
@@ -29,6 +32,8 @@ class Step:
     stepped: set[int] = field(default_factory=set[int])
     follows: bool = False
     nodes: int = field(default_factory=sequence_number)
+    since: int = field(default_factory=sequence_number)
+    unused: list[range] = field(default_factory=list[range])
 
     def has_own_update(self) -> bool:
         """Return whether the weights have changed since a backward, though no optimizer of torch.optim has stepped."""
@@ -43,6 +48,20 @@ class Step:
         """Return how many nodes of autograd's graph were made since it began."""
         return sequence_number() - self.nodes
 
+    def makes(self, loss: Any, usual: int) -> int:
+        """Return how many nodes of the graph were made since the last backward, for a loss and whatever came before it.
+
+        usual: the smallest such number of this training. Where they may be those of two forward passes, the loss's graph says
+        whether it depends on the first half; if not, they are kept in `unused` until another loss does.
+        """
+        made = range(self.since, sequence_number())
+        if self.unused or not usual or may_be_two(len(made), usual):
+            first = _first_used(loss, min([made.start, *(before.start for before in self.unused)]))
+            self.unused = [before for before in self.unused if 2 * first > before.start + before.stop]
+            if 2 * first >= made.start + made.stop:
+                self.unused.append(made)
+        return len(made)
+
     def waits(self, parameters: Mapping[int, Any], held: Iterable[set[int]]) -> bool:
         """Return whether a gradient is there for an optimizer that has not stepped.
 
@@ -51,3 +70,25 @@ class Step:
         known = set[int]().union(*held)
         left = (p for number, p in parameters.items() if number not in self.stepped and p.requires_grad)
         return any(id(p) in known or (p.is_leaf and p.grad is not None) for p in left)
+
+
+def may_be_two(made: int, usual: int) -> bool:
+    """Return whether so many nodes may be those of two forward passes, where one takes the usual number."""
+    return 2 * made >= 3 * usual
+
+
+def _first_used(loss: Any, since: int) -> int:
+    """Return the least number from `since` on of the nodes that a loss depends on, 0 where the graph is too large."""
+    waiting, seen, first = [node_of(loss)], set[Any](), sequence_number()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        number = node._sequence_nr()
+        if len(seen) > _MOST:
+            return 0
+        if number >= since:  # what is older was made before, and depends on nothing that is younger
+            first = min(first, number)
+            waiting += [edge[0] for edge in node.next_functions]
+    return first

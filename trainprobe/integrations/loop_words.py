@@ -19,6 +19,11 @@ SKIPPED = (
     "Not judged: at least {} at the end with gradients enabled, which no backward pass and no update followed; a loop that "
     "skips steps whose loss is not finite does so."
 )
+JOINED = (
+    "step {} holds a forward pass whose loss no backward pass used: it is recorded as a part of this step; a loop that "
+    "skips steps whose loss is not finite does so"
+)
+ALL_JOINED = "Recorded as parts of the step that followed: forward passes whose loss no backward pass used, of steps {}."
 
 
 def no_update(model: Any, own: int) -> str:

@@ -19,12 +19,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.nn.utils.parametrize import ParametrizationList
 
+from trainprobe.engine.capture.gradients import sequence_number
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.capture.patching.step_hooks import StepListener, settle
 from trainprobe.engine.core.gathering import may_end_apart
 from trainprobe.engine.core.log_lines import say
 from trainprobe.engine.core.naming import in_training
-from trainprobe.engine.core.words import counted
+from trainprobe.engine.core.words import counted, spans
 from trainprobe.engine.plan.loading import load_plan
 from trainprobe.errors import ProbeError, StopTraining
 from trainprobe.integrations.auto_attach import called_from
@@ -40,8 +41,8 @@ from trainprobe.integrations.live_modules import (
 )
 from trainprobe.integrations.loop_gates import DRIVERS, Handle, backward_gate, driven, module_gates
 from trainprobe.integrations.loop_losses import Losses
-from trainprobe.integrations.loop_step import Step
-from trainprobe.integrations.loop_words import NO_MODEL, NO_UPDATE, OWN_UPDATES, SKIPPED, no_update
+from trainprobe.integrations.loop_step import Step, may_be_two
+from trainprobe.integrations.loop_words import ALL_JOINED, JOINED, NO_MODEL, NO_UPDATE, OWN_UPDATES, SKIPPED, no_update
 from trainprobe.integrations.output_folder import steps_to_go_on_from
 from trainprobe.integrations.own_updates import Gradients, Weights
 from trainprobe.integrations.session import Session, agreed
@@ -101,6 +102,8 @@ class TorchLoop:
         self._updates = self._own_updates = self._trials = 0
         self._missed: set[int] = set()  # ids of the optimizers that stepped outside any step since the last one
         self._nodes = 0  # of autograd's graph, from the begin of the last step to its first backward pass
+        self._usual = 0  # the smallest number of nodes that were made between two backward passes of a step
+        self._unused: dict[int, int] = {}  # step → nodes, of which a backward used none of those of a forward pass before
         self._no_forwards = False  # of the model are seen in training mode
         self._asleep = False
         self._left_out = LeftOut()
@@ -152,12 +155,25 @@ class TorchLoop:
             if step is not None and self._nodes and not goes_over:  # else another training's graph is counted too
                 self._say_what_was_skipped(step.made() // self._nodes)
             self.session.drop_step()  # what began it may have been another model's backward, an evaluation, or a generation
+        if len(joined := self._joined()) > 1 and self.session.probe is not None:
+            self.session.probe.at_end(ALL_JOINED.format(spans(joined)))
         self._report_missed_steps()
         self.session.end(complete=False)
 
     def _say_what_was_skipped(self, forwards: int) -> None:
         if forwards > 1 and self.session.probe is not None:
             self.session.probe.at_end(SKIPPED.format(counted(forwards, "forward pass")))
+
+    def _joined(self) -> list[int]:
+        """Return the steps that hold forward passes which no backward pass used: of other steps, which the loop skipped."""
+        return [step for step, made in self._unused.items() if may_be_two(made, self._usual)]
+
+    def _say_what_was_joined(self) -> None:
+        said = bool(self._joined())
+        if self._step is not None and self._step.unused:
+            self._unused[self._number] = max(len(made) for made in self._step.unused)
+        if not said and (joined := self._joined()):
+            self._print(JOINED.format(joined[0]))
 
     def _take_patches_off(self) -> None:
         for patch in self._patches:
@@ -206,6 +222,7 @@ class TorchLoop:
         weights = None if self._updates else Weights(self._model)
         step = self._step = Step(entry, weights, None if weights is None else Gradients(self._model))
         collected = self.session.step_begins(self._number)
+        step.since = sequence_number()  # the probe has looked at leaves, which makes nodes
         self._within.append(StepListener(after=self._stepped))  # after the probe's own, which look at the update
         if collected or weights is not None:
             self._within.append(Handle(self._losses.collecting(self._backward_ended)))
@@ -215,13 +232,16 @@ class TorchLoop:
     def _backward_ended(self) -> None:
         if self._step is not None:
             self._step.backward = True
+            self._step.since = sequence_number()
             if self._step.gradients is not None:
                 self._step.gradients.left()
 
     def _add_loss(self, loss: Any) -> None:
         step = self._step
-        if step is not None and not step.backward:
-            self._nodes = step.made()
+        if step is not None:
+            self._nodes = step.made() if not step.backward else self._nodes
+            made = step.makes(loss, self._usual)
+            self._usual = min(made, self._usual or made)
         if step is not None and step.gradients is not None and step.gradients.are_cleared():
             step.cleared = True
             self.session.losses_begin_again()
@@ -312,6 +332,7 @@ class TorchLoop:
             self._step_ends()
 
     def _step_ends(self) -> None:
+        self._say_what_was_joined()
         self._leave_step()
         stop = self.session.step_ends()
         self._number += 1

@@ -122,6 +122,9 @@ class RecordedRank:
         parameters = {c.name: c for c in self.step_data.calls if c.kind == "parameter"}
         called = Counter(c.name for c in self.step_data.calls if c.kind == "module" and c.phase == "forward")
         passed = Counter(c.name for c in self.step_data.calls if c.kind == "parameter")  # backward passes through a module
+        given = {
+            (c.name, c.call): len(_listed(c.args)) for c in self.step_data.calls if c.kind == "op" and c.phase == "backward"
+        }
         used = Counter(v.tensor for c in around.values() for _, v in leaves([c.args, c.kwargs], "") if v.tensor is not None)
         for module in [c for c in modules.values() if c.phase == "forward" and id(c) in around]:
             op = around[id(module)]
@@ -133,7 +136,8 @@ class RecordedRank:
                 if isinstance(value, Value) and isinstance(gradient, Value) and gradient.note is None and value.tensor:
                     by_key[value.tensor] = gradient
             own = parameters.get(module.name)
-            if own is not None and called[module.name] == passed[module.name] == 1:
+            twice = given.get((op.name, op.call), 0) > len(_listed(op.out))  # a gradient was differentiated
+            if own is not None and called[module.name] == passed[module.name] == 1 and not twice:
                 for short, value in (module.params or {}).items():
                     if isinstance(value, Value) and value.tensor and used[value.tensor] == 1:
                         by_key[value.tensor] = (own.params or {}).get(short)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -452,3 +454,48 @@ def test_a_loop_that_skips_all_steps_at_its_end_is_told_that_they_were_not_judge
         in capfd.readouterr().err
     )
     assert said is skips
+
+
+def losses(kind: str, model: nn.Module, step: int) -> Iterator[torch.Tensor]:
+    """Yield the losses of a step, each for a backward pass."""
+    batch = torch.randn(8, 4)
+    if kind == "two forwards, one loss":
+        yield (model(batch) - model(batch + 1)).square().mean()
+    elif kind == "both losses at once":
+        first, second = loss_of(model), loss_of(model)
+        yield first
+        yield second
+    else:
+        for micro in range(2 if "accumulates" in kind else 1):
+            bad = step in (3, 6) and micro == 0 and kind.startswith("skips")
+            bad |= step == 6 and micro == 1 and kind.startswith("skips")
+            loss = model(batch * math.nan if bad else batch).square().mean()
+            if not bad:
+                yield loss
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("skips", ["3", "5"]),
+        ("skips and accumulates", ["3", "6"]),
+        ("accumulates", []),
+        ("two forwards, one loss", []),
+        ("both losses at once", []),
+    ],
+)
+def test_a_forward_that_a_loop_skips_in_mid_run_is_told_of_the_step_that_holds_it(kind, said, tmp_path, capfd):
+    torch.manual_seed(0)
+    loop = attach_to_script({**PLAN, "output": tmp_path / "out"})
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    for step in range(9):
+        made = [loss.backward() for loss in losses(kind, model, step)]
+        if made:
+            optimizer.step()
+            optimizer.zero_grad()
+    loop.close()
+    printed = capfd.readouterr().err
+    told = re.findall(r"step (\d+) holds a forward pass whose loss no backward pass used", printed)
+    every = re.findall(r"whose loss no backward pass used, of steps (.*?)\.", printed)
+    assert (told, every) == (said[:1], [", ".join(said)] if said else []), printed

@@ -7,6 +7,7 @@ owns which part of it). Under ZeRO 3 the model files hold no numbers, and the fp
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 from trainprobe.ckpt_compare.formats.plain_torch import arrays, clean
 from trainprobe.ckpt_compare.megatron import model_config, namespace
 from trainprobe.ckpt_compare.megatron_shards import Local, Ranks, place
-from trainprobe.ckpt_compare.optimizer_names import is_array, name_states, one_or_all, state_tensors
+from trainprobe.ckpt_compare.optimizer_names import is_array, name_states, one_or_all, scalar, state_tensors
 from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor, Piece, Problem, gather, whole
 from trainprobe.ckpt_compare.plain_state import flat
 from trainprobe.ckpt_compare.storage import torch_archive
@@ -83,6 +84,7 @@ def open(path: Path) -> Checkpoint:
     if steps:
         state["optimizer"] = {"step": one_or_all(steps)}
     _check_ranks(folder, files, first, problems)
+    _check_saves(files, problems)
     dims = first.get("checkpoint_parallel_dimensions") or {}
     layout = {"dp": int(first.get("dp_world_size") or 1), "pp": int(dims.get("pp_degree") or 1), "tp": tp_size}
     joined = gather(tensors)
@@ -122,6 +124,28 @@ def _check_ranks(folder: Path, files: Files, first: Mapping[str, Any], problems:
             Problem(str(folder), f"the optimizer file of data-parallel rank {dp}, model-parallel rank {mp} is missing")
             for dp in lost
         )
+
+
+def _check_saves(files: Files, problems: list[Problem]) -> None:
+    """Report files that count other steps than their neighbours: those of another save."""
+    kinds = (
+        ("optimizer step", {name: max(_steps_in(content), default=None) for name, content in files.optims.values()}),
+        ("global_steps", {name: content.get("global_steps") for name, content in files.models.values()}),
+    )
+    for what, found in kinds:
+        counted = Counter(count for count in found.values() if isinstance(count, int | float))
+        most, often = counted.most_common(1)[0] if counted else (None, 0)
+        problems.extend(
+            Problem(name, f"is at {what} {count:g}, and {often} of {counted.total()} such files at {most:g}: of another save")
+            for name, count in found.items()
+            if isinstance(count, int | float) and count != most
+        )
+
+
+def _steps_in(content: Any) -> Iterator[float]:
+    """Yield each count of steps in the states of an optimizer file."""
+    numbers = (value for at, value in torch_archive.leaves(content) if at[-1:] == ("step",))
+    return (scalar(value) for value in numbers if is_array(value) or isinstance(value, int | float))
 
 
 def _weights(files: Files, tp_size: int, config: Mapping[str, Any]) -> Iterator[LogicalTensor]:

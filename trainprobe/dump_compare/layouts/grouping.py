@@ -57,6 +57,8 @@ class CallTable:
     backwards: dict[tuple[int, str, int], Here] = field(default_factory=dict[tuple[int, str, int], Here])
     left_out: int = 0  # collectives and what is recomputed: other layouts run others
     averaged: int = 1  # how many times larger gradients are, before they are reduced, than their share of the whole
+    turns: bool = False  # each second virtual stage runs from the last rank back to the first
+    divided: int = 1  # by how many micro-batches the sum of all their gradients is divided
 
     def rename(self, renamed: Callable[[str], str]) -> None:
         """Give the calls other names."""
@@ -73,7 +75,7 @@ def table_of(sides: Sequence[Side]) -> CallTable:
     """Return the calls of all ranks of one side."""
     places = [side.step_data.place for side in sides]
     layout = layout_of(places[0])
-    table = CallTable(layout)
+    table = CallTable(layout, turns=_turns_back(sides, layout))
     seen: dict[Piece, None] = {}
     for side, place in zip(sides, places, strict=True):
         position, of_expert = position_of(place), expert_position_of(place)
@@ -87,7 +89,7 @@ def table_of(sides: Sequence[Side]) -> CallTable:
             if call.kind not in ("module", "parameter", "saved") or call.phase == "recompute":
                 table.left_out += 1
                 continue
-            name, stage = _whole_name(call.name, position, layout)
+            name, stage = _whole_name(call.name, position, table)
             name = tied.get(name, name) if call.kind == "parameter" else name
             expert = in_expert(name)
             at_rank = of_expert if expert else position
@@ -115,7 +117,7 @@ def _add_operator(table: CallTable, side: Side, call: Call, owners: Mapping[int,
         table.left_out += 1
         return
     position = expert_position_of(at) if owner is not None and in_expert(owner[0]) else position_of(at)
-    around = _whole_name(parent.name, position, table.layout)[1] if isinstance(parent, Call) else position.stage
+    around = _whole_name(parent.name, position, table)[1] if isinstance(parent, Call) else position.stage
     here = Here(side, call, at.rank, around, position.tensor, place)
     if call.phase == "backward":
         table.backwards[at.rank, call.name, call.call] = here
@@ -143,6 +145,7 @@ def settle_averaging(a: CallTable, b: CallTable) -> str:
             return said
         if table.micros > 1 and abs((1 / ratio if name == "B" else ratio) / table.micros - 1) < _ALIKE:
             table.averaged *= table.micros
+            table.divided = table.micros
             return (
                 f"gradients of {name} before the end of the step are divided by its {table.micros} micro-batches, "
                 "as its schedule divides their sum"
@@ -193,12 +196,29 @@ def owner_of(parameter: str) -> str:
     return parameter.rpartition(".")[0] or ROOT
 
 
-def _whole_name(name: str, position: Position, layout: ParallelLayout) -> tuple[str, int]:
+def _whole_name(name: str, position: Position, table: CallTable) -> tuple[str, int]:
     """Return the name without the number of a virtual stage, and which stage of the whole pipeline it is of."""
-    chunk = _CHUNK.match(name) if layout.sizes.get("vpp", 1) > 1 else None
+    sizes = table.layout.sizes
+    chunk = _CHUNK.match(name) if sizes.get("vpp", 1) > 1 else None
     if chunk is None:
         return name, position.stage
-    return name[chunk.end() :] or ROOT, int(chunk[1]) * layout.sizes.get("pp", 1) + position.stage
+    turn, ranks = int(chunk[1]), sizes.get("pp", 1)
+    back = table.turns and turn % 2 == 1
+    return name[chunk.end() :] or ROOT, turn * ranks + (ranks - 1 - position.stage if back else position.stage)
+
+
+def _turns_back(sides: Sequence[Side], layout: ParallelLayout) -> bool:
+    """Return whether the last rank of a pipeline hands what its first virtual stage gives to its own second one, as in ZBV."""
+    last = layout.sizes.get("pp", 1) - 1
+    for side in sides if layout.sizes.get("vpp", 1) > 1 and last else ():
+        if position_of(side.step_data.place).stage == last:
+            calls = [call for call in side.step_data.calls if call.kind == "module" and call.phase == "forward"]
+            given, made = (
+                [side.numbers(value) for call in calls if call.name == name for at, value in slots(call) if at.startswith(slot)]
+                for name, slot in (("1", "input"), ("0", "output"))
+            )
+            return any(numbers and numbers in made for numbers in given)
+    return False
 
 
 Group = tuple[int, Sequence[Piece], Sequence[Piece]]  # number of a micro-batch, pieces of A, pieces of B
@@ -325,7 +345,9 @@ def order_of(heres: Sequence[Here], micro: int, table: CallTable) -> tuple[int, 
 def parts_of(of: Mapping[Piece, list[Here]], pieces: Sequence[Piece], key: Key, table: CallTable) -> dict[str, list[RankPart]]:
     """Return slot → what the ranks hold of it, piece by piece."""
     backward = key[2] == "backward" or key[0] == "parameter"
-    weight, ranks = 1 / table.averaged if backward else 1.0, table.layout.ranks
+    # a gradient of which no accumulator saw the parts, as in a zero-bubble schedule
+    at_end = key[0] == "parameter" and len({micro for micro, *_ in of}) == 1
+    weight, ranks = (table.divided if at_end else 1) / table.averaged if backward else 1.0, table.layout.ranks
     found: dict[str, list[RankPart]] = {}
     for piece in pieces:
         for slot, values in values_of(of.get(piece, ())).items():

@@ -108,8 +108,8 @@ class Audit:
         return found
 
     def late(self, facts: Facts, step: int, place: Place) -> list[Finding]:
-        """Judge what was seen after the last audited step: evaluations."""
-        return self.judge(Evidence(step, place, facts, Tensors(), self.plan), ("evaluation",))
+        """Judge what was seen after the last audited step: evaluations, and writes to weights."""
+        return self.judge(Evidence(step, place, facts, Tensors(), self.plan), ("evaluation", "written_between_steps"))
 
     def exchanges(self, step: int, world_size: int) -> bool:
         """Tell whether the ranks are compared at a step: the same answer on every rank."""

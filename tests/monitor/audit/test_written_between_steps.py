@@ -1,0 +1,76 @@
+"""Writes to weights between steps that are not audited, and programs that write to them and are right."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+import trainprobe
+from trainprobe.monitor.audit.observers.weight_samples import WeightSamples
+
+WRITTEN = 33  # after the update of this step; the audit looks at steps 23, 24, 46 and 47
+
+FAULTS = {
+    "in place": lambda model: model[2].weight.mul_(1.01),
+    "past autograd": lambda model: model[2].weight.data.add_(1e-3),
+    "other memory": lambda model: setattr(model[2].weight, "data", model[2].weight.data * 2),
+}
+HEALTHY = ("nothing", "loads", "takes weights away and back", "clips weights at each step", "moves them to other memory", "two")
+
+
+def train(how: str, folder, steps: int = 60, device: str = "cpu") -> list:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 3)).to(device)
+    start = copy.deepcopy(model.state_dict())
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2)]
+    optimizers += [torch.optim.SGD(model[2].parameters(), lr=1e-3)] if how == "two" else []
+    plan = {"monitor": False, "audit": {"relations": {"followers": False}}, "output": folder / "out", "console": False}
+    with trainprobe.watch(model, optimizers, **plan) as probe:
+        for step in range(steps):
+            with probe.step():
+                x = torch.randn(32, 6, device=device)
+                loss = (model(x) - x[:, :3]).square().mean()
+                loss.backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            with torch.no_grad():
+                if how in FAULTS and step == WRITTEN:
+                    FAULTS[how](model)
+                elif how == "loads" and step == WRITTEN:
+                    model.load_state_dict(start)
+                elif how == "takes weights away and back":
+                    now = copy.deepcopy(model.state_dict())
+                    model[2].weight.zero_()
+                    model[2].weight.copy_(now["2.weight"])
+                elif how == "clips weights at each step":
+                    model[2].weight.clamp_(-0.05, 0.05)
+                elif how == "moves them to other memory":
+                    model[2].weight.data = model[2].weight.data.clone()
+    return [f for f in probe.findings if f.rule == "written_between_steps"]
+
+
+@pytest.mark.parametrize("how", FAULTS)
+def test_a_write_between_steps_that_are_not_audited_is_found_at_its_step(how, tmp_path):
+    (found,) = train(how, tmp_path)
+    assert (found.step, found.names) == (WRITTEN + 1, ("2.weight",))
+    assert f"changed between the updates of steps {WRITTEN} and {WRITTEN + 1}" in found.message
+
+
+def test_a_write_after_the_last_audited_step_is_found_too(tmp_path):
+    (found,) = train("in place", tmp_path, steps=40)
+    assert found.step == WRITTEN + 1
+
+
+@pytest.mark.parametrize("how", HEALTHY)
+def test_programs_that_write_to_weights_and_are_right_get_no_word(how, tmp_path):
+    assert train(how, tmp_path) == []
+
+
+def test_no_parameter_is_held_when_the_run_has_ended(tmp_path):
+    train("nothing", tmp_path, steps=3)
+    assert not any(one._left for one in gc.get_objects() if type(one) is WeightSamples)

@@ -1,0 +1,61 @@
+"""A weight that nothing but the optimizer writes is not written between two steps.
+
+Relation: a few elements of each weight are what its last update left when the next one begins, at every step, audited or not.
+Judged of weights that were at rest between at least eight pairs of updates before; told once of a weight. Loading a state dict
+is no write, and weights that two optimizers step, or that a schedule-free one turns into others and back, are left out. So are
+elements that are not in the sample. Tolerance zero. Reported as a warning.
+Usually caused by an in-place change, weights of another run or an average that were copied in, or by corrupted memory.
+Where two audited steps follow each other, `untouched_between_steps` looks at every element and at the optimizer's state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from trainprobe.engine.core.records import Finding
+from trainprobe.engine.core.words import and_more
+from trainprobe.monitor.audit.evidence import Evidence
+
+COST = frozenset({"host"})
+OBSERVERS = frozenset({"weight_samples"})
+EVERY = 10
+STAGE = "evaluation"
+PYTORCH_ONLY = "what is written between two updates is known by PyTorch's hooks around them"
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Weights that were written between the updates of two steps. of: how many were looked at."""
+
+    after: int
+    before: int
+    names: tuple[str, ...]
+    of: int
+
+
+@dataclass(frozen=True, slots=True)
+class RestingWeights:
+    """Writes to weights since the last audited step."""
+
+    writes: tuple[Write, ...] = ()
+    """Those to weights that were at rest before."""
+
+
+def check(evidence: Evidence) -> list[Finding]:
+    """Find weights that were written between two updates."""
+    return [_finding(evidence, write) for write in evidence.of(RestingWeights).writes]
+
+
+def _finding(evidence: Evidence, write: Write) -> Finding:
+    text = (
+        f"the weight of {and_more(list(write.names), write.of)} changed between the updates of steps {write.after} and "
+        f"{write.before}: something else than the optimizer wrote to it"
+    )
+    hint = (
+        "look for what the program does behind that step: a copy, an average, a reset, an in-place change; if it is meant, "
+        "leave the relation out (`audit: {relations: {written_between_steps: false}}`)"
+    )
+    found = evidence.finding(
+        "written_between_steps", text, write.names[0], measured="changed", expected="unchanged", severity="warning", next=hint
+    )
+    return replace(found, step=write.before, names=write.names)
