@@ -1,7 +1,7 @@
 """Which cases of a matrix `make test` runs: enough that each value of each parameter occurs. `make test-all` runs every case.
 
     @pytest.mark.parametrize(("name", "level"), matrix(NAMES, LEVELS))                   # the product of the columns
-    @pytest.mark.parametrize("case", covered(CASES, lambda case: (case.program, case.rule)))    # cases and what is in each
+    @pytest.mark.parametrize("case", covered(CASES, lambda case: (case.program, case.rule)))  # cases, what is in each
 
 The others carry the marker `exhaustive`, which tests/conftest.py leaves out unless TRAINPROBE_EXHAUSTIVE is 1.
 """
@@ -32,7 +32,7 @@ def matrix(*columns: Iterable[Any]) -> list[Any]:
 def covered(cases: Iterable[Any], values: Callable[[Any], Iterable[Hashable]]) -> list[Any]:
     """Return the cases as parameters; each value that `values` tells of a case occurs in a case that is always run."""
     cases = list(cases)
-    return _marked([(case,) for case in cases], [list(enumerate(values(case))) for case in cases])
+    return _marked([(case,) for case in cases], [list(values(case)) for case in cases])
 
 
 def _marked(cases: list[tuple[Any, ...]], values: list[list[Hashable]]) -> list[Any]:
