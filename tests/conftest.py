@@ -40,7 +40,11 @@ INSTALLED_BY_MAKE = (
 )
 
 settings.register_profile(
-    "trainprobe", deadline=None, derandomize=bool(os.environ.get("CI")), suppress_health_check=[HealthCheck.too_slow]
+    "trainprobe",
+    deadline=None,
+    derandomize=bool(os.environ.get("CI")),
+    suppress_health_check=[HealthCheck.too_slow],
+    max_examples=matrices.examples(100),
 )
 settings.load_profile("trainprobe")
 

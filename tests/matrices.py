@@ -23,6 +23,11 @@ def all_cases() -> bool:
     return os.environ.get(EXHAUSTIVE, "0") not in ("", "0")
 
 
+def examples(count: int) -> int:
+    """Return how many examples Hypothesis makes in this run, of so many where every case is taken."""
+    return count if all_cases() else max(20, count // 4)
+
+
 def matrix(*columns: Iterable[Any]) -> list[Any]:
     """Return the product of columns as parameters; of these, each value of each column occurs in a case that is always run."""
     cases = list(product(*map(list, columns)))

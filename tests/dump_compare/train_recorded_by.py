@@ -5,11 +5,15 @@ The last word plants a difference in the second layer: one element of a weight, 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from pathlib import Path
 
 import torch
+
+with contextlib.suppress(ImportError):  # once, for all recordings of that Python
+    import msprobe.pytorch  # noqa: F401
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "interop"))
 import train_small
