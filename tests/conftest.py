@@ -79,7 +79,7 @@ def torch_is_left_as_it_was() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """Freeze what was imported until here: the collector, and the audit's search for copies, pass over a million objects less."""
+    """Freeze what was imported until here: the collector and the audit's search for copies skip a million objects."""
     gc.collect()
     gc.freeze()
 
