@@ -12,10 +12,11 @@ from pathlib import Path
 
 import torch
 
-with contextlib.suppress(ImportError):  # once, for all recordings of that Python
-    import msprobe.pytorch  # noqa: F401
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "interop"))
+from children import import_once
+
+with contextlib.suppress(ImportError):  # once, for all recordings of a Python
+    import_once("msprobe.pytorch")
 import train_small
 
 
