@@ -112,7 +112,8 @@ def _leave_out_exhaustive(config: pytest.Config, items: list[pytest.Item]) -> No
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Leave what was proved; a worker says how many cases it left out."""
+    """Leave what was proved; a worker says how many cases it left out. What was frozen can be freed again as Python ends."""
+    gc.unfreeze()
     proofs.pytest_sessionfinish(session)
     if hasattr(session.config, "workerinput"):
         cast(Any, session.config).workeroutput["left out"] = session.config.stash.get(_LEFT_OUT, 0)
