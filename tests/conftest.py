@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import sys
@@ -12,10 +13,10 @@ from typing import Any, cast
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import proofs
-from tests.proofs import pytest_runtest_logreport, pytest_sessionfinish
+from tests import matrices, proofs
+from tests.proofs import pytest_runtest_logreport
 
-__all__ = ["cluster", "pytest_runtest_logreport", "pytest_sessionfinish", "require"]
+__all__ = ["cluster", "pytest_runtest_logreport", "require"]
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TRAINPROBE_ON_ERROR", "raise")
@@ -39,7 +40,11 @@ INSTALLED_BY_MAKE = (
 )
 
 settings.register_profile(
-    "trainprobe", deadline=None, derandomize=bool(os.environ.get("CI")), suppress_health_check=[HealthCheck.too_slow]
+    "trainprobe",
+    deadline=None,
+    derandomize=bool(os.environ.get("CI")),
+    suppress_health_check=[HealthCheck.too_slow],
+    max_examples=matrices.examples(100),
 )
 settings.load_profile("trainprobe")
 
@@ -72,11 +77,59 @@ def torch_is_left_as_it_was() -> Iterator[None]:
     assert not changed, f"settings of torch that this file changed and left: {changed}"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put files with slow tests first: no worker then ends with a long file while the others have nothing left to do."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Freeze what was imported until here: the collector and the audit's search for copies skip a million objects."""
+    gc.collect()
+    gc.freeze()
+
+
+_LEFT_OUT = pytest.StashKey[int]()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out exhaustive cases, and put files with slow tests first: no worker then ends with a long file alone."""
     proofs.pytest_collection_modifyitems(items)
+    _leave_out_exhaustive(config, items)
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+def _leave_out_exhaustive(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if matrices.all_cases():
+        return
+    kept = [item for item in items if not item.get_closest_marker("exhaustive")]
+    proved = {proof for item in kept for proof in proofs.proofs_of(item)}
+    left_out: list[pytest.Item] = []
+    for item in items:
+        if item.get_closest_marker("exhaustive"):
+            alone = {*proofs.proofs_of(item)} - proved  # what the support table says by this case only
+            proved |= alone
+            (kept if alone else left_out).append(item)
+    config.stash[_LEFT_OUT] = len(left_out)
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in set(left_out)]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Leave what was proved; a worker says how many cases it left out. What was frozen can be freed again as Python ends."""
+    gc.unfreeze()
+    proofs.pytest_sessionfinish(session)
+    if hasattr(session.config, "workerinput"):
+        cast(Any, session.config).workeroutput["left out"] = session.config.stash.get(_LEFT_OUT, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take how many cases a worker left out: each worker collects them all."""
+    node.config.stash[_LEFT_OUT] = getattr(node, "workeroutput", {}).get("left out", 0)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Say how many cases were left out, and how to run them."""
+    if count := config.stash.get(_LEFT_OUT, 0):
+        how = f"run them with `make test-all`, or with {matrices.EXHAUSTIVE}=1"
+        terminalreporter.write_line(f"{count} exhaustive case{'s were' if count > 1 else ' was'} left out: {how}")
 
 
 @pytest.fixture(scope="session")

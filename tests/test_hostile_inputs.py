@@ -85,7 +85,10 @@ REPLACEMENTS: tuple[Callable[[Path], None], ...] = (fifo, endless, sparse, folde
 
 
 def cases(reader: Reader, sound: Path, count: int) -> Iterable[tuple[Path, Callable[[Path], None], int]]:
-    """Yield (file inside the material, how to spoil it, which command): `count` damaged files, then every replacement."""
+    """Yield (file inside the material, how to spoil it, which command): `count` damaged files, then every replacement.
+
+    With fewer damaged files than the reader names, each replacement meets one of the commands, and not all of them.
+    """
     files = sorted(path.relative_to(sound) for glob in reader.files for path in sound.glob(glob) if path.is_file())
     assert files, reader.name
     for seed in range(count):
@@ -97,9 +100,10 @@ def cases(reader: Reader, sound: Path, count: int) -> Iterable[tuple[Path, Calla
             seed % len(reader.commands),
         )
     kinds = {re.sub(r"\d+", "0", str(file)): file for file in files}  # one file of each kind
-    for file in kinds.values():
-        for replaced in REPLACEMENTS:
-            for command in range(len(reader.commands)):
+    commands = range(len(reader.commands))
+    for i, file in enumerate(kinds.values()):
+        for j, replaced in enumerate(REPLACEMENTS):
+            for command in commands if count >= reader.mutations else commands[(i + j) % len(commands) :][:1]:
                 yield file, lambda file, replaced=replaced: (file.unlink(), replaced(file))[0], command
 
 
@@ -189,9 +193,10 @@ def test_the_sound_material_is_read(reader, material, tmp_path):
         assert kind in (ANSWERED, HEALTHY) and code in reader.sound, said
 
 
+@pytest.mark.parametrize("part", [pytest.param(5, id="some"), pytest.param(1, id="all", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
-def test_no_damaged_file_hangs_a_reader_or_is_a_fault_of_the_tool_or_called_healthy(reader, material, tmp_path):
-    found = run(reader, material / reader.material, tmp_path / "place")
+def test_no_damaged_file_hangs_a_reader_or_is_a_fault_of_the_tool_or_called_healthy(reader, part, material, tmp_path):
+    found = run(reader, material / reader.material, tmp_path / "place", reader.mutations // part)
     assert [(number, *what) for number, what in found.items() if what[0] != ANSWERED] == []
 
 

@@ -11,6 +11,7 @@ import torch
 import trainprobe
 from tests import zoo
 from tests.lockstep import one_step, seed_all
+from tests.matrices import matrix
 
 MORE = {
     "details": [{"match": ["*0*", "Functional*"], "summary": "both"}],  # fingerprints of some: a second table of values
@@ -45,10 +46,10 @@ def recorded(name: str, folder: Path, declare: bool = False, **plan) -> dict[tup
     return {place: numbers for place, numbers in found.items() if (name, place[3]) not in UNWRITTEN}
 
 
-@pytest.mark.parametrize("name", zoo.NAMES)
-@pytest.mark.parametrize(("level", "native"), [("mix", True), ("L0", True), ("L0", False)])
-def test_a_step_is_recorded_as_without_all_that_else_is_on(name, level, native, tmp_path):
-    plan = {"level": level, "native": native}
+@pytest.mark.parametrize(
+    ("name", "plan"), matrix(zoo.NAMES, [{"level": "mix"}, {"level": "L0"}, {"level": "L0", "native": False}])
+)
+def test_a_step_is_recorded_as_without_all_that_else_is_on(name, plan, tmp_path):
     alone, among = recorded(name, tmp_path / "alone", **plan), recorded(name, tmp_path / "among", **plan, **MORE)
     assert {
         place: (alone.get(place), among.get(place)) for place in alone | among if alone.get(place) != among.get(place)

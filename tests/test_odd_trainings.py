@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import trainprobe
+from tests.matrices import matrix
 from tests.odd_trainings import CASES
 
 EVERYTHING = {
@@ -88,19 +89,19 @@ def forgiving(monkeypatch):
     monkeypatch.delenv("TRAINPROBE_ON_ERROR", raising=False)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_with_everything_on_the_tool_goes_on_and_nothing_changes(case, tmp_path):
-    check(case, tmp_path, **EVERYTHING)
+PLANS = {"everything": EVERYTHING, "default": {}, "everything uncompiled": {**EVERYTHING, "native": False}}
+ODD_ARGUMENTS = [name for name in CASES if name.startswith("arg_")]
+OTHERS = [name for name in CASES if name not in ODD_ARGUMENTS]
+PAIRS = [
+    *matrix(OTHERS, ["everything", "default"]),
+    *(pytest.param(name, "everything") for name in ODD_ARGUMENTS),
+    *(pytest.param(name, "everything uncompiled") for name in TWINS),
+]
 
 
-@pytest.mark.parametrize("case", TWINS)
-def test_so_it_does_without_the_compiled_kernels(case, tmp_path):
-    check(case, tmp_path, **EVERYTHING, native=False)
-
-
-@pytest.mark.parametrize("case", [name for name in CASES if not name.startswith("arg_")])
-def test_so_it_does_under_the_default_plan(case, tmp_path):
-    check(case, tmp_path)
+@pytest.mark.parametrize(("case", "plan"), PAIRS)
+def test_the_tool_goes_on_and_nothing_changes(case, plan, tmp_path):
+    check(case, tmp_path, **PLANS[plan])
 
 
 def test_what_cannot_be_noted_is_left_out_and_said_once(tmp_path):

@@ -8,6 +8,7 @@ import torch
 
 from tests.ckpt_compare.memory import dense
 from tests.ckpt_compare.verdicts import compared, judged, kinds
+from tests.matrices import matrix
 from trainprobe.ckpt_compare.formats import open_checkpoint, recognise
 from trainprobe.ckpt_compare.names import to_logical
 from trainprobe.cli import main
@@ -29,9 +30,9 @@ FAMILIES = {  # name of the one that was trained → (other layouts, weights, op
 LAYOUTS = [(one, other) for one, (others, _, _) in FAMILIES.items() for other in [one, *others]]
 
 
-@pytest.mark.parametrize(("one", "other"), LAYOUTS)
-@pytest.mark.parametrize("kind", ["dist", "legacy"])
-def test_the_same_weights_and_optimizer_are_identical_in_every_layout(megatron, one, other, kind):
+@pytest.mark.parametrize(("layouts", "kind"), matrix(LAYOUTS, ["dist", "legacy"]))
+def test_the_same_weights_and_optimizer_are_identical_in_every_layout(megatron, layouts, kind):
+    one, other = layouts
     found = compared(megatron(f"dist_{one}"), megatron(f"{kind}_{other}"))
     assert [(r.key, r.verdict, r.note) for r in found.rows if r.verdict != "identical"] == []
     assert not found.faults

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.ckpt_compare.memory import checkpoint, tensor
+from tests.matrices import examples
 from trainprobe.ckpt_compare.compare import compare
 from trainprobe.ckpt_compare.tasks import TaskOutcome, run
 from trainprobe.engine.compare.difference import Difference
@@ -43,7 +44,7 @@ def pairs(draw):
     return a, b, draw(cuts(shape)), draw(cuts(shape))
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(pairs())
 def test_any_two_layouts_measure_as_the_whole_arrays_do(case):
     a, b, cut_a, cut_b = case
@@ -63,7 +64,7 @@ def test_any_two_layouts_measure_as_the_whole_arrays_do(case):
     assert d.at is None or abs(x[d.at] - y[d.at]) == d.max_abs
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(pairs())
 def test_the_verdict_is_identical_exactly_when_the_bits_are(case):
     a, b, cut_a, cut_b = case
@@ -71,7 +72,7 @@ def test_the_verdict_is_identical_exactly_when_the_bits_are(case):
     assert (row.verdict == "identical") == (a.tobytes() == b.tobytes())
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(pairs(), st.data())
 def test_a_lost_shard_is_counted_to_the_element_and_never_passes(case, data):
     a, b, cut_a, cut_b = case
@@ -83,7 +84,7 @@ def test_a_lost_shard_is_counted_to_the_element_and_never_passes(case, data):
     assert "B: no file holds" in row.note
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(pairs(), st.integers(1, 5))
 def test_the_number_of_threads_does_not_change_a_bit_of_the_result(case, threads):
     a, b, cut_a, cut_b = case

@@ -8,6 +8,7 @@ import pytest
 
 from tests.config_check.launch import RUNS, compared, run
 from tests.distributed.launch import free_port
+from tests.matrices import covered
 from trainprobe.config_check.pack_reader import read_pack
 
 SCRIPT = RUNS / "plain.py"
@@ -48,7 +49,13 @@ def has_runpy(pack: Path) -> bool:
     )
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+def how_it_starts(launcher: str) -> tuple[str, str]:
+    """Return what starts the script, and as what."""
+    starter, _, what = launcher.partition(" -")
+    return starter, what
+
+
+@pytest.mark.parametrize("launcher", covered(LAUNCHERS, how_it_starts))
 def test_a_script_differs_in_nothing_from_itself_however_it_is_started(direct, tmp_path, launcher):
     run(*LAUNCHERS[launcher](), tmp_path, "base", **SET)
     assert has_runpy(tmp_path / "base.zip") == (launcher in WITHIN_RUNPY)  # else the comparison proves nothing

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 from itertools import permutations
 from pathlib import Path
 
 import pytest
 
+from tests.distributed.launch import launch
 from tests.interop.peer import OLDER, PEER, needs_older
+from tests.matrices import matrix
 from trainprobe.cli import main
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = Path(__file__).with_name("train_recorded_by.py")
 WHO = ("8.1.1", "26.2.0", "ours")
 TASKS = {"statistics": {"task": "statistics", "level": "mix"}, "tensor": {"task": "tensor", "level": "mix"}}
@@ -33,10 +32,8 @@ def record(folder: Path, who: str, task: str, *planted: str) -> Path:
     settings = {**TASKS[task], **({"phases": ["forward", "backward"]} if who == "ours" else {})}
     made = folder / who / task / "".join(planted)
     made.parent.mkdir(parents=True, exist_ok=True)
-    command = [python, str(SCRIPT), "trainprobe" if who == "ours" else "msprobe", str(made), json.dumps(settings), *planted]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    by = "trainprobe" if who == "ours" else "msprobe"
+    launch(SCRIPT, 1, by, str(made), json.dumps(settings), *planted, python=python)
     return made / "step0"
 
 
@@ -50,9 +47,9 @@ def steps(tmp_path_factory) -> dict[tuple[str, ...], Path]:
     return found
 
 
-@pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize(("a", "b"), PAIRS, ids=lambda who: who)
-def test_one_training_is_the_same_whoever_recorded_it(steps, tmp_path, capsys, a, b, task):
+@pytest.mark.parametrize(("pair", "task"), matrix(PAIRS, TASKS))
+def test_one_training_is_the_same_whoever_recorded_it(steps, tmp_path, capsys, pair, task):
+    a, b = pair
     result = tmp_path / "all.json"
     code = main(["dump-compare", str(steps[a, task]), str(steps[b, task]), "--json", str(result)])
     said = capsys.readouterr().out
@@ -67,9 +64,9 @@ def test_one_training_is_the_same_whoever_recorded_it(steps, tmp_path, capsys, a
         assert not [name for name in missing if re.search("Module|linear|norm|gelu|entropy|embedding", name)], missing
 
 
-@pytest.mark.parametrize("planted", PLANTED)
-@pytest.mark.parametrize(("a", "b"), PAIRS, ids=lambda who: who)
-def test_what_is_planted_is_named_whoever_recorded_it(steps, capsys, a, b, planted):
+@pytest.mark.parametrize(("pair", "planted"), matrix(PAIRS, PLANTED))
+def test_what_is_planted_is_named_whoever_recorded_it(steps, capsys, pair, planted):
+    a, b = pair
     code = main(["dump-compare", str(steps[a, "statistics"]), str(steps[b, planted])])
     said = capsys.readouterr().out
     assert code == 2, said

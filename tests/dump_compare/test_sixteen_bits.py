@@ -14,6 +14,7 @@ import trainprobe
 from benchmarks.dump_compare.kernels import HEALTHY, Replaced
 from benchmarks.dump_compare.runs import Way, train
 from benchmarks.dump_compare.sixteen_bits import PLANS, PLANTS, REGIMES
+from tests.matrices import matrix
 from trainprobe.cli import main
 from trainprobe.dump_compare.own_rounding import Counted, OwnRounding, by_counts, by_elements, by_statistics, statistics_of
 
@@ -40,8 +41,7 @@ def right(tmp_path_factory):
     return dump
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize(("name", "plan"), matrix(NAMED, PLANS))
 def test_a_wrong_kernel_or_weight_is_named(tmp_path, capsys, right, name, plan):
     plant = next(each for each in PLANTS if each.name == name)
     way = Way(**REGIMES["bfloat16"], kernels=Replaced(fault=plant.fault), weights=plant.weights)
@@ -52,21 +52,19 @@ def test_a_wrong_kernel_or_weight_is_named(tmp_path, capsys, right, name, plan):
     assert code == 2 and re.search(plant.first, said), said
 
 
-@pytest.mark.parametrize("plan", ["statistics", "tensors"])
-@pytest.mark.parametrize(
-    "how",
-    [
-        {"kernels": Replaced(HEALTHY["other order"])},
-        {"kernels": Replaced(HEALTHY["float64"])},
-        {"apart": True},
-        {"math": True},
-        {"model": {"eager": True}},
-        {"threads": 2},
-    ],
-    ids=["other order", "float64", "bias apart", "attention in parts", "eager attention", "threads"],
-)
+OTHER_WAYS = {
+    "other order": {"kernels": Replaced(HEALTHY["other order"])},
+    "float64": {"kernels": Replaced(HEALTHY["float64"])},
+    "bias apart": {"apart": True},
+    "attention in parts": {"math": True},
+    "eager attention": {"model": {"eager": True}},
+    "threads": {"threads": 2},
+}
+
+
+@pytest.mark.parametrize(("how", "plan"), matrix(OTHER_WAYS, ["statistics", "tensors"]))
 def test_healthy_kernels_are_within_rounding(tmp_path, capsys, right, how, plan):
-    b = train(tmp_path / "b", "gpt", replace(Way(dtype=torch.bfloat16), **how), step=[0], **PLANS[plan])
+    b = train(tmp_path / "b", "gpt", replace(Way(dtype=torch.bfloat16), **OTHER_WAYS[how]), step=[0], **PLANS[plan])
     capsys.readouterr()
     code = main(["dump-compare", str(right(plan)), str(b)])
     said = capsys.readouterr().out

@@ -9,15 +9,16 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+import torch
+import torch.distributed as dist
+
 import trainprobe
+from tests.integrations.megatron import train as megatron_training  # puts stand-ins in the place of torch's functions
 
 PLAN = {"level": "L0", "step": [0], "summary": "both", "monitor": {"parameters": True, "gradients": True}, "console": False}
 
 
 def main() -> None:
-    from tests.integrations.megatron import train as megatron_training  # which puts stand-ins in the place of torch's functions
-
-    dist, torch = megatron_training.dist, megatron_training.torch
     dist.init_process_group("gloo")
     for layout in sys.argv[2:]:
         name, _, changed = layout.partition("!")

@@ -5,6 +5,7 @@ The last word plants a difference in the second layer: one element of a weight, 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -12,6 +13,10 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "interop"))
+from children import import_once
+
+with contextlib.suppress(ImportError):  # once, for all recordings of a Python
+    import_once("msprobe.pytorch")
 import train_small
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.integrations.records import recorded
+from tests.matrices import covered
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/integrations/plain_loop.md").read_text(encoding="utf-8")
@@ -68,8 +69,14 @@ def test_the_page_has_the_launchers_and_forms_that_people_use():
     assert len(FORMS) > 10 and all(word in told for word in (*LAUNCHERS, "srun", "-m package", "plan.yaml", "default"))
 
 
+def words_of(form: str) -> set[str]:
+    """Return which launcher a form has, how it names the script, and whether and how it names a plan."""
+    words = {word for word in form.split() if word in (*LAUNCHERS, "srun", "-m", "--", "default", "plan.yaml", "--plan", "-o")}
+    return words | ({"without --"} if "--" not in words else set())
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", covered(FORMS, words_of))
 def test_a_form_on_the_page_watches_each_rank_and_hands_the_script_its_arguments(form: str, place: Path):
     from tests.distributed.launch import free_port
 

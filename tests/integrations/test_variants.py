@@ -11,6 +11,7 @@ import pytest
 
 from tests.foreign import running
 from tests.foreign.catalog import Program
+from tests.matrices import covered
 from trainprobe.monitor.run_folder import find_logs, frames_of_log
 
 VARIANTS = Path(__file__).parents[1] / "foreign" / "variants"
@@ -56,26 +57,37 @@ FAULTS = {
 }
 
 
-@pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """Return what runs a program both ways, and what was seen of it."""
-    nowhere = str(tmp_path / "nothing")
-    (tmp_path / "nothing" / "lmdata").mkdir(parents=True)
+def program_of(start: str) -> set[str]:
+    """Return which program a start runs, and how it is sharded."""
+    return {word for word in start.replace("/", " ").split() if word.endswith(".py") or word in ("ddp", "fsdp2")}
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory):
+    """Return what runs a program both ways, once, and says what was seen of it and where."""
+    root = tmp_path_factory.mktemp("variants")
+    nowhere = str(root / "nothing")
+    (root / "nothing" / "lmdata").mkdir(parents=True)
     where = {"data": nowhere, "site": nowhere, "core": nowhere, "here": str(VARIANTS)}
-    monkeypatch.setattr(running, "_places", lambda: where)
-    monkeypatch.setattr(running, "RESULTS", tmp_path / "results")
+    done: dict[str, tuple[running.Result, Path]] = {}
 
-    def run(start: str) -> running.Result:
-        return running.run(
-            Program("variant", "torch==2", "", start, updates=0, launcher=start.startswith("torchrun")), tmp_path
-        )
+    def run(start: str) -> tuple[running.Result, Path]:
+        if start not in done:
+            folder = root / str(len(done))
+            folder.mkdir()
+            program = Program("variant", "torch==2", "", start, updates=0, launcher=start.startswith("torchrun"))
+            done[start] = running.run(program, folder), folder
+        return done[start]
 
-    return run
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(running, "_places", lambda: where)
+        patch.setattr(running, "RESULTS", root / "results")
+        yield run
 
 
-@pytest.mark.parametrize("start", HEALTHY)
+@pytest.mark.parametrize("start", covered(HEALTHY, program_of))
 def test_a_healthy_program_gets_no_word(watched, start):
-    result = watched(start)
+    result, _ = watched(start)
     assert result.codes == (0, 0)
     assert result.difference == ""
     assert result.losses > 0
@@ -83,9 +95,9 @@ def test_a_healthy_program_gets_no_word(watched, start):
     assert (result.steps, "cut short" in result.ending) == (HEALTHY[start], False)
 
 
-def test_the_first_step_behind_a_forward_without_gradients_has_all_gradients_and_states(watched, tmp_path):
-    watched(f"{RANKS}fsdp2_evaluated.py before")
-    logs = find_logs(tmp_path / "watched")
+def test_the_first_step_behind_a_forward_without_gradients_has_all_gradients_and_states(watched):
+    _, folder = watched(f"{RANKS}fsdp2_evaluated.py before")
+    logs = find_logs(folder / "watched")
     assert len(logs) == 2
     for log in logs:
         first = next(frames_of_log(log))
@@ -95,22 +107,22 @@ def test_the_first_step_behind_a_forward_without_gradients_has_all_gradients_and
             assert {name for name in names if "." in name} == {"0.weight", "0.bias", "2.weight", "2.bias"}, slot
 
 
-@pytest.mark.parametrize("start", FAULTS)
+@pytest.mark.parametrize("start", covered(FAULTS, lambda start: program_of(start) | FAULTS[start][0]))
 def test_a_fault_is_named_and_nothing_else(watched, start):
     rules, words = FAULTS[start]
-    result = watched(start)
+    result, _ = watched(start)
     assert (result.codes, result.difference) == ((0, 0), "")
     assert {rule for rule, _, _ in result.findings} == rules
     assert any(words in message for _, _, message in result.findings), result.findings
 
 
 def test_a_step_that_an_error_ends_is_told_as_cut_short(watched):
-    result = watched("{here}/used_afterwards.py cut")
+    result, _ = watched("{here}/used_afterwards.py cut")
     assert (result.codes, result.difference, result.steps) == ((1, 1), "", 30)
     assert "1 cut short" in result.ending
 
 
 def test_where_only_a_model_without_data_runs_nothing_is_said_to_be_watched(watched):
-    result = watched("{here}/counted_on_meta.py nothing")
+    result, _ = watched("{here}/counted_on_meta.py nothing")
     assert (result.codes, result.steps, result.models) == ((0, 0), 0, 0)
     assert "nothing was watched" in result.ending

@@ -6,13 +6,30 @@ import atexit
 import contextlib
 import gc
 import importlib
+import inspect
 import os
 import sys
 import threading
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 from tests.distributed.ranks import import_late
+
+
+def search_each_file_once() -> None:
+    """Let `inspect` search for the module of a file once: 8.1.1 asks for each frame of each call, 13 ms a search."""
+    search, found = inspect.getmodule, {}
+
+    def module_of(thing: Any, file: str | None = None) -> Any:
+        if not inspect.isframe(thing):
+            return search(thing, file)
+        name = thing.f_code.co_filename
+        if name not in found:
+            found[name] = search(thing, file)
+        return found[name]
+
+    inspect.getmodule = module_of
 
 
 def import_once(module: str) -> None:
@@ -21,6 +38,7 @@ def import_once(module: str) -> None:
     if module.startswith("msprobe"):
         with contextlib.suppress(ImportError):
             importlib.import_module("megatron.core")
+        search_each_file_once()
     import_late()
 
 

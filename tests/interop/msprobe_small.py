@@ -8,9 +8,11 @@ import json
 import sys
 
 import msprobe.msprobe
-import msprobe.pytorch
 import pandas  # noqa: F401
-import train_small
+from children import import_once
+
+import_once("msprobe.pytorch")
+import train_small  # noqa: E402
 
 if __name__ == "__main__":
     if sys.argv[1] == "train":

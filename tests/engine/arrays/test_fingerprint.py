@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reduction_oracle import ALL_DTYPES, IMPLEMENTATIONS, REDUCERS, bits_of, rows_of, sample
 
+from tests.matrices import examples
 from trainprobe.engine.arrays.numpy_rows import NumpyStatsRows
 from trainprobe.engine.arrays.torch_arrays import TorchStatsRows
 from trainprobe.engine.arrays.torch_checksum import crc32_register, torch_fingerprint
@@ -170,7 +171,7 @@ def partitions(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Shard]]:
     return shape, found
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(partitions(), st.sampled_from([torch.float32, torch.bfloat16, torch.int8, torch.float64, torch.complex128]))
 def test_rows_hold_the_shares_of_shards_which_add_up_to_the_whole(partition: tuple[Any, ...], dtype: torch.dtype) -> None:
     """By the compiled kernel, by torch's operations, and by NumPy, compiled and not."""

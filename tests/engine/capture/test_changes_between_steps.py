@@ -10,6 +10,7 @@ import torch
 
 import trainprobe
 from tests.engine.capture.recorded_step import told
+from tests.matrices import matrix
 
 STEPS = 6
 
@@ -138,9 +139,10 @@ def written_through_numpy(model):
         model.second.weight.numpy()[...] *= 2
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.parametrize("level", ["L0", "L1", "mix"])
-@pytest.mark.parametrize("write", [clipped, updated_by_hand, written_through_numpy], ids=lambda write: write.__name__)
+@pytest.mark.parametrize(
+    ("write", "level", "compiled"),
+    matrix([clipped, updated_by_hand, written_through_numpy], ["L0", "L1", "mix"], [True, False]),
+)
 def test_a_parameter_written_without_a_trace_between_two_forwards_of_a_step_is_shown_as_it_is(write, level, compiled, tmp_path):
     model = Loop().model
     expected = []
@@ -168,9 +170,7 @@ def by_numpy(p):
     return lambda: alias.__imul__(2)
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.parametrize("task", ["statistics", "tensor"])
-@pytest.mark.parametrize("hand_out", [by_data, by_numpy], ids=lambda hand_out: hand_out.__name__)
+@pytest.mark.parametrize(("hand_out", "task", "compiled"), matrix([by_data, by_numpy], ["statistics", "tensor"], [True, False]))
 def test_memory_that_was_handed_out_may_be_written_to_at_any_later_call(hand_out, task, compiled, tmp_path):
     p = torch.nn.Parameter(torch.ones(4))
     model = torch.nn.Identity()

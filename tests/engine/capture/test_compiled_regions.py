@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -9,8 +10,10 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import trainprobe
+from tests.matrices import matrix
 
 STEPS = 12
+KINDS = ["model", "model in place", "blocks", "blocks, recomputed", "loss", "model and loss"]
 PLANS: dict[str, dict[str, Any]] = {
     "default": {},
     "L0": {"level": "L0", "step": ["every 3"]},
@@ -107,16 +110,16 @@ def trained(kind: str, plan: dict[str, Any] | None, output: Any) -> tuple[int, l
     )
 
 
-@pytest.fixture(scope="module", params=["model", "model in place", "blocks", "blocks, recomputed", "loss", "model and loss"])
-def alone(request):
-    if request.param == "blocks, recomputed" and torch.__version__ < (2, 5):
+@functools.cache
+def alone(kind: str) -> tuple[int, list[float], list[torch.Tensor], dict[str, int]]:
+    return trained(kind, None, None)
+
+
+@pytest.mark.parametrize(("kind", "plan"), matrix(KINDS, PLANS))
+def test_compiled_code_does_not_notice_the_probe(kind, plan, tmp_path):
+    if kind == "blocks, recomputed" and torch.__version__ < (2, 5):
         pytest.skip("torch 2.4 itself cannot compile this: it traces the recomputation through a compiled block")
-    return request.param, trained(request.param, None, None)
-
-
-@pytest.mark.parametrize("plan", PLANS)
-def test_compiled_code_does_not_notice_the_probe(alone, plan, tmp_path):
-    kind, (graphs, losses, weights, breaks) = alone
+    graphs, losses, weights, breaks = alone(kind)
     seen = trained(kind, PLANS[plan], tmp_path / "out")
     assert (seen[0], seen[3]) == (graphs, breaks)
     assert seen[1] == losses

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.integrations.records import steps_of
+from tests.matrices import matrix
 from trainprobe.errors import PlanError
 
 
@@ -51,8 +52,7 @@ def steps(output) -> list[int]:
     "Hugging Face Trainer",
     {"plain": "single process", "accumulated and clipped": "accumulation and clipping", "half precision": "bf16"},
 )
-@pytest.mark.parametrize("level", ["off", "L0", "mix"])
-@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.parametrize(("setup", "level"), matrix(SETUPS, ["off", "L0", "mix"]))
 def test_the_training_has_the_same_bits_with_and_without_the_probe(tmp_path, setup, level):
     from tests.integrations.transformers.small_trainer import bits
 

@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.launch import launch
+from tests.matrices import all_cases
 from tests.monitor.audit.train_shards import FAULTY, FLIPPED
 
 SCRIPT = Path(__file__).with_name("train_shards.py")
-FAULTS = ("healthy", "hybrid", "drift", "data", "norm", "moments", "copy", "moment_copy", "decay_copy", "same_pieces")
+BETWEEN_COPIES = ("healthy", "hybrid", "copy", "moment_copy", "decay_copy")  # on four ranks, two hold each piece
+FAULTS = (*BETWEEN_COPIES, "drift", "data", "norm", "moments", "same_pieces")
+TWO_OR_FOUR = [2, pytest.param(4, marks=pytest.mark.exhaustive)]
 pytestmark = pytest.mark.slow
 
 
@@ -21,8 +24,9 @@ pytestmark = pytest.mark.slow
 def found(ranks: int) -> dict[str, list[list]]:
     """Train with each fault in turn; return fault → what each rank found: [rule, step, name, message]."""
     folder = Path(tempfile.mkdtemp(prefix="trainprobe_fsdp2_"))
-    launch(SCRIPT, ranks, str(folder), *FAULTS, timeout=300)
-    return {fault: [json.loads((folder / f"{fault}.{rank}.json").read_text()) for rank in range(ranks)] for fault in FAULTS}
+    faults = FAULTS if ranks == 2 or all_cases() else BETWEEN_COPIES
+    launch(SCRIPT, ranks, str(folder), *faults, timeout=300)
+    return {fault: [json.loads((folder / f"{fault}.{rank}.json").read_text()) for rank in range(ranks)] for fault in faults}
 
 
 @pytest.mark.parametrize("layout", ["healthy", "hybrid"])
@@ -31,7 +35,7 @@ def test_a_healthy_training_on_shards_raises_no_alarm(ranks, layout):
     assert found(ranks)[layout] == [[]] * ranks
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", TWO_OR_FOUR)
 def test_a_shard_that_is_written_to_between_two_updates_is_named_on_its_rank(ranks):
     told = [[finding[:3] for finding in rank] for rank in found(ranks)["drift"]]
     assert told[1][:1] == [["untouched_between_steps", 2, "layers.1.mlp.down.weight"]]
@@ -63,7 +67,7 @@ def test_copies_of_a_piece_that_come_apart_in_an_update_are_found_in_that_update
             assert f"after the update in the dp group of ranks {', '.join(map(str, holders))}" in message
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", TWO_OR_FOUR)
 @pytest.mark.parametrize(
     ("fault", "rule"), [("data", "distinct_data"), ("norm", "gradient_norm"), ("moments", "moments_present")]
 )
@@ -72,7 +76,7 @@ def test_every_rank_finds_what_is_wrong_on_all_of_them_at_once(ranks, fault, rul
         assert told[0][:2] == [rule, 2], told
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", TWO_OR_FOUR)
 def test_pieces_that_begin_alike_on_all_ranks_are_named_on_each(ranks):
     for told in found(ranks)["same_pieces"]:
         assert [finding[:3] for finding in told] == [["distinct_pieces", 0, FLIPPED]], told
