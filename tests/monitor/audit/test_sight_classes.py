@@ -13,6 +13,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import trainprobe
+from benchmarks.sight import ranks
+from benchmarks.sight.running import alarms, run
 
 VOCAB, TIME = 12, 10
 Step = Callable[[int], Tensor | None]
@@ -299,3 +301,20 @@ def test_a_classifier_is_better_than_the_shares_of_its_classes(tmp_path, fault):
         return functional.cross_entropy(model(x), kinds[torch.randperm(256)] if fault else kinds)
 
     assert told(tmp_path, model, step, 30) == ({"trivial_answer": "loss"} if fault else {})
+
+
+# ---- two ranks -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("program", "fault", "rule"),
+    [
+        (ranks.replicas, "weights_never_equal", "replicas"),
+        (ranks.tokens, "mean_of_rank_means", "weighed_targets"),
+        (ranks.tokens, "", ""),
+        (ranks.halves, "", ""),  # a bias that begins equal beside a matrix that does not is no replica
+    ],
+)
+def test_what_is_equal_or_summed_over_ranks(monkeypatch, program, fault, rule):
+    monkeypatch.setattr(ranks, "STEPS", 2)
+    assert {finding["rule"] for finding in alarms(run(program, fault, ranks=2))} == ({rule} if rule else set())
