@@ -115,9 +115,9 @@ def test_a_constant_bias_beside_a_matrix_of_as_many_rows_may_be_a_part():
 
 
 def test_it_is_doubted_where_that_matrix_is_split_and_else_not():
-    seen, axes = Numbers({"mlp.up_bias"}), frozenset({"tp"})
-    assert doubted_biases(SPLIT, seen, {"mlp.up": frozenset()}, axes) == {"mlp.up_bias"}
-    assert doubted_biases(SPLIT, seen, {"mlp.up": axes}, axes) == frozenset()
+    axes = frozenset({"tp"})
+    assert doubted_biases(SPLIT, {"mlp.up": frozenset()}, axes) == {"mlp.up_bias"}
+    assert doubted_biases(SPLIT, {"mlp.up": axes}, axes) == frozenset()
 
 
 @pytest.mark.parametrize(("gradients", "over"), [((5, 5), {"tp"}), ((5, 6), set())])

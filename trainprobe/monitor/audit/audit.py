@@ -223,7 +223,7 @@ class Audit:
         new = {name: key_of(name, "value") for name in draft.tensors.names if name not in self._replicated}
         gradients = [key_of(name, "grad") for name in new if (name, "grad") in draft.tensors]
         seen = replicas_at_first([*new.values(), *gradients], draft.axes, peers, draft.place.rank) if new else {}
-        doubted = doubted_biases(draft.model.parameters, draft.tensors, {n: seen[key] for n, key in new.items()}, draft.axes)
+        doubted = doubted_biases(draft.model.parameters, {n: seen[key] for n, key in new.items()}, draft.axes)
         for name, key in new.items():
             declared, over = draft.tensors.replicas.get((name, "value")), seen[key]
             unsure = draft.axes if name in doubted else draft.axes & {"pp"}  # other stages may have the same names and seeds

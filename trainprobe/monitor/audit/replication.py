@@ -65,26 +65,30 @@ def constants_with_matrices(parameters: Sequence[ParameterFact], seen: Tensors) 
 
     Such a bias, all zeros at first, looks the same on ranks that split the matrix by its rows, each holding a part of it.
     """
+    return {
+        name: found
+        for name, found in _vectors_with_matrices(parameters).items()
+        if seen.number(name, "value", "min") == seen.number(name, "value", "max")
+    }
+
+
+def _vectors_with_matrices(parameters: Sequence[ParameterFact]) -> dict[str, list[str]]:
     matrices: dict[tuple[str, int], list[str]] = {}
     for p in parameters:
         if len(p.shape) > 1:
             matrices.setdefault((p.name.rpartition(".")[0], p.shape[0]), []).append(p.name)
     matrices_of = {p.name: matrices.get((p.name.rpartition(".")[0], p.shape[0]), []) for p in parameters if len(p.shape) == 1}
-    return {
-        name: found
-        for name, found in matrices_of.items()
-        if found and seen.number(name, "value", "min") == seen.number(name, "value", "max")
-    }
+    return {name: found for name, found in matrices_of.items() if found}
 
 
 def doubted_biases(
-    parameters: Sequence[ParameterFact], seen: Tensors, learned: Mapping[str, frozenset[str]], axes: frozenset[str]
+    parameters: Sequence[ParameterFact], learned: Mapping[str, frozenset[str]], axes: frozenset[str]
 ) -> frozenset[str]:
     """Return the vectors whose equal values do not show that they are replicated: a matrix in the same module is not.
 
-    learned: name → axes over which its value is the same.
+    They may be all zeros, or drawn from one seed. learned: name → axes over which its value is the same.
     """
-    matrices_of = constants_with_matrices(parameters, seen)
+    matrices_of = _vectors_with_matrices(parameters)
     return frozenset(name for name, found in matrices_of.items() if any(axes - learned.get(m, axes) for m in found))
 
 

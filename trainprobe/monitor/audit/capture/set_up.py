@@ -49,7 +49,7 @@ def model_facts(
         _wrapper(models),
         hidden_parameters(models, everything.keys() | held.keys()) if owners_known else (),
         repeated_hooks(models),
-        frozenset(name for name, module in _named_modules(models) if _drops(module)),
+        frozenset(name for name, module in _named_modules(models) if drops(module)),
         frozenset(_named(names.get(key), everything[key][1])[0] for key in _adapters(models) if key in everything),
         any(getattr(m, "broadcast_buffers", False) for m in models if type(m).__name__ == "DistributedDataParallel"),
         frozenset(_named(names.get(key), everything[key][1])[0] for key in _embeddings(models, shards) if key in everything),
@@ -106,7 +106,7 @@ def _outer(model: Any) -> int:
     return count_outer_wrappers(name for name, _ in model.named_modules() if name)
 
 
-def _drops(module: Any) -> bool:
+def drops(module: Any) -> bool:
     """Tell whether a module is a dropout that is not set to 0."""
     share = vars(module).get("p", vars(module).get("drop_prob"))
     return "drop" in type(module).__name__.lower() and isinstance(share, int | float) and share > 0
@@ -130,6 +130,7 @@ def optimizer_groups(optimizers: Sequence[Any], names: Mapping[int, str]) -> tup
             type(optimizer).__name__ if type(optimizer).__module__.startswith("torch.optim") else "",
             frozenset(names[id(p)] for p in group["params"] if id(p) in names),
             {key: value for key, value in group.items() if _plain(value)},
+            frozenset(group) - frozenset(getattr(optimizer, "defaults", group)) - {"params"},
         )
         for optimizer in optimizers
         for group in groups_of(optimizer)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
@@ -138,12 +141,16 @@ class LossCall:
     "value": the loss, NaN where it is not one number. "valid": targets that are not ignored. "input_low", "input_high",
     "target_low", "target_high": bounds. "off_one": the largest distance from 1 of a sum over the classes (of a part of the
     input). "apart", of a call without a gradient: the largest element of its result. "too_long", of CTC: transcripts that are
-    longer than what they are read from.
+    longer than what they are read from. "blanks", of CTC: letters that are the blank. "ignored_class": `ignore_index`, where it
+    is one of the input's classes, otherwise -1. "copy of NAME", "column of NAME", "looked up by NAME": see
+    `observers.loss_inputs`. "arguments": tensors that the model was called with.
 
     Of tokens [rows, columns], for time along dimension D and a shift of S: "pairs D S": valid targets that have a token S
     places further. "equal D S": those of them that equal it. "masked D S": those at which the attention mask is 0. "pad_low",
     "pad_high": bounds of the tokens at which the mask is 0. "ends D": how many tokens equal the larger of them where the mask
-    is not 0. "ended D": how many of these are the next token of a valid target.
+    is not 0. "ended D": how many of these are the next token of a valid target. "rows D", "bare D": rows, and those without a
+    valid target. "hidden_low D", "hidden_high D": bounds of the tokens at the same place as valid targets that differ from
+    them.
 
     Of targets [N]: "class_low", "class_high". Of an input [N, N] over classes: "self_low", "self_high": bounds of its diagonal.
     "self_below": how far the diagonal is below the largest of its row, at most. "self_targets": targets on the diagonal.
@@ -166,3 +173,46 @@ class LossCalls:
     """Those whose result has a gradient."""
     ungraded: tuple[LossCall, ...] = ()
     """Those whose result has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """A tensor that the model was called with."""
+
+    name: str
+    """Of the argument."""
+    shape: tuple[int, ...]
+    """Of the tensor."""
+    fingerprint: int
+    """Of its numbers."""
+    unordered: bool = False
+    """An element is smaller than the one before; not known of few or very many elements."""
+    wholes: Mapping[str, tuple[int, int, int]] = field(default_factory=dict[str, tuple[int, int, int]])
+    """Of whole numbers, short dtype → how many are above what it holds exactly, how many of these are odd, and how many of the
+    others are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Narrowed:
+    """Whole numbers that were converted to a short dtype."""
+
+    dtype: str
+    """What they became."""
+    count: int
+    """How many there were."""
+    lost: int
+    """How many changed."""
+    high: float
+    """The largest of them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GivenNumbers:
+    """What the model was first called with in a step."""
+
+    arguments: tuple[Argument, ...] = ()
+    """Its tensors."""
+    narrowed: tuple[Narrowed, ...] = ()
+    """Whole numbers that were converted in the step."""
+    tokens: npt.NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
+    """[different tokens]: how often each came in rows of tokens, but for the padding behind them."""

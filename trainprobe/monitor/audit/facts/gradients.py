@@ -54,6 +54,8 @@ class UsedGradients:
     """An optimizer stepped between two backward passes."""
     climbs: bool = False
     """The weights were written between two backward passes, by no optimizer."""
+    overwritten: tuple[str, ...] = ()
+    """Parameters whose update used what an earlier pass left, as it was, though a later one left a gradient of its own."""
     differentiated: tuple[float, ...] = ()
     """The losses of the backward passes; empty where one began from more than a number."""
     mixed: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -134,3 +136,19 @@ class Reductions:
 
     reductions: tuple[Reduction, ...] = ()
     """One for each parameter."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedPlaces:
+    """At which places [rows, time] of the model's first output a gradient arrived that is not 0."""
+
+    argument: str = ""
+    """The argument [rows, time] or [rows, time, features] of the call; empty where there was none."""
+    padding: tuple[int, int, int, int] = (0, 0, 0, 0)
+    """Places of padding, but for the first of each row; those of them with a gradient; rows that have both; rows with a
+    gradient there alone."""
+    prompts: tuple[int, int, int, int] = (0, 0, 0, 0)
+    """Neighbouring rows that begin with the same three tokens or more and are not equal; neighbouring rows; how many tokens all
+    of the first share; those that share fewer."""
+    prompted: tuple[int, int] = (0, 0)
+    """Places whose next token all of these share, in rows with a gradient, and those of them with a gradient."""

@@ -55,6 +55,10 @@ class ParameterGroup:
     """The parameters that it steps."""
     options: Mapping[str, float | bool | tuple[float, ...]]
     """Its plain numbers: lr, betas …"""
+    own: frozenset[str] = frozenset()
+    """Those of them that the class of the optimizer knows nothing of."""
+    made: float = float("nan")
+    """The learning rate that it had when the run began; NaN where it was not there."""
 
 
 @dataclass(frozen=True, slots=True)

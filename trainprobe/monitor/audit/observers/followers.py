@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,9 @@ from trainprobe.engine.arrays.without_dispatch import in_a_transform, without_di
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.records import StepData
 from trainprobe.monitor.audit.capture.registered import unwrapped
+from trainprobe.monitor.audit.capture.set_up import drops
 from trainprobe.monitor.audit.observers import Audited, Observer
+from trainprobe.monitor.audit.observers.model_calls import ModelCalls
 from trainprobe.monitor.audit.relations.followers import Followed, FollowedTensor, FollowerSteps
 
 SAMPLE = 256  # elements of a tensor
@@ -54,6 +56,8 @@ class _Pair:
 
 class Followers(Observer):
     """See the module text."""
+
+    needs = (ModelCalls,)
 
     def __init__(self, guard: Guard, audited: Audited) -> None:
         super().__init__(guard, audited)
@@ -93,9 +97,14 @@ class Followers(Observer):
                         self._other.add(module)
                     continue
             if pair.begun and pair.ended:
-                seen.append(_followed(pair, begun, ended))
+                seen.append(replace(_followed(pair, begun, ended), dropped=self._dropped(pair.copy())))
             pair.begun = pair.ended = None
         return FollowerSteps(tuple(seen))
+
+    def _dropped(self, copy: Any) -> bool:
+        """Tell whether a copy ran in training mode without gradients, and a dropout in it."""
+        called = self._audited.of(ModelCalls).called
+        return called.get(id(copy)) is False and any(drops(m) and id(m) in called for m in copy.modules())
 
     def _search(self) -> None:
         models = [list(unwrapped(model))[-1] for model in self._audited.models]

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, strided
 from torch._C import DisableTorchFunction
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.held_parameters import parameters_in
@@ -56,6 +57,8 @@ class GradientUse(Observer):
         self._dropped: list[tuple[Any, int]] = []  # parameters whose gradients were cleared unused, and their versions
         self._lost = 0
         self._left: dict[int, int] = {}  # id of a parameter → address of the gradient that the last pass left
+        self._by_pass: list[dict[int, tuple[StorageWeakRef, int]]] = []  # the same of each pass, as memory and its version
+        self.overwritten: dict[str, None] = {}
         self._written = 0  # how often parameters had been written to when the last backward pass began
         self._versions: dict[int, int] = {}  # the same of each trainable parameter
         self._moved = False  # an optimizer has stepped since
@@ -78,6 +81,8 @@ class GradientUse(Observer):
             self.reached.add(name)
             if self._left.get(id(p), (at := _address(grad))) != at:
                 self.discarded = 0
+            if len(self._by_pass) > 1 and self._is_of_earlier_pass(id(p), grad):
+                self.overwritten[name] = None
             mark = (grad, int(grad._version))
             older = self._older.get(name)
             if older is not None and older[0] is grad and older[1] < mark[1]:
@@ -114,8 +119,20 @@ class GradientUse(Observer):
 
     def backward_ends(self) -> None:
         """Take down which gradients there are."""
-        held = (p for model in self._audited.models for p in model.parameters() if p.is_leaf and p.grad is not None)
+        held = [p for model in self._audited.models for p in model.parameters() if p.is_leaf and p.grad is not None]
         self._left = {id(p): _address(p.grad) for p in held}
+        plain = ((id(p), p.grad) for p in held if self._left[id(p)])
+        self._by_pass.append({key: (StorageWeakRef(g.untyped_storage()), int(g._version)) for key, g in plain})
+
+    def _is_of_earlier_pass(self, key: int, grad: Any) -> bool:
+        """Tell whether a gradient is what an earlier pass left, as it was, though the last one left another."""
+        marks = [left[key] for left in self._by_pass if key in left]
+        if len(marks) < 2 or not _address(grad):
+            return False
+        *earlier, last = marks
+        memory = StorageWeakRef(grad.untyped_storage())
+        there = (of_pass for of_pass in earlier if not of_pass[0].expired())
+        return last[0] != memory and any(ref == memory and version == grad._version for ref, version in there)
 
     def _look_for_older(self, tape: Tape, models: Sequence[Any]) -> None:
         """Take down the gradients that are there although the weights were written since the pass before began."""
@@ -166,6 +183,7 @@ class GradientUse(Observer):
             closure=self.closure,
             in_turns=self.in_turns,
             climbs=self.climbs,
+            overwritten=tuple(self.overwritten),
             differentiated=tuple(mean_of(step_data, value) for value in self.roots or ()),
             mixed={
                 name: older

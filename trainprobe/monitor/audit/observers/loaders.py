@@ -1,4 +1,4 @@
-"""How many batches the loaders with several workers have handed out, as they count them themselves."""
+"""How many batches the loaders with several workers have handed out, as they count them themselves, and how often any began."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data import dataloader
 
 from trainprobe.engine.capture.patching.replaced import Replaced
-from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.guard import Guard, attempt
 from trainprobe.engine.core.records import StepData
 from trainprobe.monitor.audit.observers import Audited, Observer
 from trainprobe.monitor.audit.relations.distinct_data import HandedOut
@@ -20,28 +20,30 @@ class LoaderWatch(Observer):
     def __init__(self, guard: Guard, audited: Audited) -> None:
         super().__init__(guard, audited)
         self._running: list[weakref.ref[Any]] = []
-        self._replaced: Replaced | None = None
+        self._replaced: list[Replaced] = []
+        self._begun = 0
         self._handed_out = (0, 0)
 
     def start(self) -> None:
         """Begin to look."""
-        if self._replaced is not None:
+        if self._replaced:
             return
-        kind: Any = dataloader._MultiProcessingDataLoaderIter  # pyright: ignore[reportPrivateUsage]
-        original = kind.__init__
+        kinds: tuple[Any, ...] = (dataloader._MultiProcessingDataLoaderIter, dataloader._SingleProcessDataLoaderIter)  # pyright: ignore[reportPrivateUsage]
+        self._replaced = [Replaced(kind, "__init__", self._beginning(kind.__init__)) for kind in kinds]
 
-        def begin(iterator: Any, *args: Any, **kwargs: Any) -> None:
-            original(iterator, *args, **kwargs)
+    def _beginning(self, original: Any) -> Any:
+        def begin(iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
+            original(iterator, loader, *args, **kwargs)
             if not begin.ended:  # type: ignore[attr-defined]
-                self._guard.run(self._begins, iterator)
+                self._guard.run(self._begins, iterator, loader)
 
-        self._replaced = Replaced(kind, "__init__", begin)
+        return begin
 
     def stop(self) -> None:
         """Put the original back."""
-        if self._replaced is not None:
-            self._replaced.back()
-            self._replaced = None
+        for replaced in self._replaced:
+            replaced.back()
+        self._replaced = []
 
     def end(self) -> None:
         """Count what was handed out until now."""
@@ -53,8 +55,11 @@ class LoaderWatch(Observer):
 
     def facts(self, step_data: StepData) -> HandedOut:
         """Return the batches that were handed out in the epochs that run now, and how many workers the last loader has."""
-        return HandedOut(*self._handed_out)
+        return HandedOut(*self._handed_out, self._begun)
 
-    def _begins(self, iterator: Any) -> None:
+    def _begins(self, iterator: Any, loader: Any) -> None:
+        self._begun += attempt(len, loader, otherwise=lambda _: 0) > 1
+        if int(getattr(iterator, "_num_workers", 0)) < 2:
+            return
         self._running = [ref for ref in self._running if ref() is not None]
         self._running.append(weakref.ref(iterator))

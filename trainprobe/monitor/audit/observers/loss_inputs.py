@@ -38,6 +38,8 @@ _ELSEWHERE = {name: name for name in ("binary_cross_entropy_with_logits", "kl_di
 _DIFFERENCES = frozenset(_OF_NUMBERS) | {"kl_div"}  # 0 where input and target are the same
 _LOOKED_AT = 16  # entries of each dimension but that of the classes that are looked at for the form of an input
 _SHORTEST = 4  # tokens; shorter rows would match by chance
+_FEWEST = 16  # targets of a regression; fewer may be equal to something by chance
+_LARGEST = 1 << 20  # elements of what targets are searched for in
 _MOST = 64  # calls of a step that are looked at
 
 
@@ -51,13 +53,16 @@ class LossInputs(Observer):
         self._tape: Tape | None = None
         self._replaced: list[Replaced] = []
         self._given: Mapping[str, Tensor] = {}
+        self._numbers: Mapping[str, Tensor] = {}  # arguments of the model that are no whole numbers
+        self._arguments = 0  # tensors that the model was called with last
+        self._looked_up: dict[str, Tensor] = {}  # embedding → the indices that it was called with last
         self._seen: list[tuple[LossCall, tuple[str, ...], Deferred]] = []
         self._ungraded: list[tuple[LossCall, tuple[str, ...], Deferred]] = []
 
     def begin(self) -> None:
         """Look at the calls of a step."""
         tape = self._audited.tape
-        self._tape, self._given, self._seen, self._ungraded = tape, {}, [], []
+        self._tape, self._given, self._numbers, self._looked_up, self._seen, self._ungraded = tape, {}, {}, {}, [], []
         if self._replaced:
             return
         nn: Any = getattr(torch._C, "_nn")  # noqa: B009
@@ -73,11 +78,20 @@ class LossInputs(Observer):
         """Put the functions back."""
         for replaced in self._replaced:
             replaced.back()
-        self._replaced, self._tape, self._given = [], None, {}
+        self._replaced, self._tape, self._given, self._numbers, self._looked_up = [], None, {}, {}, {}
 
     def model_called(self, model: Any, named: Mapping[str, Any]) -> None:
         """Learn the "tokens" and the "mask" that the model is called with."""
-        self._given = dict(tokens_and_mask(named))
+        self._given, self._looked_up = dict(tokens_and_mask(named)), {}
+        self._arguments = sum(type(t) is Tensor for t in named.values())
+        plain = {name: t.detach() for name, t in named.items() if type(t) is Tensor and t.is_floating_point()}
+        self._numbers = {name: t for name, t in plain.items() if 0 < t.numel() <= _LARGEST}
+
+    def module_called(self, name: str, module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Learn the indices that an embedding looks up."""
+        if isinstance(module, torch.nn.Embedding) and args and type(args[0]) is Tensor and args[0].dim() == 2:
+            self._looked_up.pop(name, None)
+            self._looked_up[name] = args[0].detach()
 
     def facts(self, step_data: StepData) -> LossCalls:
         """Return the calls of the step, and apart from them those whose result has no gradient."""
@@ -115,6 +129,8 @@ class LossInputs(Observer):
         with without_dispatch(), torch.no_grad():
             found = {"value": out.detach() if out.numel() == 1 else x.new_full((), float("nan"), dtype=torch.float32)}
             found |= _about(kind, x, y, args, kwargs, self._given)
+            found |= _copied(kind, y, args, self._numbers, self._looked_up)
+            found |= {"arguments": x.new_full((), self._arguments, dtype=torch.float32)}
             shares = _shares(kind, x, y, args)
             numbers = torch.cat((stacked(found.values(), x.device), *shares))
         rows = self._given["tokens"].shape[0] if "tokens" in self._given else 0
@@ -172,11 +188,15 @@ def _about(
         about = _form(x) if x.dim() >= 1 and x.numel() else {}
         if classes and x.dim() == 2 and x.shape[0] == x.shape[1] == y.numel() and x.numel():
             about |= _diagonal(x, y)
-        return about | (_targets(y, _ignored(args), given) if classes else {})
+        if not classes:
+            return about
+        own = y.new_full((), _ignored(args) if 0 <= _ignored(args) < x.shape[1 if x.dim() > 1 else 0] else -1)
+        return about | {"ignored_class": own} | _targets(y, _ignored(args), given)
     if kind in _OF_NUMBERS or not x.numel() or not y.numel():
         return {}
     if kind == "ctc_loss":
-        return _bounds(x, "input") | _transcripts(args[2], args[3], x.device)
+        blank = int(args[4]) if len(args) > 4 else 0
+        return _bounds(x, "input") | _transcripts(y, args[2], args[3], blank, x.device)
     return _bounds(x, "input") | ({} if kwargs.get("log_target") else _bounds(y, "target"))
 
 
@@ -213,10 +233,45 @@ def _diagonal(x: Tensor, y: Tensor) -> dict[str, Tensor]:
     return _bounds(own, "self") | {"self_below": (x.amax(1) - own).amax(), "self_targets": on_it}
 
 
-def _transcripts(lengths: Any, of_targets: Any, device: torch.device) -> dict[str, Tensor]:
-    """Return how many transcripts are longer than what they are read from. lengths: of either, [N], or sequences of ints."""
-    have, need = (n if isinstance(n, Tensor) else torch.tensor(n) for n in (lengths, of_targets))
-    return {"too_long": (need.to(device) > have.to(device)).sum(), "valid": need.new_full((), need.numel())}
+def _transcripts(y: Tensor, lengths: Any, of_targets: Any, blank: int, device: torch.device) -> dict[str, Tensor]:
+    """Return how many transcripts are longer than what they are read from, and how many letters are the blank.
+
+    y: letters [N, S], or [sum of lengths]. lengths: of either, [N], or sequences of ints.
+    """
+    have, need = ((n if isinstance(n, Tensor) else torch.tensor(n)).to(device) for n in (lengths, of_targets))
+    found = {"too_long": (need > have).sum(), "valid": need.new_full((), need.numel())}
+    if y.device == device and need.dim() == 1:
+        spoken = torch.arange(y.shape[-1], device=device) < (need[:, None] if y.dim() == 2 else need.sum())
+        found |= {"blanks": ((y == blank) & spoken).sum()}
+    return found
+
+
+def _copied(
+    kind: str, y: Tensor, args: Sequence[Any], numbers: Mapping[str, Tensor], looked_up: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Tell in which argument, and in which of its columns, the targets of a regression stand, or all classes in an embedding's.
+
+    "copy of NAME": 1 where an argument of the model has the same numbers at the same places. "column of NAME": the first column
+    of an argument [N, F] that has them, -1 where none has. "looked up by NAME": of the last of several embeddings with indices
+    of the targets' shape, how many valid targets stand at the same place.
+    """
+    found: dict[str, Tensor] = {}
+    if kind in _OF_NUMBERS and _FEWEST <= y.numel() <= _LARGEST:
+        varies = y.amin() < y.amax()
+        for name, t in numbers.items():
+            if t.device != y.device or t.dtype != y.dtype:
+                continue
+            if t.shape == y.shape:
+                found[f"copy of {name}"] = (t == y).all() & varies
+            elif t.dim() == 2 and t.shape[0] == y.numel() and t.shape[1] > 1:
+                same = (t == y.reshape(-1, 1)).all(0) & varies
+                found[f"column of {name}"] = torch.where(same.any(), same.int().argmax(), -1)
+    elif kind in _OF_CLASSES.values() and not y.is_floating_point():
+        fitting = {name: t for name, t in looked_up.items() if t.numel() == y.numel() and t.device == y.device}
+        if len(fitting) > 1 and next(iter(fitting.values())).shape[1] >= _SHORTEST:
+            name, last = list(fitting.items())[-1]
+            found[f"looked up by {name}"] = ((last.reshape(-1) == y.reshape(-1)) & (y.reshape(-1) != _ignored(args))).sum()
+    return found
 
 
 def _targets(y: Tensor, ignored: int, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -237,6 +292,14 @@ def _targets(y: Tensor, ignored: int, given: Mapping[str, Tensor]) -> dict[str, 
             there = at != ignored
             found[f"pairs {dim} {shift}"] = there.sum()
             found[f"equal {dim} {shift}"] = (there & (at == shifted)).sum()
+            if shift == 0:
+                other, most = there & (at != shifted), torch.iinfo(shifted.dtype).max
+                found |= {
+                    f"bare {dim}": (~there.any(dim)).sum(),
+                    f"rows {dim}": there.new_full((), there.shape[1 - dim], dtype=torch.long),
+                }
+                found |= {f"hidden_low {dim}": shifted.masked_fill(~other, most).amin()}
+                found |= {f"hidden_high {dim}": shifted.masked_fill(~other, -1).amax()}
             if mask is not None:
                 seen = _shifted_pairs(rows, mask, dim, shift)[1] != 0
                 found[f"masked {dim} {shift}"] = (there & ~seen).sum()

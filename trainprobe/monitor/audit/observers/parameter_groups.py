@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from trainprobe.engine.capture.optimizers import rates_of
@@ -26,6 +27,13 @@ class ParameterGroups(Observer):
         self._bases: tuple[BaseRate, ...] = ()
         self._groups: dict[int, tuple[ParameterGroup, ...]] = {}  # id of each optimizer that steps → its groups as it steps
 
+        self._made: dict[int, tuple[float, ...]] | None = None  # id of each optimizer → its rates as the run began
+
+    def start(self) -> None:
+        """Take down the rates that the optimizers were made with."""
+        if self._made is None and self._audited.optimizers:
+            self._made = {id(o): rates_of(o) for o in self._audited.optimizers}
+
     def begin(self) -> None:
         """Forget the last step."""
         self._rates, self._bases, self._groups = (), (), {}
@@ -36,7 +44,10 @@ class ParameterGroups(Observer):
         watches = (self._audited.of(Plateaus), self._audited.of(ScheduleWatch))
         unstepped = all(let(self._guard, watch.drives, optimizer) is False for watch in watches)
         self._bases += bases_of(optimizer, len(self._groups), unstepped)
-        self._groups[id(optimizer)] = optimizer_groups([optimizer], self._audited.names())
+        groups, made = optimizer_groups([optimizer], self._audited.names()), (self._made or {}).get(id(optimizer), ())
+        if len(groups) == len(made):
+            groups = tuple(replace(group, made=rate) for group, rate in zip(groups, made, strict=True))
+        self._groups[id(optimizer)] = groups
 
     def facts(self, step_data: StepData) -> UsedGroups:
         """Return what was used, and the rates as they are now."""

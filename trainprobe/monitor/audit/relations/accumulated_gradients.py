@@ -1,15 +1,18 @@
-"""Gradients that one update adds up were all taken at the same weights.
+"""An update uses the sum of what the backward passes brought, all of it taken at the same weights.
 
 Relation: where a backward pass adds to a gradient that is already there, and the update uses the sum, no optimizer has
 stepped, and no program has written to most of the weights, between the pass that the older part came from and this one.
-Tolerance none; an older part that is zero is none. Reported as a warning, since the sum may be intended.
+Tolerance none; an older part that is zero is none. Nor is what the update uses the very gradient that an earlier pass left,
+unchanged, where a later one of the step left another. Reported as a warning, since either may be intended.
 Usually caused by an output that is not detached, so that the loss of one network leaves its gradient in another, which then
-adds its own (a generator and its discriminator); and by an ascent step (sharpness-aware minimization, extragradient) whose
-gradient is not cleared before the second pass. Micro-batches that are accumulated cannot violate this, nor can networks that
-are updated in turn and cleared before their own backward pass.
+adds its own (a generator and its discriminator); by gradients of two tasks that were put in each other's place; and by an
+ascent step (sharpness-aware minimization, extragradient) whose gradient is not cleared before the second pass. Micro-batches
+that are accumulated cannot violate this, nor can networks that are updated in turn and cleared before their own backward pass.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.core.words import and_more
@@ -24,6 +27,15 @@ STAGE = "backward"
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find gradients that were added up over different weights."""
+    overwritten = evidence.of(UsedGradients).overwritten
+    if overwritten:
+        text = (
+            f"the update of {and_more(overwritten, len(evidence.model.parameters))} used the gradient of an earlier "
+            "backward pass alone: what a later one of the same step brought was replaced by it, and is lost"
+        )
+        hint = "add the gradients of the passes up: p.grad = p.grad + kept"
+        more: dict[str, Any] = {"severity": "warning", "next": hint, "names": overwritten, "expected": "the sum of the passes"}
+        return [evidence.finding("accumulated_gradients", text, overwritten[0], "grad", **more)]
     mixed = evidence.of(UsedGradients).mixed
     names = [name for name in mixed if name not in evidence.of(KeptGradients).left]  # `cleared_gradients` reports those
     if not names:

@@ -4,7 +4,7 @@ Relation: fingerprints of what the model is called with differ over dp (and cp) 
 whole numbers (tokens) agree over tp; a step does not repeat the data of the step before, nor a later pipeline stage any
 activations, nor an epoch of a shuffling `DistributedSampler` the order of the one before. Tolerance none. Micro-batches or
 steps that had equal data before are assumed to be intended, unless a loader with several workers handed out another batch in
-between.
+between, or a new iterator of a loader of several batches was made for each of the steps.
 Usually caused by the same seed or the same sampler on all ranks (pytorch issue 56488), by an iterator that is made anew, or by
 workers that draw the same random numbers or each read a whole `IterableDataset` (pytorch issue 5059).
 """
@@ -23,6 +23,7 @@ OBSERVERS = frozenset({"loaders", "model_calls", "samplers", "updates"})
 EVERY = 10
 _REMEMBERED = 32  # audited steps whose data is remembered
 STAGE = "data"
+_LOOKS = 4
 _KINDS = 3  # synthetic data may all be the same, but for the last batch of an epoch
 
 
@@ -34,6 +35,8 @@ class HandedOut:
     """How many, in the epochs that run now."""
     workers: int = 0
     """How many the last of these loaders has."""
+    begun: int = 0
+    """Iterators that were made of loaders with more than one batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,7 @@ def check(evidence: Evidence) -> list[Finding]:
         *_over(evidence, "cp"),
         *_same_over_tp(evidence),
         *(stale or _micro(evidence)),
-        *(_by_workers(evidence) or _again(evidence)),
+        *(_by_workers(evidence) or _made_anew(evidence) or _again(evidence)),
     ]
 
 
@@ -151,6 +154,21 @@ def _by_workers(evidence: Evidence) -> list[Finding]:
     hint = (
         "seed Python and NumPy in worker_init_fn from torch.initial_seed(); share out an IterableDataset by get_worker_info()"
     )
+    return [_finding(evidence, text, severity="warning", next=hint)]
+
+
+def _made_anew(evidence: Evidence) -> list[Finding]:
+    """Find one batch at all of four audited steps, for each of which the loader was iterated anew."""
+    now, seen, before = evidence.batches, _before(evidence), evidence.before
+    if before is None or not now or len(seen) < _LOOKS - 1 or any(batches != now for batches in seen):
+        return []
+    if evidence.of(HandedOut).begun - before.of(HandedOut).begun < evidence.passed:
+        return []
+    text = (
+        f"all of {len(seen) + 1} audited steps until step {evidence.step} train on the same batch, though the loader "
+        "has several: a new iterator of it is made for each step, and begins with the same batch"
+    )
+    hint = "make the iterator once an epoch: for batch in loader"
     return [_finding(evidence, text, severity="warning", next=hint)]
 
 

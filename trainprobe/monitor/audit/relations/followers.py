@@ -8,9 +8,10 @@ e' = e + r (w − e), with 0 < r ≤ 1. r is fitted to a sample of elements by l
   exchanged. A warm-up of the decay changes r from step to step; r = 1 copies the weights, which target networks do;
 - r = 0 in some tensors that are away from the weights, at two audited steps, while others follow: they are left out;
 - fewer than half of the elements that are away from the weights move at two audited steps, in 16 bits: the others round away;
-- it is written at two audited steps and keeps its numbers, away from the weights: it is updated with itself.
+- it is written at two audited steps and keeps its numbers, away from the weights: it is updated with itself;
+- it rests, and at four audited steps in a row ran without gradients and dropped: what a reference says is then random.
 
-A copy that rests violates nothing.
+A copy that rests in evaluation mode violates nothing.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ PYTORCH_ONLY = "copies of a model are searched for among PyTorch's modules"
 
 FITS = 0.1  # of the movement: what a share of the distance may leave unexplained
 _SHORT = ("float16", "bfloat16")
+_RESTED = 3  # audited steps before
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,8 @@ class Followed:
     """The dtype of its first parameter."""
     tensors: tuple[FollowedTensor, ...]
     """Its parameters."""
+    dropped: bool = False
+    """It ran without gradients, and a dropout within it was active."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +95,7 @@ def check(evidence: Evidence) -> list[Finding]:
     for i, copy in enumerate(evidence.of(FollowerSteps).copies):
         known: dict[str, Any] = before[i] if i < len(before) else {}
         for name, tensors in _violations(copy):
-            if tensors and known.get(name, 0) >= 1:
+            if tensors and known.get(name, 0) >= (_RESTED if name == "drops" else 1):
                 found.append(_finding(evidence, copy, name, tensors))
                 break
         else:
@@ -115,6 +119,7 @@ def _violations(copy: Followed) -> Iterator[tuple[str, list[FollowedTensor]]]:
     still = [t for t in away if not t.moved]
     follows = [t for t in fitting if 0 < t.rate <= 1]
     yield "itself", still if len(still) == len(away) and all(t.written for t in still) else []
+    yield "drops", list(copy.tensors) if copy.dropped and not any(t.moved or t.written for t in copy.tensors) else []
     short = copy.dtype in _SHORT
     lost = [t for t in away if short and t.moved < t.away / 2]
     yield "rounded", lost if any(t.moved for t in copy.tensors) and 2 * len(lost) > len(away) else []
@@ -142,6 +147,12 @@ def _finding(evidence: Evidence, copy: Followed, name: str, tensors: list[Follow
             "unchanged",
             "moves towards the weights",
             "update the copy from the model: copy.load_state_dict(model.state_dict())",
+        ),
+        "drops": (
+            f"a copy of the model ({copy.kind}) that rests is in training mode and drops out: what it says is random",
+            "training mode",
+            "evaluation mode",
+            "call eval() on the reference after it is copied",
         ),
         "rounded": (
             f"{whole} is kept in {copy.dtype}, where its updates round away: most elements that differ from the weights stay",

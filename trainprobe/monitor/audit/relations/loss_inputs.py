@@ -11,6 +11,7 @@ Relation, for the functions of `torch.nn.functional` in training:
     kl_div                              targets are probabilities: no element is below 0 (unless `log_target`)
     ctc_loss                            less than one in twenty transcripts is longer than what it is read from, at two audited
                                         steps in a row
+    ctc_loss                            no letter of a transcript is the blank
     mse_loss, l1_loss, huber_loss …     input and target are not broadcast against each other, [N, 1] and [N] to [N, N]
     cross_entropy, nll_loss             not all targets of all calls are ignored, at two audited steps in a row, nor those of
                                         any call that returns their mean, which is NaN then
@@ -99,6 +100,9 @@ def _wrong(call: LossCall) -> tuple[str, str] | None:
     if call.kind in ("cross_entropy", "binary_cross_entropy_with_logits") and low == 0 < high:
         what = f"no input of {call.kind} is below 0 and some are 0 exactly (the largest is {high:.3g}): a ReLU, not logits"
         return what, "remove the activation behind the last layer"
+    if call.kind == "ctc_loss" and call.number("blanks") > 0:
+        what = f"{call.number('blanks'):.0f} letters of the transcripts of ctc_loss are the blank, which is no letter"
+        return what, "number the letters from 1 where the blank is 0, or pass blank="
     least, most = call.number("target_low"), call.number("target_high")
     if call.kind == "kl_div" and least < -_BOUND:
         return (

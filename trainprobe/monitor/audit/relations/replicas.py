@@ -3,6 +3,8 @@
 Relation: within each group of ranks that hold the same tensor (dp, cp, tp-replicated …) its fingerprint is the same on every
 rank, looked at in the order in which one causes the other. Tolerance zero. Which parameters are replicated is known from their
 source or the placement of a DTensor; over an axis of which nothing is known, those that were equal at the first comparison.
+Where none was, and the gradients of all parameters that the optimizer uses are equal on all ranks and not 0, so must the values
+be: the same update cannot be right for different weights.
 Ranks that differ in `dp` and hold the same piece of a tensor (hybrid sharding) are replicas of it.
 Usually caused by a reduction that was left out or done in the wrong group (Megatron-LM issue 1446), by clipping on some ranks
 only (DeepSpeed issue 1801), by a wrapper that was not called, or by corrupted memory.
@@ -11,6 +13,7 @@ only (DeepSpeed issue 1801), by a wrapper that was not called, or by corrupted m
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import numpy as np
 
@@ -66,7 +69,30 @@ def check(evidence: Evidence) -> list[Finding]:
         for name in evidence.of(BufferStates).updated
         if evidence.over(name, "buffer") and differs(evidence, name, "buffer")
     ]
-    return [_finding(evidence, "buffer", buffers)] if buffers else []
+    return [_finding(evidence, "buffer", buffers)] if buffers else _never_equal(evidence)
+
+
+def _never_equal(evidence: Evidence) -> list[Finding]:
+    """Find weights that differ although every rank updates them by the same gradients."""
+    seen, ranks = evidence.tensors, evidence.peers
+    trained = [
+        name for name in seen.with_slot("grad") if not evidence.over(name, "value") and not seen.pieces.get((name, "grad"))
+    ]
+    keys = [key_of(name, "grad") for name in trained]
+    if len(trained) < sum(1 for _ in seen.with_slot("grad")) or not all(key in peer.rows for key in keys for peer in ranks):
+        return []
+    equal = all(len({peer.rows[key] for peer in ranks}) == 1 and ranks[0].rows[key][1] > 0 for key in keys)
+    values = {name: {peer.rows.get(key_of(name, "value"), (0, 0.0))[0] for peer in ranks} for name in trained}
+    apart = [name for name, fingerprints in values.items() if len(fingerprints) > 1]
+    if not equal or not apart:
+        return []
+    text = (
+        f"the weights of {and_more(apart)} differ between ranks {', '.join(str(peer.rank) for peer in ranks[:8])}, though the "
+        "gradients that the optimizer uses are equal: the replicas were never made equal"
+    )
+    hint = "give all ranks one seed while the model is made, or broadcast the weights of one rank before the first step"
+    more: dict[str, Any] = {"measured": "different", "expected": "equal", "next": hint, "names": apart}
+    return [evidence.finding("replicas", text, apart[0], **more)]
 
 
 def group_of(evidence: Evidence, name: str, slot: str) -> list[Peer]:

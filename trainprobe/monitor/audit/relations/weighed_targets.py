@@ -3,7 +3,8 @@
 Relation: with mᵢ the factor by which the mean loss of micro-batch i goes into what its backward pass begins from, and vᵢ the
 targets of it that are not ignored, mᵢ / vᵢ is the same for all micro-batches of a step. Found is the usual violation: all mᵢ
 are equal within 1e-3 and the largest vᵢ is 1.25 times the smallest or more, in this audited step and in the one before. Over
-the dp and cp ranks the same is found where a rank does weigh its own micro-batches by their targets. One call of
+the dp and cp ranks the same is found where a rank does weigh its own micro-batches by their targets, or divides the sum of its
+only one itself. One call of
 `cross_entropy` or `nll_loss` for each backward pass is judged, without weights of classes. Reported as a warning: some want a
 mean of means.
 Usually caused by gradient accumulation that divides by the number of micro-batches where rows are padded or prompts are masked:
@@ -56,11 +57,12 @@ def check(evidence: Evidence) -> list[Finding]:
 def shares(evidence: Evidence) -> Rows:
     """Return how many targets of this rank's step count, and what the loss of each was multiplied by.
 
-    Nothing unless the micro-batches are ragged and all targets have one weight.
+    Nothing unless all targets have one weight, and the micro-batches are ragged or there is one, of a sum that the program
+    divides.
     """
     parts = _parts(evidence)
     each = [part.factor / part.targets for part in parts]
-    if not (_are_ragged([part.targets for part in parts]) and _are_equal(each)):
+    if not (len(parts) == 1 or (_are_ragged([part.targets for part in parts]) and _are_equal(each))):
         return {}
     return {_TARGETS: (0, sum(part.targets for part in parts)), _WEIGHT: (0, each[0])}
 
@@ -88,7 +90,8 @@ def _parts(evidence: Evidence) -> list[_Part]:
     losses = evidence.of(LossCalls)
     roots = evidence.of(UsedGradients).differentiated
     calls = {call.backward: call for call in losses.losses if call.kind in ("cross_entropy", "nll_loss")}
-    if len(roots) < 2 or len(losses.losses) != len(roots) or set(calls) != set(range(len(roots))):
+    divided = len(roots) == 1 and all(call.reduction == "sum" for call in losses.losses)  # by the program itself
+    if not (len(roots) > 1 or divided) or len(losses.losses) != len(roots) or set(calls) != set(range(len(roots))):
         return []
     found: list[_Part] = []
     for i, root in enumerate(roots):

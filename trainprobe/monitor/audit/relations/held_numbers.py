@@ -1,0 +1,77 @@
+"""Whole numbers that stand for places, steps and kinds keep their differences.
+
+Relation, none of it by a threshold of size:
+
+    whole numbers that the program converts to bfloat16 or float16 keep their values, but for one in ten
+    of whole numbers that the model is called with, some of 24 or more that a short dtype does not hold exactly (above 256 in
+    bfloat16, 2048 in float16) are odd, if any of those are that it does hold
+    of more than 272 classes, one above 255 is a target in 500 targets, if those from 224 to 255 are, and the targets are not
+    the next token (bytes of a text may have classes of their own beside them)
+
+Reported as warnings. Usually caused by positions or noise steps that were cast with the activations (gpt-neox issue 1003), and
+by indices that went through a column of half floats or bytes: places that were different are then equal. 24 numbers that were
+never rounded are all even once in 16 million times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from trainprobe.engine.core.records import Finding
+from trainprobe.monitor.audit.evidence import Evidence
+from trainprobe.monitor.audit.facts.calls import GivenNumbers, LossCalls
+from trainprobe.monitor.audit.relations.shifted_targets import predicts_next
+
+COST = frozenset({"host"})
+OBSERVERS = frozenset({"given_numbers", "loss_inputs"})
+EVERY = 10
+STAGE = "data"
+PYTORCH_ONLY = "conversions of dtypes are seen in PyTorch's methods"
+_LOST, _FEWEST, _TARGETS = 0.1, 24, 500
+_BYTE, _MARGIN, _LAST = 256, 16, 32  # classes: of a byte, how many more there must be, and the last of a byte that must come
+
+
+def remember(evidence: Evidence) -> Any:
+    """Return how often each class was a target so far; None where targets are no classes."""
+    known = evidence.remembered("held_numbers", None)
+    calls = [c for c in evidence.of(LossCalls).losses if len(c.classes) > 2 * (_BYTE + _MARGIN) and not predicts_next(c)]
+    for call in calls:
+        counts = np.array(call.classes[: len(call.classes) // 2])
+        known = counts if known is None or len(known) != len(counts) else known + counts
+    return known
+
+
+def check(evidence: Evidence) -> list[Finding]:
+    """Find the first whole numbers that were rounded or cut off."""
+    for name, text, hint in _rounded(evidence):
+        more: dict[str, Any] = {"kind": "scalar", "severity": "warning", "next": hint}
+        return [evidence.finding("held_numbers", text, name, measured="rounded", expected="exact", **more)]
+    return []
+
+
+def _rounded(evidence: Evidence) -> Iterator[tuple[str, str, str]]:
+    """Yield the place, what is to be told, and what to do."""
+    given = evidence.of(GivenNumbers)
+    for each in given.narrowed:
+        if each.lost > _LOST * each.count:
+            text = (
+                f"{each.count} whole numbers up to {each.high:.0f} were converted to {each.dtype}, and {each.lost} of "
+                "them were rounded: different ones become equal"
+            )
+            yield each.dtype, text, "keep positions, steps and indices whole, or compute with them in float32"
+    for argument in given.arguments:
+        for dtype, (above, odd, low) in argument.wholes.items():
+            if above >= _FEWEST and not odd and low:
+                most = {"bfloat16": 256, "float16": 2048}[dtype]
+                text = (
+                    f"the {above} whole numbers above {most} in the input {argument.name} are all even, and smaller "
+                    f"ones are not: they were rounded to {dtype} on their way, and different ones became equal"
+                )
+                yield argument.name, text, "read and keep indices as whole numbers"
+    counts = remember(evidence)
+    if counts is not None and counts.sum() >= _TARGETS and not counts[_BYTE:].any() and counts[_BYTE - _LAST : _BYTE].any():
+        text = f"no target of {counts.sum():.0f} is above 255, and there are {len(counts)} classes: they went through a byte"
+        yield "labels", text, "keep labels in int64, and not in uint8"

@@ -1,0 +1,79 @@
+"""Parameter groups that were made to learn at different rates do so.
+
+Relation, for the groups of an optimizer:
+
+    groups whose rates were different when the run began have not all one rate, above 0, at each of two audited steps in a row,
+    of which the first is the first of all
+    a group with a number of its own that is named as a factor of the rate (`lr_mult`, `lr_scale` …), other than 1, and that the
+    class of the optimizer does not know, has not the rate of a group without it, or with another one, at four audited steps
+
+Tolerance none. Reported as warnings: a schedule may begin to tell them apart later.
+Usually caused by a schedule that writes one rate into all groups, and by a factor that is handed to an optimizer which keeps it
+and does not read it.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from trainprobe.engine.core.records import Finding
+from trainprobe.engine.core.words import and_more
+from trainprobe.monitor.audit.evidence import Evidence
+from trainprobe.monitor.audit.facts.updates import ParameterGroup, UpdateCounts, UsedGroups
+
+COST = frozenset({"host"})
+OBSERVERS = frozenset({"parameter_groups", "updates"})
+EVERY = 10
+STAGE = "rate"
+_FACTOR = re.compile(r"(lr|rate)_?(mult|scale|factor|ratio|coef)|(mult|scale|factor|ratio|coef)\w*_(lr|rate)")
+_LOOKS = {"overwritten": 2, "unread": 4}
+Wrong = dict[str, tuple[str, str, ParameterGroup]]
+
+
+def remember(evidence: Evidence) -> dict[str, int]:
+    """Return at how many audited steps in a row each violation was seen; "looks": how many there were with an update."""
+    known: dict[str, int] = evidence.remembered("rates_of_groups", {})
+    if not evidence.of(UpdateCounts).updates:
+        return known
+    return {name: known.get(name, 0) + 1 for name in ("looks", *_wrong(evidence))}
+
+
+def check(evidence: Evidence) -> list[Finding]:
+    """Find rates that are alike and should not be."""
+    seen = remember(evidence)
+    for name, (text, hint, group) in _wrong(evidence).items():
+        if seen.get(name, 0) < _LOOKS[name] or (name == "overwritten" and seen["looks"] > seen[name]):
+            continue
+        more: dict[str, Any] = {"kind": "scalar", "severity": "warning", "next": hint, "names": sorted(group.names)}
+        rate = group.options.get("lr")
+        return [evidence.finding("rates_of_groups", text, "lr", measured=str(rate), expected="different rates", **more)]
+    return []
+
+
+def _wrong(evidence: Evidence) -> Wrong:
+    """Return each violation of a step: what is to be told, what to do, and the first group."""
+    found: Wrong = {}
+    groups = [group for group in evidence.of(UsedGroups).groups if isinstance(group.options.get("lr"), int | float)]
+    made, rates = [group.made for group in groups], [float(group.options["lr"]) for group in groups]  # pyright: ignore[reportArgumentType]
+    if len(set(made)) > 1 and all(rate == rate for rate in made) and len(set(rates)) == 1 and rates[0] > 0:
+        listed = ", ".join(f"{rate:.4g}" for rate in made[:4])
+        text = (
+            f"all {len(groups)} parameter groups learn at the rate {rates[0]:.4g}, though they were made with {listed}: "
+            "the rates of the groups were overwritten before the first update"
+        )
+        found["overwritten"] = text, "multiply the rate of each group by the factor of the schedule", groups[0]
+    for group in groups:
+        factor = next((key for key in sorted(group.own) if _FACTOR.search(key) and group.options.get(key, 1) != 1), None)
+        alike = [
+            o
+            for o in groups
+            if factor and o.options["lr"] == group.options["lr"] and o.options.get(factor) != group.options[factor]
+        ]
+        if factor is not None and alike:
+            text = (
+                f"the parameter group of {and_more(sorted(group.names))} has {factor} {group.options[factor]:.4g}, which the "
+                f"optimizer does not read: it learns at the rate {group.options['lr']:.4g}, as one without it does"
+            )
+            found["unread"] = text, f"multiply the lr of the group by {factor} when the optimizer is made", group
+    return found

@@ -1,0 +1,64 @@
+"""No gradient arrives at places of the output that are padding, or that answer a prompt which the program did not sample.
+
+Relation, for the first call of the model with rows [rows, time] in a step, at two audited steps in a row:
+
+    in rows that end with two or more of one token that stands nowhere else, or with frames of zeros, fewer than half of these
+    places, but for the first, have a gradient; and not more than half of these rows have one nowhere else
+    where at least half of all rows begin with the same three tokens or more as the one before, and others not (several answers
+    to each of several prompts), fewer than nine in ten places whose next token is shared have a gradient
+
+Tolerance none: a place that is masked has a gradient of 0. Reported as warnings, because what pads and what is a prompt are
+assumed from the rows.
+Usually caused by labels that are not ignored at padding, by lengths that are those of the padded rows (speechbrain issue 496),
+by a reward at the last place of the row in the place of the last token (gpt-neox issue 1285), and by log-probabilities of the
+prompt in a policy's loss.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trainprobe.engine.core.records import Finding
+from trainprobe.monitor.audit.evidence import Evidence
+from trainprobe.monitor.audit.facts.gradients import TrainedPlaces
+
+COST = frozenset({"host"})
+OBSERVERS = frozenset({"output_gradients"})
+EVERY = 10
+STAGE = "backward"
+PYTORCH_ONLY = "the gradient of the output is seen on PyTorch's graph"
+_ALL = 0.9
+
+
+def check(evidence: Evidence) -> list[Finding]:
+    """Find places that are trained and should not be, as at the audited step before."""
+    before, now = evidence.before, _wrong(evidence.of(TrainedPlaces))
+    was = {} if before is None else _wrong(before.of(TrainedPlaces))
+    for kind, (text, hint) in now.items():
+        if kind in was:
+            name = evidence.of(TrainedPlaces).argument
+            more: dict[str, Any] = {"kind": "scalar", "severity": "warning", "next": hint}
+            return [evidence.finding("trained_places", text, name, measured="a gradient", expected="none", **more)]
+    return []
+
+
+def _wrong(seen: TrainedPlaces) -> dict[str, tuple[str, str]]:
+    """Return each violation of a step: what is to be told, and what to do."""
+    found: dict[str, tuple[str, str]] = {}
+    places, trained, rows, alone = seen.padding
+    assumed = f"(assuming that what ends the rows of {seen.argument} is padding)"
+    if rows > 1 and alone > rows / 2:
+        text = f"in {alone} of {rows} padded rows the gradient enters the output at padded positions alone {assumed}"
+        found["alone"] = text, "take the output at the last token of each row: its length less one"
+    elif rows > 1 and trained > places / 2:
+        text = f"{trained} of {places} padded positions of the output carry a gradient: padding is trained {assumed}"
+        found["padding"] = text, "leave padding out of the loss: ignore_index (-100) in the labels, a mask, or the true lengths"
+    alike, pairs, length, others = seen.prompts
+    places, trained = seen.prompted
+    if alike > 1 and 2 * alike >= pairs and others and places and trained >= _ALL * places:
+        text = (
+            f"{trained} of {places} positions of the output that predict the prompt carry a gradient: rows of {seen.argument} "
+            f"share their first {length} tokens in groups, so these are assumed to be prompts, and what follows to be sampled"
+        )
+        found["prompt"] = text, "count the tokens of the answers alone in the loss"
+    return found

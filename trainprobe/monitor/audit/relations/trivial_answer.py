@@ -1,0 +1,91 @@
+"""A classifier gets better than the shares of the classes alone.
+
+Relation, where the one loss of a step is `cross_entropy` or `nll_loss` over 2 to 100 classes with one target a row: with H the
+entropy of all targets of the last six audited steps after the twentieth step, the mean of -log p(target) over these is below
+0.98 H, or one of them is below 0.9 H; judged once a weight has changed its norm by a tenth, so that it has been trained.
+Reported as a warning: a hard task may need longer, so the finding says for how long.
+Usually caused by inputs and targets that were shuffled apart, by an output that is read at the wrong place, or by features that
+do not reach the head: a model that knows nothing but how frequent each class is has just this loss.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from trainprobe.engine.core.records import Finding
+from trainprobe.monitor.audit.evidence import Evidence
+from trainprobe.monitor.audit.facts.calls import LossCall, LossCalls
+
+COST = frozenset({"fingerprints"})
+OBSERVERS = frozenset({"loss_inputs"})
+EVERY = 10
+STAGE = "backward"
+_LOOKS, _EARLY, _MOST_CLASSES, _MOVED = 6, 20, 100, 0.1
+_MEAN, _EACH = 0.98, 0.9
+
+
+class Look(NamedTuple):
+    """ordinal: of the step. surprise: the mean of -log p(target). counts: how often each class was a target."""
+
+    ordinal: int
+    surprise: float
+    counts: tuple[float, ...]
+
+
+class Seen(NamedTuple):
+    """norms: of each parameter at the first audited step. looks: the last ones."""
+
+    norms: dict[str, float]
+    looks: tuple[Look, ...]
+
+
+def remember(evidence: Evidence) -> Seen:
+    """Return what the losses were at the last audited steps."""
+    norms = {name: evidence.tensors.number(name, "value", "norm") for name in evidence.tensors.with_slot("value")}
+    known: Seen = evidence.remembered("trivial_answer", Seen(norms, ()))
+    calls = evidence.of(LossCalls).losses
+    call = calls[0] if len(calls) == 1 and _is_judged(calls[0]) else None
+    if call is None or evidence.ordinal <= _EARLY:
+        return known
+    counts = call.classes[: len(call.classes) // 2]
+    look = Look(evidence.ordinal, call.classes[-1] / max(1.0, sum(counts)), counts)
+    return Seen(known.norms, (*known.looks, look)[-_LOOKS:])
+
+
+def check(evidence: Evidence) -> list[Finding]:
+    """Find a loss that stays at the entropy of the targets."""
+    seen = remember(evidence)
+    if len(seen.looks) < _LOOKS or len({len(look.counts) for look in seen.looks}) > 1:
+        return []
+    counts = np.sum([look.counts for look in seen.looks], axis=0)
+    shares = counts[counts > 0] / counts.sum()
+    entropy = float(-(shares * np.log(shares)).sum())
+    surprise = [look.surprise for look in seen.looks]
+    if (
+        entropy == 0
+        or not np.mean(surprise) >= _MEAN * entropy
+        or not min(surprise) >= _EACH * entropy
+        or not _moved(evidence, seen)
+    ):
+        return []
+    text = (
+        f"the loss stays at the entropy of its targets: {np.mean(surprise):.4g} on average at {_LOOKS} audited steps from step "
+        f"{seen.looks[0].ordinal} on, where {entropy:.4g} follows from the shares of the classes alone, so it is no better "
+        "than an answer that does not look at the input"
+    )
+    hint = "see whether inputs and targets belong together, and whether the output is read where the input is"
+    more: dict[str, Any] = {"kind": "scalar", "severity": "warning", "next": hint, "floor": _MEAN}
+    return [evidence.finding("trivial_answer", text, "loss", measured=float(np.mean(surprise)), expected=entropy, **more)]
+
+
+def _is_judged(call: LossCall) -> bool:
+    one_a_row = len(call.shapes[1]) == 1 and call.rows in (0, call.count)
+    return one_a_row and len(call.classes) > 2 and len(call.classes) <= 2 * _MOST_CLASSES + 1 and call.smoothing == 0
+
+
+def _moved(evidence: Evidence, seen: Seen) -> bool:
+    """Tell whether the norm of a parameter has changed enough since the first audited step."""
+    now = evidence.tensors
+    return any(abs(now.number(name, "value", "norm") - was) > _MOVED * was for name, was in seen.norms.items() if was > 0)
