@@ -250,4 +250,4 @@ def test_a_nan_that_a_modules_own_code_makes_is_placed_between_its_parts(tmp_pat
         model(torch.randn(8, 4))
     (found,) = [f for f in probe.findings if f.rule == "nonfinite"]
     assert "is in module root, output: its inputs were finite" in found.message
-    assert found.message.endswith("in its own code: third is the first part that was given it, behind second")
+    assert found.message.endswith("in its own code: third is the first submodule that gets it, behind second")

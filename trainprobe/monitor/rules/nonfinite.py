@@ -197,8 +197,8 @@ def _note(frame: Frame, bad: Bools) -> Finding:
     address = frame.table.addresses[int(frame.addresses[np.flatnonzero(bad)[0]])]
     what = "NaN" if frame.health[bad].max() == Health.NAN else "infinity"
     text = (
-        f"step {frame.step} has {what} in {describe(address)} alone: no module output, gradient, parameter or loss has it, so "
-        "it is taken for a constant, a mask or uninitialised memory"
+        f"step {frame.step} has {what} in {describe(address)} alone. No module output, gradient, parameter or loss has it: "
+        "it counts as a constant, a mask or uninitialised memory"
     )
     return Finding("nonfinite", "info", text, frame.step, frame.place, address.site(), what, "finite")
 
@@ -238,8 +238,8 @@ def _next(address: Address, step: int) -> str | None:
 def _not_seen(frame: Frame, bad: Bools) -> str:
     """Return what to do where the forward pass was not recorded, or modules alone: what comes next shows it, or a new run."""
     again = (
-        f"load an earlier checkpoint and repeat step {frame.step} with `record: mix, step: [{frame.step}], output: again`. Then "
-        "`trainprobe nan-trace again` names the call"
+        f"load an earlier checkpoint and repeat step {frame.step} with `record: mix, step: [{frame.step}], output: again`. "
+        "Then `trainprobe nan-trace again` names the call"
     )
     if _is_recorded(frame.table.addresses[s] for s in frame.addresses.tolist()):
         return again
@@ -293,7 +293,7 @@ def _between_modules(origin: Address, paired: list[tuple[Address, bool]]) -> str
     first = parts[given][0].name
     before = [a.name for a, b in parts[:given] if not (b or _enters(a)) and a.name.count(".") == first.count(".")]
     behind = f", behind {before[-1]}" if before else ""
-    return f", in its own code: {first} is the first part that was given it{behind}"
+    return f", in its own code: {first} is the first submodule that gets it{behind}"
 
 
 def _minus_infinity_before(frame: Frame, addresses: list[Address], origin: Address) -> Address | None:
@@ -357,7 +357,7 @@ def _between_the_passes(paired: list[tuple[Address, bool]], first_bad: Address, 
     if loss is not None:
         return loss, f"{seen}: the loss made it"
     if first_bad.phase == "backward" and first_bad.slot.split(".")[0] in _ENTERS["backward"]:
-        return first_bad, f"{seen}: the gradient that came from the loss or the next pipeline stage had it"
+        return first_bad, f"{seen}. The gradient that came from the loss or the next pipeline stage had it"
     return None
 
 
