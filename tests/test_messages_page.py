@@ -52,7 +52,7 @@ def test_a_person_can_read_the_page_in_a_quarter_of_an_hour():
 
 
 def test_a_sentence_of_a_finding_has_at_most_25_words_and_a_finding_two_lines():
-    """A colon or semicolon ends one too, and numbers are not counted. A finding is printed as its message and what to do next, a line each."""
+    """A colon or semicolon ends one too; numbers are not counted. A finding is its message and what to do next, a line each."""
     long = []
     for line in (line for name in NAMES for line in said(name)):
         assert "\n" not in line
