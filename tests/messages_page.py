@@ -1,54 +1,127 @@
-"""Makes docs/messages.md from the code: `python -m tests.messages_page` writes it, and a test fails where it is stale.
+"""Makes the two pages of messages: `python -m tests.messages_page` writes them, and a test fails where one is stale.
 
-A message stands there as the code has it, with the names of what is filled in. One that is put together from pieces has its
-pieces one below the other.
+docs/messages.md has what findings say, each with an example that a test made (message_examples.json). docs/all_messages.md has
+every text as the code has it, with the names of what is filled in; one that is put together from pieces has them one below the
+other. The command runs the tests of those examples anew whose rule has other words now, and tests that it is given besides.
 """
 
 from __future__ import annotations
 
 import ast
+import hashlib
+import json
 import re
+import sys
 import textwrap
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
+from tests.record_findings import findings_of
 from trainprobe.monitor.audit.relations import load_relation, relation_names
 from trainprobe.monitor.rules import load_rule, rule_names
 
 PACKAGE = Path(__file__).parents[1] / "trainprobe"
-PAGE = PACKAGE.parent / "docs" / "messages.md"
+PAGE, ALL = (PACKAGE.parent / "docs" / name for name in ("messages.md", "all_messages.md"))
+EXAMPLES = Path(__file__).with_name("message_examples.json")
 COMMAND = "python -m tests.messages_page"
 SPEAKERS = {"say", "line", "at_end", "_say", "_tell", "_complain", "_print", "finding", "Finding"}
 REFUSING = ("cli.py", "*command.py", "engine/plan/*.py", "monitor/*.py", "debugger.py", "plan_changes.py", "integrations/r*.py")
 _WORD = re.compile(r"[A-Za-z]{2,}")
+_GAP = re.compile(r"\{\w+\}|…")
+_WHOLE: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
 _PATTERN = re.compile(r"\(\?|\|\w|\[ ")  # a regular expression
 _HEAD = f"""# Messages
 
-What trainprobe prints, each message once, made from the code by `{COMMAND}`.
+What trainprobe prints, made by `{COMMAND}`. Each line below was printed in a test. A finding has at most two lines: what, the
+value and where; and what to do next. [All other texts](all_messages.md), errors and notes, are on a page of their own.
+"""
+_ALL_HEAD = f"""# All texts
 
-Names in braces stand for what is filled in, … for a part that is put together elsewhere. A sentence that is made of pieces has
+Each text that trainprobe prints, made from the code by `{COMMAND}`; [messages.md](messages.md) has examples of findings.
+
+Names in braces stand for what is filled in, … for what is put together elsewhere. A sentence that is made of pieces has
 them on lines of their own. Errors about damaged files are not listed: each names the file, what is wrong with it and where.
 """
 
 
 def page() -> str:
-    """Return the text of the page."""
-    rules = [(name, Path(str(load_rule(name).__file__))) for name in rule_names()]  # pyright: ignore[reportAttributeAccessIssue]
-    relations = [(name, Path(str(load_relation(name).__file__))) for name in relation_names()]  # pyright: ignore
+    """Return the text of docs/messages.md."""
+    known = examples()
+    parts = [_HEAD]
+    for title, names in (("Findings of the rules", rule_names()), ("Findings of the audit", relation_names())):
+        parts.append(f"## {title}\n")
+        for name in names:
+            parts += [f"**{name}**\n", *map(_shown, known.get(name, {}).get("examples", ())[:1]), ""]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _shown(example: dict[str, Any]) -> str:
+    lines = [example["message"], *([f"next: {example['next']}"] if example["next"] else [])]
+    return "\n".join(textwrap.indent(textwrap.fill(line, 120, subsequent_indent="  ", **_WHOLE), "    ") for line in lines)
+
+
+def all_texts() -> str:
+    """Return the text of docs/all_messages.md."""
+    sources = _sources()
     parts = [
-        _HEAD,
+        _ALL_HEAD,
         "## While a training runs\n",
         *_listed(_said_everywhere()),
         "\n## At the end of a run\n",
         *_listed([*_texts(PACKAGE / "monitor/end_line.py"), *_of_names("monitor/watcher.py", "too_few_steps", "NO_LOSS")]),
         "\n## Findings of the rules\n",
-        *_by_name(rules),
+        *_by_name((name, sources[name]) for name in rule_names()),
         "\n## Findings of the audit\n",
-        *_by_name(relations),
+        *_by_name((name, sources[name]) for name in relation_names()),
         "\n## Refusals of commands and plans\n",
         *_listed(_refusals()),
     ]
     return "\n".join(parts).rstrip() + "\n"
+
+
+def examples() -> dict[str, Any]:
+    """Return rule or relation → {"words": fingerprint of its texts, "examples": [{message, next, test}]}."""
+    return json.loads(EXAMPLES.read_text("utf-8")) if EXAMPLES.is_file() else {}
+
+
+@cache
+def words_of(name: str) -> str:
+    """Return the fingerprint of the texts of a rule or relation, which its examples are of."""
+    return hashlib.sha256("\n".join(_texts(_sources()[name])).encode()).hexdigest()[:16]
+
+
+def record(tests: Iterable[str]) -> None:
+    """Keep examples of what these tests find, and make those of rules anew that have other words now."""
+    known, sources = examples(), _sources()
+    stale = [name for name in sources if known.get(name, {}).get("words") != words_of(name)]
+    again = {example["test"] for name in stale for example in known.get(name, {}).get("examples", ())}
+    chosen = sorted({*tests, *again})
+    found = findings_of(chosen) if chosen else []
+    for name in sorted(sources):
+        old = [] if name in stale else known.get(name, {}).get("examples", [])
+        if made := _distinct([*old, *(one for one in found if one["rule"] == name)], _texts(sources[name])):
+            known[name] = {"words": words_of(name), "examples": made}
+    kept = {name: known[name] for name in sorted(known) if name in sources}
+    EXAMPLES.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _distinct(found: Iterable[dict[str, Any]], texts: Iterable[str]) -> list[dict[str, Any]]:
+    """Return one example, a short one, for each way in which a rule puts its texts together; graver ones first."""
+    patterns = [re.compile(".*?".join(map(re.escape, _GAP.split(text)))) for text in dict.fromkeys(texts)]
+    best: dict[tuple[bool, ...], dict[str, Any]] = {}
+    for one in sorted(found, key=lambda one: (one.get("severity") == "info", len(one["message"]))):
+        used = tuple(bool(pattern.search(one["message"])) for pattern in patterns)
+        best.setdefault(used, {key: one[key] for key in ("message", "next", "test")})
+    return [example for used, example in best.items() if any(used)] or [*best.values()]  # words may be in another file
+
+
+@cache
+def _sources() -> dict[str, Path]:
+    """Return rule or relation → its file."""
+    rules = {name: Path(str(load_rule(name).__file__)) for name in rule_names()}  # pyright: ignore[reportAttributeAccessIssue]
+    return rules | {name: Path(str(load_relation(name).__file__)) for name in relation_names()}  # pyright: ignore
 
 
 def _by_name(files: Iterable[tuple[str, Path]]) -> Iterator[str]:
@@ -61,7 +134,7 @@ def _by_name(files: Iterable[tuple[str, Path]]) -> Iterator[str]:
 
 def _listed(texts: Iterable[str]) -> Iterator[str]:
     for text in dict.fromkeys(texts):
-        yield textwrap.fill(f"- {text}", 128, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+        yield textwrap.fill(f"- {text}", 128, subsequent_indent="  ", **_WHOLE)
 
 
 def _said_everywhere() -> Iterator[str]:
@@ -139,4 +212,6 @@ def _name(node: ast.AST) -> str:
 
 
 if __name__ == "__main__":
+    record(sys.argv[1:])
     PAGE.write_text(page(), encoding="utf-8")
+    ALL.write_text(all_texts(), encoding="utf-8")

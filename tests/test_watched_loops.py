@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -122,3 +125,54 @@ def test_steps_without_an_update(capsys: pytest.CaptureFixture[str]) -> None:
                     for p in model.parameters():
                         p -= 0.1 * p.grad
     assert capsys.readouterr().err.count("No update of Sequential by an optimizer of torch.optim was seen") == 1
+
+
+NEVER_ENTERED = """
+import torch, trainprobe
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+{block}
+for _ in range(2):
+    model(torch.ones(2, 4)).mean().backward()
+    optimizer.step()
+print("trained")
+"""
+
+
+@pytest.mark.parametrize(
+    ("block", "said", "folders"),
+    [
+        ("probe = trainprobe.watch(model, optimizer)", "nothing was watched: watch(...) begins at `with`.", 0),
+        ("with trainprobe.watch(model, optimizer): model(torch.ones(2, 4))", "No step was seen: put `with probe.step():`", 1),
+    ],
+    ids=["never entered", "no step"],
+)
+def test_a_process_that_watched_nothing_says_so_in_one_line(block: str, said: str, folders: int, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", NEVER_ENTERED.format(block=block)], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout) == (0, "trained\n")
+    assert done.stderr.count(said) == 1
+    assert "Traceback" not in done.stderr
+    assert len(list(tmp_path.iterdir())) == folders
+
+
+def test_a_method_of_the_probe_on_the_block_says_what_to_write_and_says_it_once(capsys: pytest.CaptureFixture[str]) -> None:
+    model, optimizer = net()
+    block: Any = trainprobe.watch(model, optimizer, PLAN)
+    with pytest.raises(AttributeError, match=r"watch\(\.\.\.\) has no step: nothing was watched: .* `with trainprobe.watch"):
+        block.step()
+    del block
+    assert "nothing was watched" not in capsys.readouterr().err
+
+
+def test_a_function_under_the_block_is_watched_at_each_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, optimizer = net()
+
+    @trainprobe.watch(model, optimizer, output=tmp_path / "out")
+    def trained() -> None:
+        model(torch.ones(2, 4)).mean().backward()
+
+    trained()
+    err = capsys.readouterr().err
+    assert (err.count("No step was seen"), err.count("nothing was watched")) == (1, 0)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Generator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import _GeneratorContextManager  # pyright: ignore[reportPrivateUsage]
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainprobe.engine.core.guard import attempt
+from trainprobe.engine.core.log_lines import say
 from trainprobe.engine.core.naming import chunks_of
 from trainprobe.engine.core.records import Place
 from trainprobe.engine.core.topology import check_place
@@ -74,7 +76,33 @@ def _placed(plan: Plan, here: Place, told: Place | None, optimizer: Any) -> tupl
     return placed(plan, here, resumed=updates > 0), updates
 
 
-@contextmanager
+NOT_ENTERED = (
+    "nothing was watched: watch(...) begins at `with`. Write `with trainprobe.watch(...) as probe:` around the loop, and in it "
+    "`with probe.step():` around each step."
+)
+
+
+class Watching(_GeneratorContextManager[Probe]):
+    """The block that `watch` returns; one that is never entered says so, once it is collected or the process ends."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._unused = weakref.finalize(self, say, NOT_ENTERED, severity="warning")
+
+    def __enter__(self) -> Probe:
+        self._unused.detach()
+        return super().__enter__()
+
+    def _recreate_cm(self) -> Watching:  # a function that it decorates has a block of its own at each call
+        self._unused.detach()
+        return super()._recreate_cm()  # pyright: ignore
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if hasattr(Probe, name):
+            self._unused.detach()
+        raise AttributeError(f"watch(...) has no {name}: {NOT_ENTERED}")
+
+
 def watch(
     model: Any,
     optimizer: Any = None,
@@ -82,7 +110,7 @@ def watch(
     *,
     place: Place | None = None,
     **overrides: Unpack[PlanFields],
-) -> Generator[Probe]:
+) -> Watching:
     """Watch a plain training loop of PyTorch, or of MindSpore where `model` is a cell.
 
         with trainprobe.watch(model, optimizer, plan="plan.yaml") as probe:
@@ -102,9 +130,16 @@ def watch(
     without it, what Megatron's parallel state, the meshes of DTensors or torch.distributed say. Raises UsageError for a place
     that cannot be.
     """
+    return Watching(_watch, (model, optimizer, plan, place), overrides)
+
+
+def _watch(
+    model: Any, optimizer: Any, plan: PlanSource, place: Place | None, **overrides: Unpack[PlanFields]
+) -> Generator[Probe]:
     if place is not None:
         check_place(place)
     from trainprobe.integrations import announce
+    from trainprobe.integrations.loop_words import NO_STEP
 
     try:
         pipeline: Pipeline | None = attempt(pipeline_of, model, otherwise=lambda _: None)
@@ -127,6 +162,8 @@ def watch(
         probe.guard.run(announce, probe)
         if checking is None:
             yield probe
+            if not probe.begun:
+                probe.at_end(NO_STEP)
             return
         for finding in probe.guard.run(lambda *given: list(checking.wrong_optimizers(*given)), model, optimizer) or ():
             probe.report_once(finding)

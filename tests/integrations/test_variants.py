@@ -53,7 +53,7 @@ FAULTS = {
     f"{RANKS}two_ranks.py fsdp2 same": ({"modes", "distinct_data"}, "ranks 0, 1 train on the same data"),
     f"{RANKS}two_ranks.py ddp twice": ({"weighted_ranks"}, "the loss of rank 1 is multiplied by 2"),
     f"{RANKS}two_ranks.py fsdp2 twice": ({"weighted_ranks"}, "the loss of rank 1 is multiplied by 2"),
-    f"{RANKS}tensor_parallel.py seed": ({"replicas"}, "other random states"),
+    f"{RANKS}tensor_parallel.py seed": ({"replicas"}, "random states of the ranks differ"),
 }
 
 

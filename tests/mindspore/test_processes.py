@@ -65,7 +65,7 @@ PLANTED = {
     "written": (("replicas", 3, "blocks.1.up.bias", "overwritten"), ("untouched_between_steps", 3, "blocks.1.up.bias", "")),
     "rate": (("shared_scalars", 1, "lr", "0.0199999996 on rank 1"),) * 2,
     "data": (("distinct_data", 1, "batch", "ranks 0, 1 train on the same data"),) * 2,
-    "unreduced": (("replicas", 1, "head.bias", "a reduction over this group is missing"),) * 2,
+    "unreduced": (("replicas", 1, "head.bias", "reduction over this group is missing"),) * 2,
     "other tokens": (("distinct_data", 1, "batch", "the tp group of ranks 0, 1 trains on different tokens"),) * 2,
 }
 

@@ -96,14 +96,14 @@ def test_a_nan_that_does_not_come_again_is_told_once_with_how_to_find_it(tmp_pat
     found(tmp_path / "out", "module", lasts=False)
     told = capsys.readouterr().err
     assert told.count("error nonfinite") == 1
-    assert f"`record: mix, step: [{AT}]`" in told
+    assert f"repeat step {AT} with `record: mix, step: [{AT}], output: again`. Then `trainprobe nan-trace again`" in told
 
 
 def test_where_the_update_wrote_it_into_the_weights_the_origin_is_said_to_be_gone(tmp_path, capsys):
     found(tmp_path / "out", "module", lasts=False, skips=False)
     told = capsys.readouterr().err
     assert told.count("error nonfinite") == 1
-    assert "the weights have it now, so later steps cannot show its origin" in told
+    assert "the update wrote it into the weights, so later steps cannot show its origin" in told
 
 
 def test_a_training_has_the_same_bits_where_every_forward_pass_is_asked_for(tmp_path):

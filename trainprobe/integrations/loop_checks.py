@@ -12,8 +12,7 @@ from trainprobe.engine.core.naming import chunks_of
 from trainprobe.engine.core.records import Finding
 from trainprobe.integrations.left_out import LeftOut
 from trainprobe.integrations.live_modules import model_of, parameters_of
-
-NO_STEP = "No step was seen: put `with probe.step():` around the forward, the backward and the update of each step."
+from trainprobe.integrations.loop_words import NO_STEP
 
 
 class LoopChecks:

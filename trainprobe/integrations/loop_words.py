@@ -15,6 +15,7 @@ NO_UPDATE = (
 NO_MODEL = (
     "{} and no model: nothing was watched. Hand the model to trainprobe.watch or to trainprobe.integrations.torch_loop.attach."
 )
+NO_STEP = "No step was seen: put `with probe.step():` around the forward, the backward and the update of each step."
 SKIPPED = (
     "Not judged: at least {} at the end with gradients enabled, which no backward pass and no update followed; a loop that "
     "skips steps whose loss is not finite does so."

@@ -165,7 +165,7 @@ def _cause(onset: Onset, first: int) -> tuple[str, str]:
         return f"; the model was given {times:.3g} times its usual input", f"look at the batch of step {step}"
     moved = sum(map(len, (onset.of(GRADIENTS, onset.moved), onset.of(SCALARS, onset.moved))))
     if onset.risen:
-        return f"; {onset.risen}", "look at the learning rate: a schedule that rises for too long, or too far"
+        return f". {onset.risen}", "look at the learning rate: a schedule that rises for too long, or too far"
     if onset.kinds[first] in (SCALARS, GRADIENTS) and moved > 1 and onset.of(RATES, np.isfinite(onset.x)):
         return "; no rate and no weight jumped", f"look at the batch of step {step} and of the one before"
     return "", f"look at the batch of step {step} and the one before; a lower peak learning rate or clipping is the usual cure"

@@ -52,7 +52,7 @@ def test_a_bit_that_flips_in_one_copy_of_a_piece_is_found_on_all_ranks_that_hold
         assert bool(about) == (rank in holders)
         for step, name, message in about[:1]:
             assert (step, name) == (2, FLIPPED)
-            assert f"dp group of ranks {', '.join(map(str, holders))}: first {FLIPPED}, ranks" in message
+            assert f"dp group of ranks {', '.join(map(str, holders))}: {FLIPPED}, ranks" in message
             assert ("the weights differ" if slot == "value" else "the optimizer state exp_avg differs") in message
 
 

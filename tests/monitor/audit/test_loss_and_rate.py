@@ -180,7 +180,7 @@ def test_a_cosine_that_is_counted_in_epochs_and_stepped_by_batch_is_found(tmp_pa
 
     rules, messages = watched(tmp_path, model, optimizer, body, 25)
     assert rules == ([("passed_end", 23)] if how == "by batch" else [])
-    assert not messages or "CosineAnnealingLR stands at 23" in messages[0]
+    assert not messages or "CosineAnnealingLR is at position 23" in messages[0]
 
 
 @pytest.mark.parametrize("how", ["the last alone", "all", "once an epoch", "one at zero", "declared"])
@@ -207,7 +207,7 @@ def test_a_group_that_a_schedule_by_hand_leaves_out_is_found(tmp_path, how):
     assert [pair for pair in found if pair[0] == "rates_together"] == (
         [("rates_together", 24)] if how == "the last alone" else []
     )
-    assert how != "the last alone" or any("group 0 has stood at 0.02" in message for message in messages)
+    assert how != "the last alone" or any("group 0 has been 0.02" in message for message in messages)
 
 
 def evidence(rate, *, base=1e-3, unstepped=True, progress, step=70, history=None):

@@ -77,10 +77,10 @@ def test_a_training_that_resumes_as_it_was_or_begins_anew_raises_no_alarm(tmp_pa
 @pytest.mark.parametrize(
     ("load", "name", "slot", "words"),
     [
-        (swapped, "0.weight", "exp_avg", "there is what was exp_avg of 2.weight"),
-        (without_moments, "0.weight", "step", "it is not there"),
-        (initialised_afterwards, "2.weight", "value", "it is another tensor"),
-        (rounded, "0.weight", "value", "it is another tensor"),
+        (swapped, "0.weight", "exp_avg", "it holds what was exp_avg of 2.weight"),
+        (without_moments, "0.weight", "step", "it is missing"),
+        (initialised_afterwards, "2.weight", "value", "its values differ"),
+        (rounded, "0.weight", "value", "its values differ"),
     ],
 )
 def test_what_did_not_come_back_is_named_at_the_first_step_after_the_load(tmp_path, load, name, slot, words):

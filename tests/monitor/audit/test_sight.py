@@ -251,7 +251,7 @@ def test_a_batch_that_is_taken_for_time_is_found(tmp_path, kind):
 
     ((rule, step, place, message),) = found(tmp_path, model, loss, steps=2)
     assert (rule, step, place) == ("batch_dimension", 1, "inner")
-    assert "takes [16, 5, 6] for 5 rows of 16 moments" in message
+    assert "takes [16, 5, 6] for 5 rows of 16 time steps" in message
 
 
 @pytest.mark.parametrize("kind", ["LSTM", "MultiheadAttention"])

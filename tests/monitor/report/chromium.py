@@ -110,9 +110,12 @@ class Browser:
     def scheme(self, name: str) -> None:
         self.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": name}])
 
-    def open(self, page: Path) -> float:
-        """Open a page and wait until it says it is ready; return the seconds that took, by the page's own clock."""
-        self.send("Page.navigate", url=page.as_uri())
+    def open(self, page: Path, place: str = "") -> float:
+        """Open a page and wait until it says it is ready; return the seconds that took, by the page's own clock.
+
+        place: what follows the address, "#…"; where the page is open already, only that changes and nothing is loaded.
+        """
+        self.send("Page.navigate", url=page.as_uri() + place)
         for _ in range(600):
             ready = self.run("document.readyState === 'complete' && document.documentElement.dataset.ready || ''")
             if ready:

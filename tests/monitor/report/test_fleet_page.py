@@ -6,6 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
 from chromium import Browser, require_chromium
 
@@ -62,5 +65,33 @@ def test_a_browser_opens_the_page_quietly(scheme, folder, tmp_path):
         browser.point(box[0] + 5, box[1] + 5)
         assert "rank 0 (dp 0, tp 0, pp 0), step 0: as its replicas" in browser.run("document.getElementById('tip').textContent")
         browser.screenshot(Path(f"/tmp/fleet_{scheme}.png"))
+    finally:
+        browser.close()
+
+
+def test_steps_at_which_nothing_was_compared_do_not_read_as_healed(tmp_path):
+    """Two steps in the middle of a run were collected without tensors: only the loss is there."""
+    write_fleet(Fleet(data=4, tensor=1, pipeline=1, steps=8, parameters=4, activations=4), tmp_path / "run", whole=True)
+    for segment in (tmp_path / "run").rglob("metrics-*.parquet"):
+        rows = pq.read_table(segment)
+        tensors = pc.is_in(rows["kind"].cast(pa.string()), pa.array(["gradient", "module", "parameter"]))
+        there = pc.is_in(rows["step"], pa.array([4, 5], rows["step"].type))
+        pq.write_table(rows.filter(pc.invert(pc.and_(tensors, there))), segment)
+    wanted = np.full((4, 8), fleet_page.ALIKE)
+    wanted[:, 4:6] = fleet_page.UNSEEN
+    np.testing.assert_array_equal(fleet_page.states(verdict_of(tmp_path / "run", ray=False)), wanted)
+    page = tmp_path / "fleet.html"
+    main(["report", "--fleet", str(tmp_path / "run"), "-o", str(page)])
+    browser = Browser(require_chromium())
+    try:
+        browser.open(page)
+        box = "(b => [b.x, b.y, b.width])(document.getElementById('all').getBoundingClientRect())"
+        told = {}
+        for step in (3, 4):
+            x, y, width = browser.run(box)
+            browser.point(x + width * (step + 0.5) / 8, y + 5)
+            told[step] = browser.run("document.getElementById('tip').textContent")
+        assert "step 3: as its replicas" in told[3]
+        assert "step 4: not compared" in told[4]
     finally:
         browser.close()

@@ -1,6 +1,7 @@
 """The page in a real browser: it opens, it is quiet, it shows, and it can be used by hand and by key."""
 
 import re
+import time
 
 import numpy as np
 import pytest
@@ -153,6 +154,71 @@ def test_the_cause_comes_before_a_graver_consequence_and_a_note_and_has_one_entr
     assert "all 30 names" in shown[0] and "layers.29.weight" not in shown[0]
     browser.run("document.querySelector('.finding summary').click()")
     assert "layers.29.weight" in browser.run("document.querySelector('.finding').innerText")
+    assert browser.errors == []
+
+
+def test_what_follows_from_a_cause_is_folded_under_it(browser, tmp_path):
+    """The audit came upon the cause later than a rule upon its consequence."""
+
+    def found(rule, severity, step, *names):
+        return Finding(rule, severity, f"{rule} says", step, Place(0, 1), Site("parameter", names[0], "value"), names=names)
+
+    told = [
+        found("frozen", "warning", 10, "head.weight"),
+        found("frozen", "warning", 12, "body.weight"),
+        found("movement", "error", 20, "head.weight", "head.bias"),
+        found("ownership", "error", 20, "head.weight", "head.bias"),
+    ]
+    written = write_page(RunView("x", findings=told), tmp_path / "report.html")
+    browser.errors.clear()
+    browser.open(written)
+    rules = "[...document.querySelectorAll('{}')].map(f => f.querySelector('.mark a').textContent)"
+    assert browser.run(rules.format("#finding-list > .finding")) == ["ownership", "frozen"]
+    assert browser.run(rules.format(".following .finding")) == ["frozen", "movement"]
+    assert browser.run("document.querySelector('.following summary').textContent") == "2 findings follow from this"
+    shown = "document.getElementById('finding-3').checkVisibility({contentVisibilityAuto: true})"
+    assert not browser.run(shown)
+    browser.send("Page.navigate", url="about:blank")
+    browser.open(written, "#finding-3")  # a hash unfolds what it names
+    assert browser.run(shown) and browser.run("document.querySelector('.following').open")
+    assert browser.errors == []
+
+
+def test_the_findings_can_be_read_with_scripts_off(browser, tmp_path):
+    written = write_page(a_run(), tmp_path / "report.html")
+    browser.send("Emulation.setScriptExecutionDisabled", value=True)
+    try:
+        browser.send("Page.navigate", url=written.as_uri())
+        for _ in range(100):
+            if browser.run("document.readyState") == "complete" and browser.run("location.href") == written.as_uri():
+                break
+            time.sleep(0.05)
+        assert browser.run("document.documentElement.dataset.ready") is None
+        read = browser.run("document.body.innerText")
+        assert "The map and the curves need JavaScript" in read
+        for told in a_run().findings:
+            assert told.message in read and f"step {told.step}, rank {told.place.rank}" in read
+            assert told.site.name in read
+    finally:
+        browser.send("Emulation.setScriptExecutionDisabled", value=False)
+
+
+@pytest.mark.parametrize(
+    ("place", "steps", "readout"),
+    [
+        ("#finding-1", (230, 269), "layers.4.weight   step 250"),  # a finding
+        ("#steps=100-139", (100, 139), None),  # a zoom
+        ("#metric=1&row=layers.3.weight&step=40", (0, 299), "layers.3.weight   step 40"),  # a place
+    ],
+)
+def test_the_address_opens_a_finding_a_zoom_or_a_place(browser, tmp_path, place, steps, readout):
+    browser.errors.clear()
+    browser.send("Page.navigate", url="about:blank")
+    browser.open(write_page(a_run(), tmp_path / "report.html"), place)
+    assert tuple(steps_shown(browser)) == steps
+    if readout:
+        assert readout in browser.run("document.getElementById('readout').textContent")
+    assert browser.run("document.getElementById('pick-metric').value") == ("means" if "metric=1" in place else "gradients")
     assert browser.errors == []
 
 

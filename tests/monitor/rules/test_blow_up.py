@@ -141,7 +141,7 @@ def test_the_first_update_larger_than_its_weight_is_named_with_its_step_and_rati
         bench.feed(weight(norm), loss=loss)
     (finding,) = bench.found
     assert (finding.step, finding.site.name, finding.measured) == (2, "w", pytest.approx(5.3))
-    assert finding.message.startswith("the loss rose from 7.9 to 1426; the update of w at step 1 was 5.3 times as large")
+    assert finding.message.startswith("the loss rose from 7.9 to 1426. The update of w at step 1 was 5.3 times as large")
 
 
 @pytest.mark.parametrize(("before", "found"), [(421.0, [2]), (8.1, [])], ids=["after a rise", "from an ordinary loss"])

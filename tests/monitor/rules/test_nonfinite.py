@@ -172,11 +172,14 @@ WEIGHT = value("forward", "parameter", "layers.2.w", "value", norm=1.0)  # all t
 @pytest.mark.parametrize("seen", [[], [WEIGHT]], ids=["nothing", "weights"])
 def test_of_a_forward_pass_that_was_not_recorded_nothing_is_claimed(seen):
     (found,) = Bench("nonfinite").feed(*seen, grad("layers.2.w", NAN))
-    assert "neither the forward pass nor the loss was recorded; the batch had it, or" in found.message
+    assert (
+        "neither the forward pass nor the loss was recorded. The batch of step 0 on one of the 2 ranks had it, or"
+        in found.message
+    )
     (found,) = Bench("nonfinite").feed(*seen, grad("layers.2.w", NAN), loss=1.0)
     assert "the loss was finite, the backward pass made it" in found.message
     (found,) = Bench("nonfinite").feed(*seen, grad("layers.2.w", NAN), loss=NAN)
-    assert found.site.name == "loss" and "the forward pass was not recorded; the batch had it, or" in found.message
+    assert found.site.name == "loss" and "not recorded. The batch of step 0 on one of the 2 ranks had it, or" in found.message
 
 
 def mixed_precision(folder: Path, level: str, skips: bool) -> trainprobe.Probe:
@@ -247,4 +250,4 @@ def test_a_nan_that_a_modules_own_code_makes_is_placed_between_its_parts(tmp_pat
         model(torch.randn(8, 4))
     (found,) = [f for f in probe.findings if f.rule == "nonfinite"]
     assert "is in module root, output: its inputs were finite" in found.message
-    assert found.message.endswith("in its own code: third is the first part that was given it, behind second")
+    assert found.message.endswith("in its own code: third is the first submodule that gets it, behind second")

@@ -181,7 +181,7 @@ def test_a_rate_that_has_been_rising_is_told_as_the_cause_of_a_spike():
         bench.feed(*grads({name: noisy(rng) * high for name in LAYERS}), loss=noisy(rng) * high, lr=1e-3 * 1.02**step)
     (found,) = bench.found
     assert found.site.name == "loss"
-    assert "the learning rate lr has risen to " in found.message and "learning rate" in found.next
+    assert "The learning rate lr has risen to " in found.message and "learning rate" in found.next
 
 
 @pytest.mark.parametrize("kind", ["restarts", "warm-up", "cut"])

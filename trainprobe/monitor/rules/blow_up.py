@@ -171,7 +171,7 @@ def _finding(frame: Frame, memory: Memory, options: Options, what: str) -> Findi
     return Finding(
         rule="blow_up",
         severity=options.severity,
-        message=f"{what}; the update of {name} at step {step} was {ratio:.3g} times as large as the weight{others}",
+        message=f"{what}. The update of {name} at step {step} was {ratio:.3g} times as large as the weight{others}",
         step=frame.step,
         place=frame.place,
         site=Site("parameter", name, "value", 0),

@@ -254,8 +254,8 @@ def _weight_finding(frame: Frame, options: Options, place: int, now: float, was:
     return Finding(
         rule="drift",
         severity=options.severity,
-        message=f"the weight {address.name} moves far more than before: its norm went from {was:.4g} to {now:.4g} within "
-        f"{_SPAN} collected steps, three times as far as it had moved before and as other weights move{cause}",
+        message=f"the weight {address.name} moves far more than before. Its norm went from {was:.4g} to {now:.4g} within "
+        f"{_SPAN} collected steps, three times as far as before and as other weights{cause}",
         step=frame.step,
         place=frame.place,
         site=address.site(),

@@ -125,8 +125,8 @@ def _finding(frame: Frame, options: Options, addresses: list[Address], of: int, 
     hint = "check that the optimizer holds this very parameter, and that its update does not round away in its dtype"
     if of_16_bits:
         hint = (
-            "its numbers have 16 bits, in which a small update rounds away: keep the weights in float32 and compute under "
-            "autocast, or use master weights; and check that the optimizer holds this very parameter"
+            "its numbers have 16 bits, in which a small update rounds away. Keep the weights in float32 and compute under "
+            "autocast, or use master weights. Check that the optimizer holds this very parameter"
         )
     others = f" and {len(addresses) - 1} more of {of} parameters" if len(addresses) > 1 else ""
     return Finding(

@@ -197,8 +197,8 @@ def _note(frame: Frame, bad: Bools) -> Finding:
     address = frame.table.addresses[int(frame.addresses[np.flatnonzero(bad)[0]])]
     what = "NaN" if frame.health[bad].max() == Health.NAN else "infinity"
     text = (
-        f"step {frame.step} has {what} in {describe(address)} alone: no module output, gradient, parameter or loss has it, so "
-        "it is taken for a constant, a mask or uninitialised memory"
+        f"step {frame.step} has {what} in {describe(address)} alone. No module output, gradient, parameter or loss has it: "
+        "it counts as a constant, a mask or uninitialised memory"
     )
     return Finding("nonfinite", "info", text, frame.step, frame.place, address.site(), what, "finite")
 
@@ -238,13 +238,14 @@ def _next(address: Address, step: int) -> str | None:
 def _not_seen(frame: Frame, bad: Bools) -> str:
     """Return what to do where the forward pass was not recorded, or modules alone: what comes next shows it, or a new run."""
     again = (
-        f"run again from an earlier checkpoint with `record: mix, step: [{frame.step}]`: `trainprobe nan-trace RUN` names it"
+        f"load an earlier checkpoint and repeat step {frame.step} with `record: mix, step: [{frame.step}], output: again`. "
+        "Then `trainprobe nan-trace again` names the call"
     )
     if _is_recorded(frame.table.addresses[s] for s in frame.addresses.tolist()):
         return again
     if _is_in_weights(frame, bad):
-        return f"the weights have it now, so later steps cannot show its origin; {again}"
-    return f"the next step's forward pass is recorded and names the module if it comes again; if not, {again}"
+        return f"the update wrote it into the weights, so later steps cannot show its origin. To find it, {again}"
+    return f"the next step's forward pass is recorded and names the module if the NaN comes again. If not, {again}"
 
 
 def find_origin(frame: Frame, chosen: Bools | None = None) -> tuple[Address, str]:
@@ -264,7 +265,7 @@ def find_origin(frame: Frame, chosen: Bools | None = None) -> tuple[Address, str
         return weight, (
             "it was not finite before the step began: the update of an earlier step wrote it, or something between the steps"
         )
-    between = _between_the_passes(paired, first_bad)
+    between = _between_the_passes(paired, first_bad, _batch_of(frame))
     if between is not None:
         return between
     if not ordered:
@@ -277,7 +278,7 @@ def find_origin(frame: Frame, chosen: Bools | None = None) -> tuple[Address, str
         return lowest, "its inputs were finite and it returned minus infinity, which the following operations spread"
     if inner.kind == "op" and inner.phase == "forward" and addresses.index(inner) > _ends(addresses):
         return inner, "made between the backward pass and the update: by clipping, or by what the optimizer prepares"
-    how = _how(inner, next(entered for entered, result in ordered if result == inner), addresses)
+    how = _how(inner, next(entered for entered, result in ordered if result == inner), addresses, _batch_of(frame))
     return inner, how + _between_modules(inner, paired)
 
 
@@ -292,7 +293,7 @@ def _between_modules(origin: Address, paired: list[tuple[Address, bool]]) -> str
     first = parts[given][0].name
     before = [a.name for a, b in parts[:given] if not (b or _enters(a)) and a.name.count(".") == first.count(".")]
     behind = f", behind {before[-1]}" if before else ""
-    return f", in its own code: {first} is the first part that was given it{behind}"
+    return f", in its own code: {first} is the first submodule that gets it{behind}"
 
 
 def _minus_infinity_before(frame: Frame, addresses: list[Address], origin: Address) -> Address | None:
@@ -336,7 +337,13 @@ def _came_in(paired: list[tuple[Address, bool]], first_bad: Address) -> bool:
     return entered and any(b and _of_forward(address) and not _enters(address) for address, b in paired)
 
 
-def _between_the_passes(paired: list[tuple[Address, bool]], first_bad: Address) -> tuple[Address, str] | None:
+def _batch_of(frame: Frame) -> str:
+    """Name the batch of a step whose gradients or loss are not finite: those of several ranks may be joined already."""
+    whose = f"rank {frame.place.rank}" if frame.place.world_size == 1 else f"one of the {frame.place.world_size} ranks"
+    return f"The batch of step {frame.step} on {whose}"
+
+
+def _between_the_passes(paired: list[tuple[Address, bool]], first_bad: Address, batch: str) -> tuple[Address, str] | None:
     """Return the loss, or the first gradient that came back, when it was made between the forward and the backward pass."""
     passes = [(address, b) for address, b in paired if _of_forward(address)]
     if any(b for _, b in passes):
@@ -346,11 +353,11 @@ def _between_the_passes(paired: list[tuple[Address, bool]], first_bad: Address) 
     seen = "the forward pass was finite" if recorded else f"{weights}the forward pass was not recorded"
     loss = next((address for address, b in paired if b and address.kind == "scalar" and role_of(address.name) == "loss"), None)
     if loss is not None and not recorded:
-        return loss, f"{seen}; the batch had it, or the forward pass or the loss made it"
+        return loss, f"{seen}. {batch} had it, or the forward pass or the loss made it"
     if loss is not None:
         return loss, f"{seen}: the loss made it"
     if first_bad.phase == "backward" and first_bad.slot.split(".")[0] in _ENTERS["backward"]:
-        return first_bad, f"{seen}: the gradient that came from the loss or the next pipeline stage had it"
+        return first_bad, f"{seen}. The gradient that came from the loss or the next pipeline stage had it"
     return None
 
 
@@ -386,7 +393,7 @@ def _is_recorded(forward: Iterable[Address]) -> bool:
     return any(_of_forward(address) and address.kind != "parameter" for address in forward)
 
 
-def _how(address: Address, entered: bool, addresses: list[Address]) -> str:
+def _how(address: Address, entered: bool, addresses: list[Address], batch: str) -> str:
     if address.kind == "collective":
         return "what this rank gave was finite: another rank gave it, or a sum overflowed"
     if address.kind == "scalar":
@@ -396,7 +403,7 @@ def _how(address: Address, entered: bool, addresses: list[Address]) -> str:
     if address.slot.startswith("grad") and address.kind == "parameter":
         loss = any(other.kind == "scalar" and role_of(other.name) == "loss" for other in addresses)
         if not (_is_recorded(addresses) or loss):
-            return "neither the forward pass nor the loss was recorded; the batch had it, or one of the passes made it"
+            return f"neither the forward pass nor the loss was recorded. {batch} had it, or a pass made it"
         return f"the {'forward pass' if _is_recorded(addresses) else 'loss'} was finite, the backward pass made it"
     known = "its inputs were finite" if entered else "what went into it was not collected"
     return f"{known}, the {_PASS.get(address.phase, address.phase)} made it"

@@ -195,7 +195,7 @@ def _changes_of_weights(memory: Memory, rows: I64, kinds: I64, x: F64, usable: B
 
 def _rate_in_words(frame: Frame, place: int, usual: float) -> str:
     series = frame.table.series[frame.at[place]]
-    return f"the learning rate {series} has risen to {frame.values[place]:.4g} from {usual:.4g} in the middle of late"
+    return f"The learning rate {series} has risen to {frame.values[place]:.4g} from {usual:.4g} in the middle of late"
 
 
 def _rare(kinds: I64, known: Bools, p: F64) -> Bools:

@@ -6,13 +6,16 @@ from collections.abc import Sequence
 
 from trainprobe.engine.core.findings import place_in_words
 from trainprobe.engine.core.records import Finding
+from trainprobe.engine.core.words import counted
 from trainprobe.engine.storage.html_page.markup import Markup, element, joined, notebook_card
 
 MOST = 8  # findings that a notebook shows
 
 
-def finding_item(f: Finding, number: int, first: bool = False, on_map: bool = False) -> Markup:
-    """Return the list item of a finding, which `#finding-NUMBER` leads to."""
+def finding_item(
+    f: Finding, number: int, first: bool = False, on_map: bool = False, following: Sequence[Markup] = ()
+) -> Markup:
+    """Return the list item of a finding, which `#finding-NUMBER` leads to. following: items of what follows from it, folded."""
     where: list[Markup] = []
     if f.site:
         where.append(element("span", element("code", f.site.name), f" {f.site.slot}" if f.site.slot else ""))
@@ -29,7 +32,13 @@ def finding_item(f: Finding, number: int, first: bool = False, on_map: bool = Fa
     mark = element("div", element("a", f.rule, href=f"#finding-{number}"), element("span", place_in_words(f)), class_="mark")
     said = element("div", joined((badge, f.message)), class_="say")
     to_do = element("div", f.next, class_="next") if f.next else None
-    body = element("div", said, element("div", *where, class_="where"), to_do, names)
+    under = None
+    if following:
+        summary = element(
+            "summary", f"{counted(len(following), 'finding')} {'follows' if len(following) == 1 else 'follow'} from this"
+        )
+        under = element("details", summary, element("ol", *following), class_="following")
+    body = element("div", said, element("div", *where, class_="where"), to_do, names, under)
     return element("li", mark, body, class_=f"finding {f.severity}", id=f"finding-{number}")
 
 

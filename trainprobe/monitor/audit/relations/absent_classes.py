@@ -53,12 +53,12 @@ def check(evidence: Evidence) -> list[Finding]:
     more = f" ({len(taking)} classes like it)" if len(taking) > 1 else ""
     text = (
         f"class {worst}{more} was never a target of {shares.kind} ({shares.counts.sum():,.0f} targets of {shares.steps} "
-        f"audited steps were looked at), and still takes {mass[worst]:.2%} of the probability; an equal share of "
-        f"{len(shares.counts)} classes is {equal:.2%}. It no longer falls, though the mean -log p(target) fell from "
+        f"audited steps were looked at), and still takes {mass[worst]:.2%} of the probability. An equal share of "
+        f"{len(shares.counts)} classes is {equal:.2%}. Its share no longer falls, though the mean -log p(target) fell from "
         f"{shares.began:.3g} to {shares.surprise(latest=True):.3g}"
     )
     hint = (
-        "check that labels count from 0 and that the model has one output for each class; if its logits are bounded (a sigmoid "
+        "check that labels count from 0 and that the model has one output for each class. If its logits are bounded (a sigmoid "
         "or tanh before the loss, cosines without a scale), remove the bound or scale them"
     )
     return [

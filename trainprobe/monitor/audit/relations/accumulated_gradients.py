@@ -42,7 +42,7 @@ def check(evidence: Evidence) -> list[Finding]:
         return []
     text = (
         f"the update of {and_more(names, len(evidence.model.parameters))} used a gradient that adds up backward passes from "
-        f"before and after weights were changed: the older part has norm {mixed[names[0]]:.6g} and belongs to another loss or "
+        f"before and after weights were changed. The older one has norm {mixed[names[0]]:.6g} and belongs to another loss or "
         "other weights"
     )
     hint = "detach what one network hands to the loss of another, or call zero_grad() before the backward pass of this update"

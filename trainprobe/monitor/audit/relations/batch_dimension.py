@@ -34,7 +34,7 @@ def check(evidence: Evidence) -> list[Finding]:
     batch, time = _dimensions(first)
     text = (
         f"{and_more(names)} ({first.kind}, batch_first={first.batch_first}) takes {list(first.shape)} for {batch} rows of "
-        f"{time} moments, and the loss has {time} targets: rows of the batch are mixed as if they followed each other"
+        f"{time} time steps, and the loss has {time} targets. It reads the batch dimension as time"
     )
     hint = f"set batch_first={not first.batch_first}, or transpose what the layer is given and what it returns"
     return [

@@ -55,8 +55,8 @@ def check(evidence: Evidence) -> list[Finding]:
         return []
     names = list(left)
     text = (
-        f"gradients are not empty before backward: {and_more(names, len(evidence.model.parameters))} "
-        "still holds what the optimizer has used "
+        f"gradients are not empty before backward. The optimizer has used that of "
+        f"{and_more(names, len(evidence.model.parameters))} "
         f"(norm {left[names[0]][1]:.6g}), and this step's gradient is added to it"
     )
     return [
@@ -83,7 +83,7 @@ def _discarded(evidence: Evidence, again: bool) -> Finding:
     lost, passes = evidence.of(UsedGradients).discarded, evidence.of(Backwards).count
     text = (
         f"the gradients of {lost} of {passes} backward passes were cleared before an update used them"
-        f"{', as at the audited step before' * again}: the update is that of the others alone"
+        f"{', as at the audited step before' * again}. The update is that of the others alone"
     )
     return evidence.finding(
         "cleared_gradients",

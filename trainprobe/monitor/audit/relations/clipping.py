@@ -87,11 +87,11 @@ def _over_ranks(evidence: Evidence) -> list[Finding]:
         several = any(differs(evidence, name, "grad_unclipped") for name in replicated)
         joined = several and not any(differs(evidence, name, "grad") for name in replicated)
         why = (
-            "each rank clipped its own gradients, before they were joined"
+            "each rank clipped its own gradients before the reduction"
             if joined
-            else "the norm that they come from was not taken over the same gradients"
+            else "the ranks took the norm over different gradients"
         )
-        return f"clip coefficients differ over the ranks: {listed}; {why}"
+        return f"clip coefficients differ over the ranks: {listed}. Cause: {why}"
 
     floor = _OVER_RANKS + _rounding(evidence)
     return differs_over_ranks(evidence, "clipping", "coefficient", "clip coefficient", floor, words, digits=6)

@@ -45,9 +45,9 @@ def check(evidence: Evidence) -> list[Finding]:
     names = [p.name for p in wrong] or [max(projections, key=lambda p: abs(p.applied - p.both)).name]
     same = all(abs(p.applied - ratio * p.both) <= 10 * floor * p.applied + 1e-6 * applied for p in projections)
     where = "every parameter" if same and len(projections) > 1 else and_more(names, len(projections))
-    how = f"applied over declared is {ratio:.3f}" + (" for every parameter: a factor" if same else "")
+    how = f"Applied over declared is {ratio:.3f}" + (" for every parameter" if same else "")
     over = f" (averaged over the {group_words(evidence, AXES, along(evidence, AXES))})" if averaged else ""
-    text = f"the applied gradient of {where} is not that of the declared loss{over}: {how}"
+    text = f"the applied gradient of {where} is not that of the declared loss{over}. {how}"
     return [
         evidence.finding(
             "declared_loss",

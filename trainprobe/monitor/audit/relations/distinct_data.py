@@ -94,7 +94,7 @@ def _over(evidence: Evidence, axis: str) -> list[Finding]:
         f"ranks {', '.join(map(str, sharing))} train on the same data "
         f"({group_words(evidence, axes, group)}): equal fingerprints of the batch"
     )
-    hint = "give each rank its own part: a DistributedSampler, or a seed that holds the rank"
+    hint = "give each rank data of its own: use a DistributedSampler, or a seed that contains the rank"
     if not evidence.assumed:
         return [_finding(evidence, text, next=hint)]
     text += ". The ranks are assumed to be data parallel, because nothing says which data they share"
@@ -149,7 +149,7 @@ def _by_workers(evidence: Evidence) -> list[Finding]:
         return []
     text = (
         f"step {evidence.step} trains on the data of step {before.step} again, though a loader with {loader.workers} workers "
-        "handed out another batch: the workers draw the same random numbers, or each reads all of the data"
+        "handed out another batch. The workers draw the same random numbers, or each reads all of the data"
     )
     hint = (
         "seed Python and NumPy in worker_init_fn from torch.initial_seed(); share out an IterableDataset by get_worker_info()"

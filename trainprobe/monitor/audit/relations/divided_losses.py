@@ -40,7 +40,7 @@ def check(evidence: Evidence) -> list[Finding]:
     usual = _known(evidence)
     if usual >= 2 and passes != usual and usual in divisors and passes not in divisors:
         text = (
-            f"the loss of each of {passes} micro-batches was divided by {usual}, as at steps of {usual} micro-batches: this "
+            f"the loss of each of {passes} micro-batches was divided by {usual}, as at steps of {usual} micro-batches. This "
             f"update has {passes / usual:.3g} of the size of a mean over its micro-batches"
         )
         hint = "divide by the number of micro-batches in this step, or leave out the last incomplete group of an epoch"

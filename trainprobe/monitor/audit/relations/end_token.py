@@ -32,8 +32,8 @@ def check(evidence: Evidence) -> list[Finding]:
         return []
     ends = sum(_of(call, "ends") for call in calls)
     text = (
-        f"token {calls[0].number('pad_high'):.0f} pads, and it stands at {ends:.0f} places where the attention mask is not 0, "
-        "but no target is that token: the model is never trained to end a text"
+        f"token {calls[0].number('pad_high'):.0f} pads, and is at {ends:.0f} places where the attention mask is not 0, "
+        "but no target is that token. The model is never trained to end a text"
     )
     hint = "give padding a token of its own, or set labels to -100 where the attention mask is 0 and nowhere else"
     return [

@@ -39,7 +39,7 @@ def check(evidence: Evidence) -> list[Finding]:
         return []
     text = (
         f"all rows of {and_more(names, len(evidence.model.parameters))} that were compared are equal, and so are those of "
-        "its gradient, though updates have moved it: its units compute the same and never become different"
+        "its gradient, though updates have moved it. Its units compute the same and never become different"
     )
     hint = "initialise the weights of this layer at random (kaiming_uniform_, normal_), and not with a constant"
     return [

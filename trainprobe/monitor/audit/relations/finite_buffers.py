@@ -34,7 +34,7 @@ def check(evidence: Evidence) -> list[Finding]:
         return []
     text = f"NaN in {and_more(bad)}, where there was none at step {before.step}"
     hint = (
-        f"look for a batch with a NaN between steps {before.step} and {evidence.step}: test the input before the forward, not "
+        f"look for a batch with a NaN between steps {before.step} and {evidence.step}. Test the input before the forward, not "
         "the loss after it, and load these buffers from an earlier checkpoint"
     )
     return [

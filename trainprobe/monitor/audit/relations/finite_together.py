@@ -36,7 +36,7 @@ def _hidden(evidence: Evidence) -> list[Finding]:
         return []
     text = (
         f"the gradient that backward gave of {and_more([r.name for r in lost], len(reductions))} was not "
-        "finite, and the one that is used is: something replaced what was not finite, and no scaler can see it"
+        "finite, and the one that is used is. Something replaced what was not finite, and no scaler can see it"
     )
     hint = (
         "leave NaN and infinities in the gradients: a loss scaler skips such a step, and the rule `nonfinite` names its origin"

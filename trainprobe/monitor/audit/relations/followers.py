@@ -143,7 +143,7 @@ def _finding(evidence: Evidence, copy: Followed, name: str, tensors: list[Follow
             "decay and 1 - decay are exchanged: average = decay * average + (1 - decay) * weight",
         ),
         "itself": (
-            f"{whole} is updated with its own numbers: it is written in each step and never changes",
+            f"{whole} is updated with its own numbers. It is written in each step and never changes",
             "unchanged",
             "moves towards the weights",
             "update the copy from the model: copy.load_state_dict(model.state_dict())",

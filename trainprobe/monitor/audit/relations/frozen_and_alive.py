@@ -35,12 +35,12 @@ def check(evidence: Evidence) -> list[Finding]:
     ]
     moved = [name for name in moved if _is_frozen(evidence, name.rpartition(".")[0], still)]
     if moved:
-        text = f"{and_more(moved)} moves, though the parameters around it are frozen: that part is in training mode and drifts"
+        text = f"{and_more(moved)} moves, though the parameters around it are frozen. These layers are in training mode"
         return [_finding(evidence, text, moved, "buffer", "buffer")]
     ran = {name for name, with_gradients in evidence.of(TrainingCalls).called.items() if not with_gradients}
     awake = [name for name in sorted(evidence.model.dropouts) if name in ran and _is_frozen(evidence, name, still)]
     if awake:
-        text = f"dropout {and_more(awake)} is active in a frozen part that runs without gradients: its outputs are random"
+        text = f"dropout {and_more(awake)} is active in frozen layers that run without gradients: their outputs are random"
         return [_finding(evidence, text, awake, "mode", "module")]
     return []
 
@@ -66,7 +66,7 @@ def _is_frozen(evidence: Evidence, module: str, still: frozenset[str]) -> bool:
 
 
 def _finding(evidence: Evidence, text: str, names: list[str], slot: str, kind: str) -> Finding:
-    hint = "call eval() on the frozen part, after every model.train()"
+    hint = "call eval() on the frozen layers, after every model.train()"
     return evidence.finding(
         "frozen_and_alive",
         text,

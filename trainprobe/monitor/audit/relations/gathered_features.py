@@ -36,7 +36,7 @@ def check(evidence: Evidence) -> list[Finding]:
     name = evidence.of(GatheredTensor).parameter
     text = (
         f"what all_gather brought of a tensor that depends on {name} has no gradient, on any rank, and is multiplied with one "
-        "that has: the part of the gradient that flows through it is missing"
+        "that has one. The gradient through it is missing"
     )
     hint = "gather with torch.distributed.nn.functional.all_gather, or put this rank's own tensor back among those gathered"
     return without_gradient(evidence, "gathered_features", text, name, hint)

@@ -101,7 +101,7 @@ def _finding(evidence: Evidence, reported: float, true: float) -> Finding:
     own, several = evidence.norms.get("own"), len(evidence.peers) > 1
     why, hint = "", _NEXT if several else _ALONE
     if _is_scaled(evidence, reported, true):
-        why = "; that factor is the loss scale, which is still in the gradients that the norm was taken of"
+        why = ". That factor is the loss scale, which is still in the gradients that the norm was taken of"
         hint = "unscale before the norm is taken and gradients are clipped: scaler.unscale_(optimizer)"
     elif own is not None and several and abs(reported - own) <= _floor(evidence, reported) * own:
         why = f"; it is the norm of what rank {evidence.place.rank} holds: the sum over the ranks is missing"
@@ -117,7 +117,7 @@ def _is_scaled(evidence: Evidence, reported: float, true: float) -> bool:
 
 def _after_clipping(evidence: Evidence, reported: float, true: float) -> Finding:
     text = (
-        f"the reported gradient norm {reported:.6g} is that after clipping, and was {true:.6g} before it: a norm that is "
+        f"the reported gradient norm {reported:.6g} is that after clipping, and was {true:.6g} before it. A norm that is "
         "reported so never exceeds the threshold, and hides every spike"
     )
     return _finding_of_norms(evidence, text, reported, true, severity="warning", next="report what clip_grad_norm_ returns")
@@ -144,16 +144,17 @@ def _by_itself(evidence: Evidence, reported: float, true: float) -> list[Finding
         return []
     text = (
         f"the gradient that was clipped by the reported norm {reported:.6g} has norm {true:.6g} and "
-        f"not {was:.6g}, as at step {before.step}: "
-        f"the reported norm is {max(true, was) / min(true, was):.4g} times {'the true one' if true < was else 'too small'}"
+        f"not {was:.6g}, as at step {before.step}. "
+        f"{'The reported norm' if true < was else 'The true norm'} is {max(true, was) / min(true, was):.4g} times "
+        f"{'the true one' if true < was else 'the reported one'}"
     )
     return [_finding_of_norms(evidence, text, true, was, next=_NEXT)]
 
 
 def _over_ranks(evidence: Evidence) -> list[Finding]:
     def words(listed: str) -> str:
-        why = "each is taken over a part of the model, and the sum over the ranks is missing"
-        return f"the reported gradient norms differ over the ranks: {listed}; {why}"
+        why = "each rank reports the norm of its own shard, without the sum over ranks"
+        return f"the reported gradient norms differ over the ranks: {listed}. Cause: {why}"
 
     hint = "sum the squares over every group that shards parameters"
     return differs_over_ranks(evidence, "gradient_norm", "reported_norm", "grad_norm", _RANKS_FLOOR, words, digits=9, next=hint)

@@ -33,7 +33,7 @@ def check(evidence: Evidence) -> list[Finding]:
     """Find a term that is a constant."""
     name = evidence.of(ConstantTerm).parameter
     text = (
-        "a term of a loss is made of a gradient that torch.autograd.grad returned without create_graph=True: it is a constant, "
+        "a term of a loss is made of a gradient that torch.autograd.grad returned without create_graph=True. It is a constant, "
         f"and does not train {name}, on which it depends"
     )
     hint = "call torch.autograd.grad(..., create_graph=True) for a penalty or residual that is to be trained"

@@ -35,7 +35,7 @@ def check(evidence: Evidence) -> list[Finding]:
     if scale is None:
         return _nothing(evidence)
     text = (
-        f"{scale.name}, an input of the model, is made of bytes that were divided by 255 twice: its largest is "
+        f"{scale.name}, an input of the model, is made of bytes that were divided by 255 twice. Its largest is "
         f"{scale.high:.3g}, and all are whole multiples of 1/255²"
     )
     hint = "divide once: ToTensor and to_dtype(scale=True) give [0, 1] already"

@@ -71,12 +71,12 @@ def _too_often(evidence: Evidence, schedule: SchedulerState) -> Finding | None:
         return None
     text = (
         f"{schedule.kind} was stepped {schedule.advances} times for {updates} update{'s' * (updates > 1)} of its optimizer "
-        f"and is at position {schedule.position}: the learning rate runs ahead of its schedule"
+        f"and is at position {schedule.position}. The learning rate runs ahead of its schedule"
     )
     changed = schedule.kind in _known(evidence).paced
     if not changed:
         text += ", unless the schedule was made for so many steps"
-    hint = "step the scheduler once for each optimizer step, on every rank alike"
+    hint = "step the scheduler once for each optimizer step, on every rank"
     return _finding(evidence, text, schedule.advances, updates, hint, "error" if changed else "warning")
 
 
@@ -86,7 +86,7 @@ def _before_the_optimizer(evidence: Evidence, schedule: SchedulerState) -> Findi
     if before is None or not before.of(UpdateCounts).updates or advances <= most:
         return None
     text = (
-        f"{schedule.kind} advanced {advances} times between the updates of steps {before.step} and {evidence.step}: it is "
+        f"{schedule.kind} advanced {advances} times between the updates of steps {before.step} and {evidence.step}. It is "
         "stepped before the optimizer now, so one rate of the schedule is never used"
     )
     return _finding(evidence, text, advances, most, "step the scheduler after the optimizer, as at the steps before")

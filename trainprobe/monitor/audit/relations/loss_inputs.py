@@ -110,7 +110,7 @@ def _wrong(call: LossCall) -> tuple[str, str] | None:
             "exponentiate it, or pass log_target",
         )
     if call.kind.startswith("binary") and (least < -_BOUND or most > 1 + _BOUND):
-        return f"the targets of {call.kind} lie in [{least:.3g}, {most:.3g}], and not in [0, 1]", "scale the targets to [0, 1]"
+        return f"the targets of {call.kind} are in [{least:.3g}, {most:.3g}], and not in [0, 1]", "scale the targets to [0, 1]"
     return None
 
 
@@ -129,7 +129,7 @@ def _longer(call: LossCall, evidence: Evidence) -> tuple[str, str] | None:
         return None
     count, valid = call.number("too_long"), call.number("valid")
     what = (
-        f"{count:.0f} of {valid:.0f} transcripts of ctc_loss are longer than the input that they are read from: such a loss is "
+        f"{count:.0f} of {valid:.0f} transcripts of ctc_loss are longer than the input that they are read from. Such a loss is "
         "infinite, and zero_infinity makes it and its gradient 0, so nothing is learned from them"
     )
     return what, "leave them out, cut the audio less, or let the strides of the encoder leave more frames"
@@ -147,7 +147,7 @@ def _twice_squashed(call: LossCall, evidence: Evidence) -> tuple[str, str] | Non
     if not all(_looks_squashed(other) for other in before.of(LossCalls).losses if other.kind == call.kind):
         return None
     bounds = f"[{call.number('input_low'):.3g}, {call.number('input_high'):.3g}]"
-    what = f"all inputs of {call.kind} lie in {bounds}: they look like probabilities, and it applies the sigmoid itself"
+    what = f"all inputs of {call.kind} are in {bounds}. They look like probabilities, and it applies the sigmoid itself"
     return what, "give it the logits, without sigmoid"
 
 

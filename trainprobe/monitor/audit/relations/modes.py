@@ -64,7 +64,7 @@ def check(evidence: Evidence) -> list[Finding]:
         ]
     if resting := _resting(evidence, beside):
         text = (
-            "the whole model trains in evaluation mode, in which dropout drops nothing and running statistics stand still: "
+            "the whole model trains in evaluation mode, so dropout is off and running statistics do not change: "
             f"{and_more(resting)}"
         )
         return [_finding(evidence, text, resting[0], "evaluation mode", "training mode", resting, severity="warning")]

@@ -63,7 +63,7 @@ def _no_longer_followed(evidence: Evidence) -> list[Finding]:
         names = [equations.names[i] for i in np.argsort(-off) if off[i] > BROKEN]
         rule = f"{known.factors[0]:.4g} times itself and {known.factors[1]:.4g} times the gradient{'²' * known.squared}"
         text = (
-            f"{key[1]} of {and_more(names, len(equations.names))} is no longer {rule}, as at each audited step before: it is "
+            f"{key[1]} of {and_more(names, len(equations.names))} is no longer {rule}, as at each audited step before. It is "
             f"off by {off.max():.3g} times its noise floor"
         )
         hint = "look for what else writes to the optimizer's state, such as an in-place operation on a view of it"

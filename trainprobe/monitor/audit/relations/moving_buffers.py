@@ -71,7 +71,7 @@ def _never_moved(evidence: Evidence) -> list[Finding]:
         return []
     text = (
         f"{and_more(still)} has not moved at any audited step, though its module is in training mode and counts the batches "
-        "that it averages: it is evaluated with the statistics that it began with"
+        "that it averages. It is evaluated with the statistics that it began with"
     )
     hint = "give the normalisation layer a momentum above 0 (torch's default is 0.1)"
     return [

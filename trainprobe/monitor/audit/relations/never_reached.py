@@ -31,8 +31,8 @@ def check(evidence: Evidence) -> list[Finding]:
     if not never:
         return []
     text = (
-        f"{and_more(never)} requires a gradient and is held by the optimizer, but its module runs with gradients disabled, and "
-        f"no gradient has come in {_LOOKS} audited steps: it never trains"
+        f"{and_more(never)} requires a gradient and is held by the optimizer, but its module runs with gradients disabled. It "
+        f"has got no gradient in {_LOOKS} audited steps and never trains"
     )
     hint = "remove the no_grad around it, or freeze it with requires_grad_(False) and leave it out of the optimizer"
     return [

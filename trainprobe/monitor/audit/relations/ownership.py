@@ -33,7 +33,7 @@ def _hidden(evidence: Evidence) -> list[Finding]:
     if not hidden or not evidence.of(UpdateCounts).updates:
         return []
     text = (
-        f"{and_more(list(hidden))} has a gradient and is no parameter of the model, as a plain list or dict holds it: no "
+        f"{and_more(list(hidden))} has a gradient and is no parameter of the model, as a plain list or dict holds it. No "
         "optimizer steps it, no checkpoint saves it"
     )
     hint = "keep modules in nn.ModuleList or nn.ModuleDict, and parameters in nn.ParameterList or nn.ParameterDict"
@@ -53,9 +53,9 @@ def _lost(evidence: Evidence) -> list[Finding]:
     first = (stale or lost)[0]
     names = [p.name for p in (stale or lost)]
     held = len(trainable) - len(lost)
-    text = f"the optimizer owns {held} of {len(trainable)} live trainable parameters: {and_more(names)} never moves"
+    text = f"the optimizer owns {held} of {len(trainable)} live trainable parameters: it never updates {and_more(names)}"
     if stale:
-        text += "; it holds other tensors of the same shapes, so the parameters were replaced after it was made"
+        text += ". It holds old tensors of the same shapes: the parameters were replaced after it was made"
     return [
         evidence.finding(
             "ownership",

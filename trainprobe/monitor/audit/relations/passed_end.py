@@ -26,7 +26,7 @@ def check(evidence: Evidence) -> list[Finding]:
     if beyond is None:
         return []
     text = (
-        f"{beyond.kind} stands at {beyond.position} and had annealed the learning rate at {beyond.end}: stepped at every "
+        f"{beyond.kind} is at position {beyond.position} and had annealed the learning rate at {beyond.end}. Stepped at every "
         f"update, it raises the rate and lowers it again every {2 * beyond.end} steps"
     )
     hint = "count T_max in steps of the scheduler: step it once an epoch, or give it all steps of the training"

@@ -56,7 +56,7 @@ def check(evidence: Evidence) -> list[Finding]:
         return []
     better, worst = ("lower", wrong.high) if wrong.mode == "min" else ("higher", wrong.low)
     text = (
-        f"ReduceLROnPlateau has lowered the learning rate {wrong.reductions} times: with mode {wrong.mode!r} it waits for a "
+        f"ReduceLROnPlateau has lowered the learning rate {wrong.reductions} times. With mode {wrong.mode!r} it waits for a "
         f"{better} metric, which began at {wrong.first:.4g}, went to {worst:.4g}, and was never {better} in {wrong.calls} calls"
     )
     other = "max" if wrong.mode == "min" else "min"

@@ -81,7 +81,7 @@ def _differing(evidence: Evidence) -> list[Finding]:
     states = _states(evidence, "tp")
     if states is None or states.before > 1 or states.now == 1:
         return []
-    text = f"random states came apart in the {states.group} since step {states.step}"
+    text = f"random states differ in the {states.group} since step {states.step}, where they were equal"
     return [
         evidence.finding("random_streams", text, "random state", "value", measured="different", expected="equal", kind="scalar")
     ]

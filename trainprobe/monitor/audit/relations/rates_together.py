@@ -37,8 +37,8 @@ def check(evidence: Evidence) -> list[Finding]:
         if streak is None or streak.count < _LOOKS or streak.since > _first(evidence) or other is None or not used.rates[i] > 0:
             continue
         text = (
-            f"the learning rate of parameter group {i} has stood at {used.rates[i]:.4g} since the first audited step, while "
-            f"that of group {other} of the same optimizer changes at every step ({used.rates[other]:.4g} now)"
+            f"the learning rate of parameter group {i} has been {used.rates[i]:.4g} since the first audited step. That of "
+            f"group {other} of the same optimizer changes at every step ({used.rates[other]:.4g} now)"
         )
         hint = "set the rate of every group in optimizer.param_groups, inside the loop over the groups"
         return [

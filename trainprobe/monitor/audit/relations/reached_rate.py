@@ -36,7 +36,7 @@ def check(evidence: Evidence) -> list[Finding]:
             continue
         text = (
             f"the learning rate of parameter group {i} is {rate:.4g} at step {evidence.step} of {planned}, "
-            f"{rate / base.rate:.2g} of the {base.rate:.4g} that its schedule multiplies, and was never higher: the warm-up "
+            f"{rate / base.rate:.2g} of the {base.rate:.4g} that its schedule multiplies. It was never higher: the warm-up "
             "does not end in this training"
         )
         hint = "give the scheduler fewer steps of warm-up, counted in updates, and all steps of this training"

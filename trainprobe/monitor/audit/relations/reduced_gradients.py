@@ -58,7 +58,7 @@ def check(evidence: Evidence) -> list[Finding]:
         return []  # what differs between replicas is reported by `replicas`
     own = ratios.get(outliers[0], float("nan")) / factor
     text = (
-        f"the gradient of {and_more(outliers, len(mine))} is not what the ranks' own gradients make of it: it is {own:.4g} "
+        f"the gradient of {and_more(outliers, len(mine))} is not what the ranks' own gradients make of it. It is {own:.4g} "
         "times what the reduction of the others gives"
     )
     return [
@@ -139,7 +139,7 @@ def _another_divisor(evidence: Evidence, factor: float, name: str) -> list[Findi
         return []  # a loop that clips by itself gives every step a factor of its own
     text = (
         f"all gradients are {factor / was:.4g} times what the ranks' own gradients made of them at each audited step before, "
-        f"after as many backward passes: {name} and all others are {factor:.4g} times their sum, and were {was:.4g} times it"
+        f"after as many backward passes. {name} and all others are {factor:.4g} times their sum, and were {was:.4g} times it"
     )
     hint = "divide by the number of ranks, and of micro-batches or tokens, as before"
     return [
@@ -162,7 +162,7 @@ def _reports_its_own(evidence: Evidence) -> bool:
 def _summed(evidence: Evidence, name: str) -> Finding:
     world = len(evidence.peers)
     text = (
-        f"the gradients of the {world} ranks are summed and not averaged, though each reports the loss that it differentiates: "
+        f"the gradients of the {world} ranks are summed and not averaged, though each reports the loss that it differentiates. "
         f"{name} and all others get {world} times the gradient of the mean loss"
     )
     hint = "divide by the number of ranks, in the reduction or in the loss"

@@ -186,8 +186,8 @@ def _finding(evidence: Evidence, slot: str, names: list[str], scaled: bool = Fal
     over = copied_over(evidence, first, slot)
     cause = _cause(evidence, slot, names, group, key)
     if scaled:
-        cause += "; all others differ by one factor alone, the clip coefficient that follows from it"
-    where = f"{group_words(evidence, over, group)}: first {and_more(names)}, ranks {minority}; norms {norms}"
+        cause += ". All further gradients differ by one factor alone: the clip coefficient, which follows from it"
+    where = f"{group_words(evidence, over, group)}: {and_more(names)}, ranks {minority}. Norms: {norms}"
     seen = dict.fromkeys(f"{peer.rows[key][0]:016x}" for peer in group)
     return evidence.finding(
         "replicas",
@@ -215,21 +215,19 @@ def _cause(evidence: Evidence, slot: str, names: list[str], group: list[Peer], k
     empty = [peer.rank for peer in group if peer.rows[key][1] == 0]
     if empty and len(empty) < len(group):
         return (
-            f"; it is all zeros on rank {', '.join(map(str, empty))}: a collective lost its payload, or this rank took no part"
+            f". It is all zeros on rank {', '.join(map(str, empty))}: a collective lost its payload, or the rank was not in it"
         )
     if slot in ("grad", "grad_unclipped"):
         if _draw_apart(evidence, slot, names[0], group):
-            return (
-                "; the ranks have other random states and the forward draws: dropout masks of what they share are not the same"
-            )
+            return ". The random states of the ranks differ and the forward draws: dropout masks of replicated layers differ"
         everything = len(names) >= 0.9 * sum(1 for _ in evidence.tensors.with_slot(slot))
         if everything and evidence.of(TrainingCalls).bypassed and evidence.model.wrapped:
-            return f"; {evidence.model.wrapped} was not called, but the model inside it, so it reduced nothing"
+            return f". The program called the model inside {evidence.model.wrapped}, which therefore reduced nothing"
         if everything:
-            return "; every gradient differs: none was reduced over the group"
-        return "; a partial sum was passed on as a whole one: a reduction over this group is missing"
+            return ". Every gradient differs: none was reduced over the group"
+        return ". A reduction over this group is missing: each rank has a partial sum"
     if slot == "value" and len(names) == 1:
-        return "; this one alone: it was overwritten, or its memory is corrupted (an element may have a flipped bit)"
+        return ". It is the only one: it was overwritten, or its memory is corrupted (a flipped bit)"
     return ""
 
 

@@ -34,7 +34,7 @@ def check(evidence: Evidence) -> list[Finding]:
     over = evidence.over(differing[0], "begun") & _DATA
     text = (
         f"the buffer {and_more(differing)} differs in the {group_words(evidence, over, along(evidence, over))}, where it was "
-        "equal at first: each rank follows its own data, and a checkpoint keeps the buffer of one"
+        "equal at first. Each rank follows its own data, and a checkpoint keeps the buffer of one"
     )
     hint = "all_reduce what the buffer is updated with, or hand it from one rank to all (broadcast_buffers=True)"
     return [

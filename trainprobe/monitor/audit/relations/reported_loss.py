@@ -130,7 +130,7 @@ def _near(a: float, b: float, size: float, floor: float = _FLOOR) -> bool:
 
 def _summed(evidence: Evidence, n: int, total: float, reported: float) -> Finding:
     text = (
-        f"the {n} losses that were differentiated add up to {total:.6g}, {n} times the reported loss {reported:.6g}: the "
+        f"the {n} losses that were differentiated add up to {total:.6g}, {n} times the reported loss {reported:.6g}. The "
         "gradient is summed over the micro-batches and not averaged"
     )
     return _finding(evidence, text, total, reported, "divide the loss of each micro-batch by their number before backward")
@@ -160,7 +160,7 @@ def _scales_differ(evidence: Evidence, losses: Sequence[float], reported: float)
 def _scale_changed(evidence: Evidence, total: float, reported: float) -> Finding:
     passes = len(evidence.of(UsedGradients).differentiated)
     text = (
-        f"the loss scale changed between the {passes} backward passes of the step: unscaling "
+        f"the loss scale changed between the {passes} backward passes of the step. Unscaling "
         "divides all of their gradients by one scale, so they have different weights"
     )
     return _finding(evidence, text, total, reported, "call scaler.update() once per step, after scaler.step()")
@@ -171,7 +171,7 @@ def _missed_the_scaler(evidence: Evidence, unscaled: Sequence[int], total: float
     which, passes = ", ".join(map(str, unscaled)), len(evidence.of(UsedGradients).differentiated)
     text = (
         f"backward pass {which} of {passes} began from a loss that was not multiplied by the loss "
-        f"scale {scale:g}: unscaling divides its gradient nevertheless, so it has almost no weight"
+        f"scale {scale:g}. Unscaling divides its gradient nevertheless, so it has almost no weight"
     )
     return _finding(evidence, text, total, reported, "call scaler.scale(loss) on every loss before backward")
 
@@ -187,7 +187,7 @@ def _last_alone(evidence: Evidence, n: int, total: float, reported: float) -> Fi
 def _no_longer(evidence: Evidence, totals: Sequence[float], reported: float) -> Finding:
     listed = " and ".join(f"{value:.6g}" for value in evidence.of(UsedGradients).differentiated[:4])
     text = (
-        f"the reported loss {reported:.6g} is no longer what is differentiated, as it was at each audited step before: the "
+        f"the reported loss {reported:.6g} is no longer what is differentiated, as it was at each audited step before. The "
         f"backward passes began from {listed}, {totals[0]:.6g} without the loss scale"
     )
     hint = "report the very number that backward is called on; look at what it is divided by, and whether all of it is scaled"

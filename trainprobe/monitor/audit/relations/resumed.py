@@ -67,7 +67,7 @@ def _schedule(evidence: Evidence, saved: Save, schedules: Sequence[SchedulerStat
             continue
         again = "begins again" if stands < stood else "ran ahead"
         text = (
-            f"the schedule {again}: {schedule.kind} stands at {stands} after the load, and stood at {stood} when it was "
+            f"the schedule {again}: {schedule.kind} is at {stands} after the load, and was at {stood} when it was "
             f"saved at step {saved.step}"
         )
         hint = "save and load the scheduler with the optimizer, and do not step it again to the position that it already has"
@@ -88,8 +88,8 @@ def _scale(evidence: Evidence, saved: Save) -> list[Finding]:
     if scale is None or saved.scale in (0.0, scale) or evidence.step != saved.step + 1 or not evidence.of(Saves).saved:
         return []
     text = (
-        f"the loss scale is {scale:g} after the load, and was {saved.scale:g} when the scaler was saved at step {saved.step}: "
-        "it was not loaded"
+        f"the loss scale is {scale:g} after the load, and was {saved.scale:g} when the scaler was saved at step {saved.step}. "
+        "It was not loaded"
     )
     hint = "load the scaler's state dict with that of the optimizer"
     return [
@@ -107,9 +107,9 @@ def _randoms(evidence: Evidence, saved: Save) -> list[Finding]:
     if not again or not saves.saved:
         return []
     text = (
-        f"the random numbers begin again: as step {evidence.step} begins after the load, the generator of "
-        f"{' and that of '.join(again)} stands where it stood as the first step of the run began, and had moved on when step "
-        f"{saved.step} was saved: what is drawn (dropout, shuffles, augmentation) repeats the first steps"
+        f"the random numbers begin again. At step {evidence.step}, after the load, the generator of "
+        f"{' and that of '.join(again)} is in the state of the run's first step; it had advanced when step "
+        f"{saved.step} was saved. Dropout, shuffles and augmentation repeat those of the first steps"
     )
     known = evidence.own_loop and evidence.of(TrainingCalls).drawn and "torch" in again
     hint = (

@@ -49,14 +49,14 @@ def _compare(evidence: Evidence, saved: Mapping[Key, int], now: Mapping[Key, int
     name, slot = wrong[0]
     there = next((key for key, fingerprint in saved.items() if fingerprint == now.get(wrong[0])), None)
     if (name, slot) not in now:
-        how = "it is not there"
+        how = "it is missing"
     elif there is not None:
-        how = f"there is what was {there[1]} of {there[0]}"
+        how = f"it holds what was {there[1]} of {there[0]}"
     else:
-        how = "it is another tensor: left out, cast, or written to since"
+        how = "its values differ, as it was left out, cast, or written to since"
     names = list(dict.fromkeys(key[0] for key in wrong))
     text = (
-        f"{slot} of {and_more(names, len({key[0] for key in saved}))} did not come back as it was saved {when}: {how} "
+        f"{slot} of {and_more(names, len({key[0] for key in saved}))} did not come back as it was saved {when}. Now {how} "
         f"({len(wrong)} of {len(saved)} tensors)"
     )
     return [

@@ -35,8 +35,8 @@ def check(evidence: Evidence) -> list[Finding]:
     text = (
         "the gradients that the optimizer uses differ in the "
         f"{group_words(evidence, evidence.over(first, 'grad'), group)} by the factor "
-        f"{factor:.6g}: first {and_more(differing, len(evidence.tensors.names))}, ranks {minority}; norms "
-        f"{listed_norms}; it began at clipping, whose "
+        f"{factor:.6g}: {and_more(differing, len(evidence.tensors.names))}, ranks {minority}. Norms: "
+        f"{listed_norms}. Clipping did it: its "
         "coefficient was not the same on all ranks"
     )
     return [

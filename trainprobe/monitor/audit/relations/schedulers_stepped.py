@@ -41,7 +41,7 @@ def check(evidence: Evidence) -> list[Finding]:
         passed = evidence.ordinal - streak.since
         text = (
             f"parameter group {i} has been updated at the rate {rate:.4g} for {passed} steps, over the end of {epochs} "
-            f"epoch{'s' * (epochs > 1)}: a scheduler was made for its optimizer (base rate {base.rate:.4g}) and was not stepped"
+            f"epoch{'s' * (epochs > 1)}. A scheduler was made for its optimizer (base rate {base.rate:.4g}) and was not stepped"
         )
         hint = "call scheduler.step() after optimizer.step(); in manual optimization the trainer does not"
         return [
@@ -66,7 +66,7 @@ def _astray(evidence: Evidence) -> list[Finding]:
     if schedule is None or not evidence.of(UpdateCounts).updates:
         return []
     text = (
-        f"{schedule.kind} has been stepped {schedule.astray} times and does not reach the optimizer that steps: it moves the "
+        f"{schedule.kind} has been stepped {schedule.astray} times and does not reach the optimizer that steps. It moves the "
         f"rates of another one, which holds the same parameters and never steps"
     )
     hint = "make the scheduler from the optimizer that steps, after that was wrapped, loaded or made anew"

@@ -31,7 +31,7 @@ def check(evidence: Evidence) -> list[Finding]:
     if call is not None:
         text = (
             f"the largest logit of each row of {call.kind} is the one of its own number, {call.number('self_high'):.6g} in all "
-            f"{call.count} rows, and never a target: each sample is compared with itself"
+            f"{call.count} rows, and never a target. Each sample is compared with itself"
         )
         return [_finding(evidence, call, text, "mask the diagonal of the similarities with -inf before the loss")]
     before = evidence.before

@@ -67,7 +67,7 @@ def _losses(evidence: Evidence) -> list[Finding]:
     if len({before[rank] for rank in values}) > 1:
         return []
     text = (
-        f"the reported losses came apart in the {group_words(evidence, axes, group)}, where they were equal at each audited "
+        f"the reported losses differ in the {group_words(evidence, axes, group)}, where they were equal at each audited "
         f"step before: {_listed(values)}"
     )
     mine = values.get(evidence.place.rank)

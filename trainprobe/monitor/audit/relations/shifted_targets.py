@@ -78,7 +78,7 @@ def _masked_targets(call: LossCall) -> float:
 def _masked(evidence: Evidence, call: LossCall) -> Finding:
     count, valid = _masked_targets(call), call.number("valid")
     text = (
-        f"{count:.0f} of {valid:.0f} targets of {call.kind} are tokens at which the attention mask is 0: the model is "
+        f"{count:.0f} of {valid:.0f} targets of {call.kind} are tokens at which the attention mask is 0. The model is "
         "trained to predict padding, and the mean is divided by it"
     )
     hint = "set the labels to ignore_index (-100) where the attention mask is 0"

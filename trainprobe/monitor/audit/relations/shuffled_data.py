@@ -31,7 +31,7 @@ def check(evidence: Evidence) -> list[Finding]:
     listed = ", ".join(f"{number:.0f}" for number in seen[-8:])
     text = (
         f"all targets of the step are class {seen[-1]:.0f}, and at each of the last {len(seen)} audited steps they were of one "
-        f"class ({listed}): the data are sorted by class and not shuffled"
+        f"class ({listed}). The data are sorted by class and not shuffled"
     )
     hint = "shuffle the training data: DataLoader(shuffle=True), or a sampler that shuffles"
     return [

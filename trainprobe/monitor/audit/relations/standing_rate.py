@@ -37,7 +37,7 @@ def check(evidence: Evidence) -> list[Finding]:
         if streak is None or streak.count < _LOOKS or passed < _SPAN or not 0 <= rate <= _FAR * peak or peak == 0:
             continue
         text = (
-            f"parameter group {group} has been updated at the rate {rate:.4g} for {passed} steps, after {peak:.4g} before: the "
+            f"parameter group {group} has been updated at the rate {rate:.4g} for {passed} steps, after {peak:.4g} before. The "
             "schedule has come to its end and the training goes on"
         )
         hint = "give the scheduler the number of its steps in the whole training, or step it less often"

@@ -28,7 +28,7 @@ def check(evidence: Evidence) -> list[Finding]:
         return []
     text = (
         f"the running statistics of {and_more(names)} were moved by the forward, and again by the one that ran in the backward "
-        "pass: each batch counts twice"
+        "pass. Each batch counts twice"
     )
     hint = "leave the normalisation out of the checkpoint, or set its momentum to 1 - sqrt(1 - momentum)"
     return [

@@ -60,7 +60,7 @@ def _lost_before(evidence: Evidence) -> list[Finding]:
         twin = next((name for name in twins if bits[name] == bits[p.name]), None)
         if twin is not None:
             text = (
-                f"{twin} and {p.name} begin with the same bits and are two tensors, which are trained apart: they were tied, "
+                f"{twin} and {p.name} begin with the same bits, are two tensors and are trained independently. They were tied, "
                 "and something has copied one of them"
             )
             hint = "tie them again before the optimizer is made, or leave this relation out if the head begins as a copy"

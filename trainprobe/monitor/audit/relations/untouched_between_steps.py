@@ -107,7 +107,7 @@ def _averaged_elsewhere(evidence: Evidence, before: Evidence) -> list[Finding]:
     layers = [name.rpartition(".")[0] or "root" for name in moved]
     text = (
         f"the running statistics of {and_more(layers)} averaged {more[first]:.0f} more {plural(int(more[first]), 'batch')} "
-        f"between steps {before.step} and {evidence.step} than these steps train on ({each[first][0]:.0f} each): the model ran "
+        f"between steps {before.step} and {evidence.step} than these steps train on ({each[first][0]:.0f} each). The model ran "
         "in training mode outside of the steps"
     )
     return [_moved_outside(evidence, text, moved, f"{more[first]:.0f} more", "as many as the steps have")]
@@ -155,7 +155,7 @@ def _statistics(evidence: Evidence, before: Evidence) -> list[Finding]:
     if not moved:
         return []
     text = (
-        f"the running statistics {and_more(moved)} changed between steps {before.step} and {evidence.step}: the model ran in "
+        f"the running statistics {and_more(moved)} changed between steps {before.step} and {evidence.step}. The model ran in "
         "training mode outside of a step, on data that is not of the training"
     )
     return [_moved_outside(evidence, text, moved, "changed", "unchanged")]
@@ -185,14 +185,14 @@ def _finding(evidence: Evidence, before: Evidence, slot: str, names: list[str]) 
     )
     old, new = before.tensors.number(first, f"{slot}_after", "norm"), evidence.tensors.number(first, slot, "norm")
     if new == 0 and old != 0:
-        how = "it was set to zero: state lost in loading, or a reset"
+        how = "It was set to zero: the state was lost in loading, or reset"
     elif origin is not None:
-        how = f"it is now what that of {origin} was: state that was assigned to the wrong parameter"
+        how = f"It is now what that of {origin} was: the state was assigned to the wrong parameter"
     else:
-        how = "something wrote to it: an in-place change, a load, or corrupted memory"
+        how = "Something wrote to it: an in-place change, a load, or corrupted memory"
     what = {"value": "the weight", "main_value": "the master weight"}.get(slot, f"the optimizer state {slot}")
     text = (
         f"{what} of {and_more(names, len(evidence.tensors.names))} changed between the updates of steps "
-        f"{before.step} and {evidence.step} (norm {old:.9g} to {new:.9g}): {how}"
+        f"{before.step} and {evidence.step} (norm {old:.9g} to {new:.9g}). {how}"
     )
     return evidence.finding("untouched_between_steps", text, first, slot, measured=new, expected=old, floor=0.0, names=names)

@@ -33,7 +33,7 @@ def check(evidence: Evidence) -> list[Finding]:
     first = max(wrong, key=lambda rerun: rerun.worst)
     named = [first.name, *(rerun.name for rerun in wrong if rerun is not first)]
     text = (
-        f"the update of {and_more(named, len(reruns))} is not what the optimizer's rule gives: it changed by norm "
+        f"the update of {and_more(named, len(reruns))} is not what the optimizer's rule gives. It changed by norm "
         f"{first.moved:.6g}, by the rule {first.change:.6g}; the worst element is off by {first.worst:.3g} times its floor"
     )
     return [

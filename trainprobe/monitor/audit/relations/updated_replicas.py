@@ -36,9 +36,9 @@ def check(evidence: Evidence) -> list[Finding]:
     minority, norms = minority_ranks(group, key)
     where = group_words(evidence, copied_over(evidence, first, "value_after"), group)
     text = (
-        f"the weights differ after the update in the {where}, although weights, state and gradients "
-        "were equal before it: first "
-        f"{and_more(differing, len(names))}, ranks {minority}; norms {norms}"
+        f"the weights differ after the update in the {where}, although weights, optimizer state and gradients "
+        "were equal before it: "
+        f"{and_more(differing, len(names))}, ranks {minority}. Norms: {norms}"
     )
     return [
         evidence.finding(

@@ -46,7 +46,7 @@ def check(evidence: Evidence) -> list[Finding]:
         counts = [part.targets for part in parts]
         text = (
             f"the mean losses of {len(counts)} micro-batches weigh the same in the gradient, though they are means over "
-            f"{_listed(counts)} targets: one target of the smallest weighs {max(counts) / min(counts):.3g} times as "
+            f"{_listed(counts)} targets. One target of the smallest weighs {max(counts) / min(counts):.3g} times as "
             "much as one of the largest"
         )
         hint = "sum the losses of the micro-batches and divide by the number of targets in the whole step, over all ranks"
@@ -79,7 +79,7 @@ def _over_ranks(evidence: Evidence) -> list[Finding]:
         return []
     text = (
         f"each rank of the {group_words(evidence, axes, group)} divides by its own number of targets, {_listed(counts)}, and "
-        f"the ranks are averaged: one target weighs up to {max(counts) / min(counts):.3g} times as much as another"
+        f"the ranks are averaged. One target weighs up to {max(counts) / min(counts):.3g} times as much as another"
     )
     hint = "divide by the number of targets of all ranks (all-reduced), times the number of ranks that average gradients"
     return [_finding(evidence, text, counts, hint)]

@@ -41,7 +41,7 @@ def check(evidence: Evidence) -> list[Finding]:
     like = next(other for other, known in factors.items() if known == usual)
     text = (
         f"the loss of rank {rank} is multiplied by {factor:g} before its backward and that of rank {like} by {usual:g} "
-        f"({group_words(evidence, frozenset({'dp'}), group)}; losses {losses[rank]:.4g} and {losses[like]:.4g}): its data have "
+        f"({group_words(evidence, frozenset({'dp'}), group)}; losses {losses[rank]:.4g} and {losses[like]:.4g}). Its data have "
         f"{abs(factor / usual):.3g} times the weight"
     )
     return [
