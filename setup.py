@@ -17,7 +17,7 @@ from setuptools.command.build_ext import build_ext
 
 NATIVE = Path("trainprobe/engine/arrays/native")
 SCHEMA = "trainprobe/engine/core/row_schema.py"
-KERNEL = ("module.c", "rows.c", "kernels.c", "fingerprint.c", "crc32.c", "pool.c")
+KERNEL = ("module.c", "rows.c", "kernels.c", "fingerprint.c", "pool.c")
 TAPE = (
     "modules.c",
     "ops.c",

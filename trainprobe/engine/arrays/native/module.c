@@ -82,7 +82,6 @@ static struct PyModuleDef definition = {
 
 PyMODINIT_FUNC PyInit__native(void) {
     kernels_init();
-    crc32_init();
     fingerprint_init();
     pool_init();
     PyObject *module = PyModule_Create(&definition);

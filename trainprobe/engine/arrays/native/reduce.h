@@ -58,7 +58,6 @@ typedef struct {
     double count, nan, posinf, neginf, zero, min, max, s, c, q, qc, asked[COLUMNS];
     int128 integer_sum;
     uint64_t checksum;
-    uint32_t crc;
     int exponent;
 } Part;
 
@@ -129,10 +128,6 @@ static inline uint64_t hashed(uint64_t n) {
 extern uint32_t key_low[ROW], key_high[ROW]; /* halves of hashed(0) to hashed(255) */
 void fingerprint_init(void);
 uint64_t fingerprint_run(int item, const char *x, int64_t n, int64_t left, uint64_t place, uint64_t step);
-
-uint32_t crc32_bytes(uint32_t crc, const void *data, size_t n);
-uint32_t crc32_join(uint32_t a, uint32_t b, uint64_t bytes_of_b);
-void crc32_init(void);
 
 int pool_run(const Job *job, int64_t blocks, Part *parts); /* 0 when the pool was busy or absent: nothing was done */
 void pool_threads(int n);

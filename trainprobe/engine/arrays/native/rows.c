@@ -119,7 +119,7 @@ static void merge_squares(Part *a, const Part *b) {
     a->qc += b->qc * scale * scale;
 }
 
-static void part_merge(Part *a, const Part *b, int flags, uint64_t bytes_of_b) {
+static void part_merge(Part *a, const Part *b, int flags) {
     if (flags & STATS) {
         merge_asked(a, b, flags); /* first: it takes the sums and counts of both */
         a->count += b->count, a->nan += b->nan, a->posinf += b->posinf, a->neginf += b->neginf;
@@ -132,7 +132,6 @@ static void part_merge(Part *a, const Part *b, int flags, uint64_t bytes_of_b) {
         a->integer_sum += b->integer_sum;
     }
     a->checksum += b->checksum;
-    if (flags & CRC32) a->crc = crc32_join(a->crc, b->crc, bytes_of_b);
 }
 
 static void stats_single(const float *x, int64_t n, int64_t left, int dtype, int flags, Part *p) {
@@ -288,8 +287,7 @@ static void reduce_chunk(const Job *job, int64_t start, int64_t n, Part *p) {
     int64_t left = x == (const char *)buffer || job->memory.nd > 1 ? 0 : (job->n - start - n) * item_size[job->dtype];
     part_clear(p);
     if (job->flags & CHECKSUM) p->checksum = checksum_chunk(job, x, start, n, left);
-    if (job->flags & CRC32) p->crc = crc32_bytes(0, x, (size_t)n * (size_t)item_size[job->dtype]);
-    if (job->flags & STATS) stats_chunk(job, x, n, job->flags & (CHECKSUM | CRC32) ? 0 : left, p);
+    if (job->flags & STATS) stats_chunk(job, x, n, job->flags & CHECKSUM ? 0 : left, p);
 }
 
 void reduce_block(const Job *job, int64_t block, Part *out) {
@@ -300,7 +298,7 @@ void reduce_block(const Job *job, int64_t block, Part *out) {
     for (start += CHUNK; start < end; start += CHUNK) {
         int64_t n = end - start < CHUNK ? end - start : CHUNK;
         reduce_chunk(job, start, n, &part);
-        part_merge(out, &part, job->flags, (uint64_t)n * (uint64_t)item_size[job->dtype]);
+        part_merge(out, &part, job->flags);
     }
 }
 
@@ -328,8 +326,7 @@ static void reduce_alone(const Job *job, Part *out) {
     reduce_block(job, 0, out);
     for (int64_t block = 1; block < blocks; block++) {
         reduce_block(job, block, &part);
-        int64_t left = job->n - block * BLOCK * CHUNK, n = left < BLOCK * CHUNK ? left : BLOCK * CHUNK;
-        part_merge(out, &part, job->flags, (uint64_t)n * (uint64_t)item_size[job->dtype]);
+        part_merge(out, &part, job->flags);
     }
 }
 
@@ -340,10 +337,7 @@ static int reduce_together(const Job *job, Part *out) {
     int ran = pool_run(job, blocks, parts);
     if (ran) {
         *out = parts[0];
-        for (int64_t block = 1; block < blocks; block++) {
-            int64_t left = job->n - block * BLOCK * CHUNK, n = left < BLOCK * CHUNK ? left : BLOCK * CHUNK;
-            part_merge(out, &parts[block], job->flags, (uint64_t)n * (uint64_t)item_size[job->dtype]);
-        }
+        for (int64_t block = 1; block < blocks; block++) part_merge(out, &parts[block], job->flags);
     }
     free(parts);
     return ran;
@@ -367,6 +361,12 @@ static void reduce(const Job *job, Part *out) {
 }
 
 /* ---- the rows of a step ------------------------------------------------------------------------------------------ */
+
+#ifndef PyBUF_READ /* the limited API names it since Python 3.11 */
+#define PyBUF_READ 0x100
+#endif
+
+static PyObject *zlib_crc32;
 
 static Py_ssize_t expected = LEAST_ROWS; /* as many rows as the latest buffer had, so that the next one need not grow */
 
@@ -424,12 +424,34 @@ static int read_layout(Job *job, PyObject *shape, PyObject *strides, PyObject *w
     return 0;
 }
 
+/* zlib's CRC-32 of the elements in their order; -1 with an exception set. zlib lets other Python threads run. */
+static int crc_of(const Job *job, uint32_t *crc) {
+    uint64_t buffer[CHUNK * 2];
+    int64_t item = item_size[job->dtype], run = job->memory.nd == 1 && job->memory.stride[0] == item ? job->n : CHUNK;
+    *crc = 0;
+    for (int64_t start = 0; start < job->n; start += run) {
+        int64_t n = job->n - start < run ? job->n - start : run;
+        PyObject *bytes =
+            PyMemoryView_FromMemory((char *)chunk_at(job, start, n, (char *)buffer), n * item, PyBUF_READ);
+        PyObject *sum = bytes ? PyObject_CallFunction(zlib_crc32, "OI", bytes, (unsigned int)*crc) : NULL;
+        Py_XDECREF(bytes);
+        if (!sum) return -1;
+        *crc = (uint32_t)PyLong_AsUnsignedLong(sum);
+        Py_DECREF(sum);
+        if (PyErr_Occurred()) return -1;
+    }
+    return 0;
+}
+
 Py_ssize_t stats_rows_reduce(StatsRows *self, const Job *job) {
     Part part;
+    uint64_t taken = self->taken;
+    uint32_t crc = 0;
+    if (job->flags & CRC32 && crc_of(job, &crc)) return -2;
+    if (taken != self->taken) return -1;
     if (self->rows == self->room && grow(self)) return -2;
     Py_ssize_t row = self->rows++;
     if (job->n * item_size[job->dtype] > ALONE) {
-        uint64_t taken = self->taken;
         Py_BEGIN_ALLOW_THREADS reduce(job, &part);
         Py_END_ALLOW_THREADS if (taken != self->taken) return -1;
     } else {
@@ -437,7 +459,7 @@ Py_ssize_t stats_rows_reduce(StatsRows *self, const Job *job) {
     }
     part_finish(&part, job, self->partials + row * COLUMNS);
     self->checksums[row] = part.checksum;
-    self->crcs[row] = part.crc;
+    self->crcs[row] = crc;
     if (job->flags & CRC32) self->has_crc = 1;
     return row;
 }
@@ -549,6 +571,10 @@ static PyType_Spec stats_rows_spec = {"trainprobe._native.StatsRows", sizeof(Sta
                                       stats_rows_slots};
 
 int rows_fill(PyObject *module) {
+    PyObject *zlib = PyImport_ImportModule("zlib");
+    zlib_crc32 = zlib ? PyObject_GetAttrString(zlib, "crc32") : NULL;
+    Py_XDECREF(zlib);
+    if (!zlib_crc32) return -1;
     stats_rows_type = (PyTypeObject *)PyType_FromSpec(&stats_rows_spec);
     return stats_rows_type ? PyModule_AddObjectRef(module, "StatsRows", (PyObject *)stats_rows_type) : -1;
 }
