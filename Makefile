@@ -1,6 +1,7 @@
 # Commands for a fresh machine that has Python 3.11 and pip, and nothing else:
 #   make demo    train a small GPT with the probe on and show what it saw
 #   make test    everything that must hold: format, lint, types, tests
+#   make test-all   that, and every case of each matrix (tests/matrices.py)
 #   make check   the quick part of it: format, lint, types
 #   make quick   in three minutes, a test of each contract and room (tests/quick.txt)
 #   make test-oldest   for the oldest releases that the package accepts.
@@ -18,7 +19,7 @@ PIP := $(BIN)/python $(INSTALL)
 CODE_IN_C := $(shell find trainprobe -name '*.c' -o -name '*.h')
 SOURCES := pyproject.toml $(wildcard setup.py) $(CODE_IN_C)
 
-.PHONY: demo test quick test-mindspore test-triton test-foreign test-foreign-all test-oldest test-queries test-wheels wheels release-check gpu-bundle docs sanitize check bench clean
+.PHONY: demo test test-all quick test-mindspore test-triton test-foreign test-foreign-all test-oldest test-queries test-wheels wheels release-check gpu-bundle docs sanitize check bench clean
 .SILENT:
 # each process would compile again all that it imports: of torch alone that takes longer than the rest of its import
 unexport PYTHONDONTWRITEBYTECODE
@@ -46,6 +47,9 @@ test: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadscope --no-loadscope-reorder tests || status=1; \
 	$(BIN)/python -m tests.support_table --check || status=1; \
 	exit $$status
+
+test-all: export TRAINPROBE_EXHAUSTIVE := 1
+test-all: test
 
 quick: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist load -m "not slow" $$(cat tests/quick.txt)

@@ -19,7 +19,10 @@ NOTEBOOKS = ROOT / "examples" / "notebooks"
 SHOWN = {
     "is_it_healthy": [
         ["200 steps watched, no findings"],
-        ["200 steps watched, 3 findings (ownership", "the optimizer owns 4 of 6 live trainable parameters: it never updates 4.weight"],
+        [
+            "200 steps watched, 3 findings (ownership",
+            "the optimizer owns 4 of 6 live trainable parameters: it never updates 4.weight",
+        ],
     ],
     "where_did_the_nan_come_from": [
         ["the first NaN of step 3 is in loss", "repeat step 3 with `record: mix, step: [3], output: again`"],
