@@ -86,7 +86,7 @@ def test_a_schedule_that_begins_again_in_another_layout_is_told_once(case):
     told = [finding for finding in found()[case] if finding[0] == "resumed"]
     ((_, severity, _, name, _, message),) = told
     assert (severity, name) == ("error", "lr")
-    assert f"StepLR stands at 0 after the load, and stood at {SAVED + 1} when it was saved at step {SAVED}" in message
+    assert f"StepLR is at 0 after the load, and was at {SAVED + 1} when it was saved at step {SAVED}" in message
 
 
 @pytest.mark.parametrize("case", cases("data"))

@@ -159,7 +159,7 @@ def random_numbers(folder, *, dropout, puts_back):
 
 @pytest.mark.parametrize(
     ("dropout", "severity", "generator"),
-    [(True, "warning", "the generator of torch and that of numpy stands"), (False, "info", "the generator of numpy stands")],
+    [(True, "warning", "the generator of torch and that of numpy is in"), (False, "info", "the generator of numpy is in")],
 )
 def test_random_numbers_that_begin_again_after_a_load_are_found(tmp_path, dropout, severity, generator):
     (found,) = random_numbers(tmp_path / "out", dropout=dropout, puts_back=False)

@@ -43,7 +43,7 @@ class GivenNumbersWatch(Observer):
         super().__init__(guard, audited)
         self._tape: Tape | None = None
         self._replaced: list[Replaced] = []
-        self._arguments: dict[str, tuple[Tensor, Value, Deferred | None]] = {}
+        self._arguments: dict[str, tuple[Tensor, tuple[int, ...], Value, Deferred | None]] = {}
         self._narrowed: list[tuple[str, int, Deferred]] = []
         self._tokens: Deferred | None = None
 
@@ -70,15 +70,15 @@ class GivenNumbersWatch(Observer):
     def module_called(self, name: str, module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Count the tokens that the first embedding is given, where they are an argument of the model."""
         if self._tokens is None and isinstance(module, nn.Embedding) and args and module.num_embeddings <= _MOST_TOKENS:
-            given = next((t for t, _, _ in self._arguments.values() if _is_same(t, args[0])), None)
+            given = next((t for t, *_ in self._arguments.values() if _is_same(t, args[0])), None)
             if given is not None and given.dim() == 2 and given.shape[1] > 1:
                 attempt(self._count, given, module.num_embeddings, otherwise=_left_out)
 
     def facts(self, step_data: StepData) -> GivenNumbers:
         """Return what the model was called with, and what whole numbers lost."""
         arguments = tuple(
-            Argument(name, tuple(t.shape), checksum_of(step_data, value), *_numbers(deferred))
-            for name, (t, value, deferred) in self._arguments.items()
+            Argument(name, shape, checksum_of(step_data, value), *_numbers(deferred))
+            for name, (_, shape, value, deferred) in self._arguments.items()
         )
         self._arguments = {}
         narrowed = tuple(
@@ -96,7 +96,7 @@ class GivenNumbersWatch(Observer):
             value = self._tape.value(t, STATS | CHECKSUM)
             if _FEWEST <= t.numel() <= _LARGEST and t.dtype != torch.bool:
                 numbers = self._tape.defer(stacked(_counts(t), t.device))
-        self._arguments[name] = t, value, numbers
+        self._arguments[name] = t, tuple(t.shape), value, numbers
 
     def _count(self, tokens: Tensor, kinds: int) -> None:
         assert self._tape is not None

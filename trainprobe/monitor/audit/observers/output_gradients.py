@@ -6,7 +6,7 @@ the host with all else.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ class OutputGradients(Observer):
         super().__init__(guard, audited)
         self._tape: Tape | None = None
         self._rows: tuple[str, Tensor] | None = None  # what the call that runs was given
+        self._beside: list[Tensor] = []  # what has whole numbers at the same places
         self._hook: Any = None
         self._seen: tuple[str, Deferred] | None = None
 
@@ -49,19 +50,22 @@ class OutputGradients(Observer):
         if self._hook is not None:
             self._hook.remove()
         self._hook = self._tape = self._rows = None
+        self._beside = []
 
     def model_called(self, model: Any, named: Mapping[str, Any]) -> None:
         """Learn the rows that the model is called with."""
         plain = [(name, t.detach()) for name, t in named.items() if type(t) is Tensor]
-        tokens = (row for row in plain if row[1].dim() == 2 and row[1].dtype in (torch.int64, torch.int32))
-        frames = (row for row in plain if row[1].dim() == 3 and row[1].is_floating_point())
-        self._rows = None if self._hook is not None or in_a_transform() else next(tokens, None) or next(frames, None)
+        tokens = [row for row in plain if row[1].dim() == 2 and row[1].dtype in (torch.int64, torch.int32)]
+        frames = [row for row in plain if row[1].dim() == 3 and row[1].is_floating_point()]
+        self._rows = None if self._hook is not None or in_a_transform() else next(iter((*tokens, *frames)), None)
+        self._beside = [t for _, t in tokens[1:]]
 
     def module_returned(self, module: Any, result: Any) -> None:
         """Hook the output of the model that has a place for each of the rows'."""
         if self._rows is None or not any(module is list(unwrapped(model))[-1] for model in self._audited.models):
             return
         (name, rows), self._rows = self._rows, None
+        beside = [t for t in self._beside if t.shape == rows.shape and t.device == rows.device] if rows.dim() == 2 else []
         fitting = (t for t in tensors_of(result) if t.grad_fn is not None and t.shape[:2] == rows.shape[:2])
         out = next((t for t in fitting if t.device == rows.device and rows.shape[1] > 1), None)
         if out is not None:
@@ -70,7 +74,7 @@ class OutputGradients(Observer):
             def look(gradients: tuple[Tensor | None, ...]) -> None:
                 gradient = gradients[place]
                 if self._seen is None and gradient is not None and gradient.shape == shape:
-                    self._guard.run(lambda: attempt(self._look, name, rows, gradient, otherwise=_left_out))
+                    self._guard.run(lambda: attempt(self._look, name, rows, beside, gradient, otherwise=_left_out))
 
             self._hook = out.grad_fn.register_prehook(look)  # pyright: ignore[reportOptionalMemberAccess]
 
@@ -81,13 +85,14 @@ class OutputGradients(Observer):
         counts = tuple(int(n) for n in self._seen[1].numbers)
         return TrainedPlaces(self._seen[0], counts[:4], counts[4:8], counts[8:])  # pyright: ignore[reportArgumentType]
 
-    def _look(self, name: str, rows: Tensor, gradient: Tensor) -> None:
+    def _look(self, name: str, rows: Tensor, beside: Sequence[Tensor], gradient: Tensor) -> None:
         if self._tape is None or type(gradient) is not Tensor:
             return
         with without_dispatch(), torch.no_grad():
             flat = gradient.reshape(*gradient.shape[:2], -1)
             carries = (flat.amax(2) != 0) | (flat.amin(2) != 0)
-            counts = _at_padding(tail(rows), carries)
+            pads = torch.stack([tail(t) for t in (rows, *beside)]).all(0)  # an encoder's rows end elsewhere than a decoder's
+            counts = _at_padding(pads, carries)
             counts += _at_prompts(rows, carries) if rows.dim() == 2 else [carries.new_zeros(())] * 6
             self._seen = name, self._tape.defer(stacked(counts, gradient.device))
 

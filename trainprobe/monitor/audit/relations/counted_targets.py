@@ -2,7 +2,7 @@
 
 Relation, for `cross_entropy` and `nll_loss` with class indices, at two audited steps in a row:
 
-    half of the rows of tokens or more have a target that is not ignored
+    half of the rows of tokens or more have a target that is not ignored (where none has, `loss_inputs` says so)
     `ignore_index` is no class of the input that takes more than half of the targets, where these are maps (the targets of an
     input [N, C, …]) and the model is not called with tokens, whose padding may have an index of its own
     where the input differs from the targets by one token alone (8 times or more), which hides them, fewer than half of the
@@ -44,7 +44,9 @@ def check(evidence: Evidence) -> list[Finding]:
 def _wrong(calls: tuple[LossCall, ...]) -> dict[str, tuple[str, float, str]]:
     """Return each violation of a step: what is to be told, the share, and what to do."""
     found: dict[str, tuple[str, float, str]] = {}
-    rows, bare = (sum(n for call in calls if (n := call.number(f"{what} 1")) == n) for what in ("rows", "bare"))
+    rows, bare = (
+        sum(n for call in calls if call.number("valid") and (n := call.number(f"{what} 1")) == n) for what in ("rows", "bare")
+    )
     if rows >= _FEWEST_ROWS and bare > rows / 2:
         text = f"{bare:.0f} of {rows:.0f} rows of tokens have no target that counts: their labels are all ignored"
         found["rows"] = (

@@ -47,7 +47,7 @@ def check(evidence: Evidence) -> list[Finding]:
     if _encodes_and_decodes(evidence.model.modes):
         return []
     if any(_all_equal(call, 1) for call in calls):
-        return next(([_masked(evidence, call)] for call in calls if _masked_targets(call) > call.rows), [])
+        return [_masked(evidence, call) for call in calls if _masked_targets(call) > call.rows][:1]
     for shift, (what, hint) in _WRONG.items():
         call = next((call for call in calls if _all_equal(call, shift)), None)
         if call is not None:
@@ -68,6 +68,11 @@ def _all_equal(call: LossCall, shift: int) -> bool:
 def predicts_next(call: LossCall) -> bool:
     """Tell whether all of at least 16 valid targets are the next token."""
     return call.number("valid") >= _FEWEST and _all_equal(call, 1)
+
+
+def trains_masked_targets(evidence: Evidence) -> bool:
+    """Tell whether targets count where the attention mask is 0."""
+    return any(_masked_targets(call) > call.rows for call in evidence.of(LossCalls).losses)
 
 
 def _masked_targets(call: LossCall) -> float:

@@ -3,7 +3,8 @@
 Relation, for the first call of the model with rows [rows, time] in a step, at two audited steps in a row:
 
     in rows that end with two or more of one token that stands nowhere else, or with frames of zeros, fewer than half of these
-    places, but for the first, have a gradient; and not more than half of these rows have one nowhere else
+    places, but for the first, have a gradient (where a loss has targets that a mask leaves out, `shifted_targets` says so);
+    and not more than half of these rows have one nowhere else
     where at least half of all rows begin with the same three tokens or more as the one before, and others not (several answers
     to each of several prompts), fewer than nine in ten places whose next token is shared have a gradient
 
@@ -21,9 +22,10 @@ from typing import Any
 from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
 from trainprobe.monitor.audit.facts.gradients import TrainedPlaces
+from trainprobe.monitor.audit.relations.shifted_targets import trains_masked_targets
 
 COST = frozenset({"host"})
-OBSERVERS = frozenset({"output_gradients"})
+OBSERVERS = frozenset({"output_gradients", "loss_inputs"})
 EVERY = 10
 STAGE = "backward"
 PYTORCH_ONLY = "the gradient of the output is seen on PyTorch's graph"
@@ -32,8 +34,8 @@ _ALL = 0.9
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find places that are trained and should not be, as at the audited step before."""
-    before, now = evidence.before, _wrong(evidence.of(TrainedPlaces))
-    was = {} if before is None else _wrong(before.of(TrainedPlaces))
+    before, now = evidence.before, _wrong(evidence)
+    was = {} if before is None else _wrong(before)
     for kind, (text, hint) in now.items():
         if kind in was:
             name = evidence.of(TrainedPlaces).argument
@@ -42,15 +44,16 @@ def check(evidence: Evidence) -> list[Finding]:
     return []
 
 
-def _wrong(seen: TrainedPlaces) -> dict[str, tuple[str, str]]:
+def _wrong(evidence: Evidence) -> dict[str, tuple[str, str]]:
     """Return each violation of a step: what is to be told, and what to do."""
     found: dict[str, tuple[str, str]] = {}
+    seen = evidence.of(TrainedPlaces)
     places, trained, rows, alone = seen.padding
     assumed = f"(assuming that what ends the rows of {seen.argument} is padding)"
     if rows > 1 and alone > rows / 2:
         text = f"in {alone} of {rows} padded rows the gradient enters the output at padded positions alone {assumed}"
         found["alone"] = text, "take the output at the last token of each row: its length less one"
-    elif rows > 1 and trained > places / 2:
+    elif rows > 1 and trained > places / 2 and not trains_masked_targets(evidence):
         text = f"{trained} of {places} padded positions of the output carry a gradient: padding is trained {assumed}"
         found["padding"] = text, "leave padding out of the loss: ignore_index (-100) in the labels, a mask, or the true lengths"
     alike, pairs, length, others = seen.prompts
