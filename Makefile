@@ -44,7 +44,7 @@ test: $(VENV)/.dev
 	$(MAKE) --no-print-directory $(VENVS)/megatron-lm/.ready || test "$$CI" != true || status=1; \
 	TRAINPROBE_MSPROBE_PYTHON="$$(ls -d $(abspath $(VENVS)/msprobe)/bin/python)" \
 	TRAINPROBE_MEGATRON_LM="$$(ls -d $(abspath $(VENVS)/megatron-lm)/site)" OMP_NUM_THREADS=1 \
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadscope --no-loadscope-reorder tests || status=1; \
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadscope --no-loadscope-reorder --max-worker-restart 0 tests || status=1; \
 	$(BIN)/python -m tests.support_table --check || status=1; \
 	exit $$status
 

@@ -34,12 +34,14 @@ _WHOLE: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
 _PATTERN = re.compile(r"\(\?|\|\w|\[ ")  # a regular expression
 _HEAD = f"""# Messages
 
-What trainprobe prints, made by `{COMMAND}`. Each line below was printed in a test. A finding has at most two lines: what, the
-value and where; and what to do next. [All other texts](all_messages.md), errors and notes, are on a page of their own.
+What trainprobe prints, made by `{COMMAND}`. Each line below was printed in a test. A finding has at
+most two lines: what, the value and where; and what to do next. [All other texts](all_messages.md), errors and notes, are on a
+page of their own.
 """
 _ALL_HEAD = f"""# All texts
 
-Each text that trainprobe prints, made from the code by `{COMMAND}`; [messages.md](messages.md) has examples of findings.
+Each text that trainprobe prints, made from the code by `{COMMAND}`; [messages.md](messages.md) has
+examples of findings.
 
 Names in braces stand for what is filled in, … for what is put together elsewhere. A sentence that is made of pieces has
 them on lines of their own. Errors about damaged files are not listed: each names the file, what is wrong with it and where.

@@ -9,7 +9,7 @@ from trainprobe.monitor.audit.relations import relation_names
 from trainprobe.monitor.rules import rule_names
 
 NAMES = (*rule_names(), *relation_names())
-READ_IN_A_QUARTER = 3500  # words, of an hour
+READ_IN_A_QUARTER = 3750  # words, of an hour: 250 a minute
 LACKING = {
     "finite_together",
     "hooks",

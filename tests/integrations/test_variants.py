@@ -44,7 +44,7 @@ FAULTS = {
     "{here}/dummy_update.py autocast": ({"ambient_state"}, "autocast at the update is bfloat16"),
     "{here}/average_under_root.py left_out": (
         {"ownership", "movement", "frozen"},
-        "owns 4 of 6 live trainable parameters: model.4",
+        "owns 4 of 6 live trainable parameters: it never updates model.4",
     ),
     "{here}/average_under_root.py written": ({"untouched_between_steps"}, "the weight of model.0.weight changed"),
     "{here}/average_under_root.py rests": ({"modes", "evaluation"}, "the whole model"),

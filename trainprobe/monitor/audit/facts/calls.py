@@ -192,27 +192,11 @@ class Argument:
     others are."""
 
 
-@dataclass(frozen=True, slots=True)
-class Narrowed:
-    """Whole numbers that were converted to a short dtype."""
-
-    dtype: str
-    """What they became."""
-    count: int
-    """How many there were."""
-    lost: int
-    """How many changed."""
-    high: float
-    """The largest of them."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class GivenNumbers:
     """What the model was first called with in a step."""
 
     arguments: tuple[Argument, ...] = ()
     """Its tensors."""
-    narrowed: tuple[Narrowed, ...] = ()
-    """Whole numbers that were converted in the step."""
     tokens: npt.NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
     """[different tokens]: how often each came in rows of tokens, but for the padding behind them."""

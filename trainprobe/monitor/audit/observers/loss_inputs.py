@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainprobe.engine.arrays.torch_arrays import reason_without_statistics
 from trainprobe.engine.arrays.without_dispatch import in_a_transform, without_dispatch
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.core.guard import Guard, attempt
@@ -128,8 +129,8 @@ class LossInputs(Observer):
         reduction = _reduction(kind, args, kwargs)
         with without_dispatch(), torch.no_grad():
             found = {"value": out.detach() if out.numel() == 1 else x.new_full((), float("nan"), dtype=torch.float32)}
-            found |= _about(kind, x, y, args, kwargs, self._given)
-            found |= _copied(kind, y, args, self._numbers, self._looked_up)
+            found |= _about(kind, x, y, args, kwargs, _readable(self._given))
+            found |= _copied(kind, y, args, _readable(self._numbers), _readable(self._looked_up))
             found |= {"arguments": x.new_full((), self._arguments, dtype=torch.float32)}
             shares = _shares(kind, x, y, args)
             numbers = torch.cat((stacked(found.values(), x.device), *shares))
@@ -149,6 +150,11 @@ class LossInputs(Observer):
             kind, _reduction(kind, args, kwargs), self._audited.of(BackwardStarts).count, y.numel(), (_shape(x), _shape(y))
         )
         self._ungraded.append((call, ("apart", "target_low", "target_high"), self._tape.defer(numbers)))
+
+
+def _readable(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return those whose memory is still there: the program may have given it back since the model was called."""
+    return {name: t for name, t in given.items() if not reason_without_statistics(t)}
 
 
 def stacked(numbers: Iterable[Tensor], device: torch.device) -> Tensor:

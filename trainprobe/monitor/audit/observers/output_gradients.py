@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainprobe.engine.arrays.torch_arrays import reason_without_statistics
 from trainprobe.engine.arrays.without_dispatch import in_a_transform, without_dispatch
 from trainprobe.engine.capture.features.feature import tensors_of
 from trainprobe.engine.core.guard import Guard, attempt
@@ -86,8 +87,8 @@ class OutputGradients(Observer):
         return TrainedPlaces(self._seen[0], counts[:4], counts[4:8], counts[8:])  # pyright: ignore[reportArgumentType]
 
     def _look(self, name: str, rows: Tensor, beside: Sequence[Tensor], gradient: Tensor) -> None:
-        if self._tape is None or type(gradient) is not Tensor:
-            return
+        if self._tape is None or type(gradient) is not Tensor or any(map(reason_without_statistics, (rows, *beside, gradient))):
+            return  # a program may have given the memory of the rows back
         with without_dispatch(), torch.no_grad():
             flat = gradient.reshape(*gradient.shape[:2], -1)
             carries = (flat.amax(2) != 0) | (flat.amin(2) != 0)

@@ -17,7 +17,9 @@ from trainprobe.engine.capture.optimizers import parameters_of
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.capture.patching.step_hooks import StepListener
 from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.library import Deferred
 from trainprobe.engine.core.records import StepData
+from trainprobe.engine.tape import Tape
 from trainprobe.monitor.audit.observers import Audited, Observer
 from trainprobe.monitor.audit.relations.written_between_steps import RestingWeights, Write
 
@@ -32,6 +34,7 @@ class _Gap:
     """What the time between two updates did.
 
     steps: those of the two. told: both are audited, so that another relation looks at all. changed: by sampled element.
+    brought: the same on its way to the host.
     """
 
     steps: tuple[int, int]
@@ -39,6 +42,7 @@ class _Gap:
     names: Sequence[str]
     counts: Sequence[int]
     changed: torch.Tensor
+    brought: Deferred | None = None
 
 
 class _Left(NamedTuple):
@@ -61,12 +65,24 @@ class WeightSamples(Observer):
         self._gaps: list[_Gap] = []
         self._quiet: dict[str, int] = {}  # name → gaps without a write, -1 once there was one
         self._writes: list[Write] = []
+        self._tape: Tape | None = None
 
     def start(self) -> None:
         """Begin to listen."""
         if self._listener is None:
             self._listener = StepListener(self._before, self._after)
             self._load = Replaced(torch.nn.Module, "load_state_dict", self._loading(torch.nn.Module.load_state_dict))
+
+    def begin(self) -> None:
+        """Learn which tape brings what waits on a device."""
+        self._tape = self._audited.tape
+
+    def end(self) -> None:
+        """Have the comparisons that wait on a device brought with the other numbers of the step."""
+        if self._tape is not None:
+            for gap in self._gaps:
+                gap.brought = self._tape.defer(gap.changed)
+        self._tape = None
 
     def stop(self) -> None:
         """Listen no more, and hold no parameter."""
@@ -142,7 +158,8 @@ class WeightSamples(Observer):
     def _settle(self) -> None:
         """Count the gaps in which a weight was at rest; a first write behind enough of them is told."""
         for gap in self._gaps:
-            changed = gap.changed.tolist()
+            known = None if gap.brought is None else gap.brought.numbers
+            changed = (gap.changed if known is None else known).tolist()
             at = 0
             written: list[str] = []
             for name, count in zip(gap.names, gap.counts, strict=True):

@@ -91,8 +91,8 @@ def _never_equal(evidence: Evidence) -> list[Finding]:
         "gradients that the optimizer uses are equal: the replicas were never made equal"
     )
     hint = "give all ranks one seed while the model is made, or broadcast the weights of one rank before the first step"
-    more: dict[str, Any] = {"measured": "different", "expected": "equal", "next": hint, "names": apart}
-    return [evidence.finding("replicas", text, apart[0], **more)]
+    more: dict[str, Any] = {"measured": "different", "expected": "equal", "next": hint}
+    return [evidence.finding("replicas", text, apart[0], names=apart, **more)]
 
 
 def group_of(evidence: Evidence, name: str, slot: str) -> list[Peer]:

@@ -65,5 +65,6 @@ def check(evidence: Evidence) -> list[Finding]:
         f"steps in a row, and there were {seen.least[gone[0]]:.0f} or more of it at each of those before"
     )
     hint = "look at how this part of the data was prepared: another tokenizer, no end tokens, a filter"
-    more: dict[str, Any] = {"kind": "scalar", "severity": "warning", "next": hint}
-    return [evidence.finding("vanished_tokens", text, "tokens", measured=0.0, expected=float(seen.least[gone[0]]), **more)]
+    least = float(seen.least[gone[0]])
+    more: dict[str, Any] = {"kind": "scalar", "severity": "warning", "next": hint, "measured": 0.0, "expected": least}
+    return [evidence.finding("vanished_tokens", text, "tokens", names=[f"token {i}" for i in gone], **more)]

@@ -11,6 +11,7 @@ Where two audited steps follow each other, `untouched_between_steps` looks at ev
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.core.words import and_more
@@ -55,7 +56,6 @@ def _finding(evidence: Evidence, write: Write) -> Finding:
         "look for what the program does behind that step: a copy, an average, a reset, an in-place change; if it is meant, "
         "leave the relation out (`audit: {relations: {written_between_steps: false}}`)"
     )
-    found = evidence.finding(
-        "written_between_steps", text, write.names[0], measured="changed", expected="unchanged", severity="warning", next=hint
-    )
-    return replace(found, step=write.before, names=write.names)
+    more: dict[str, Any] = {"measured": "changed", "expected": "unchanged", "severity": "warning", "next": hint}
+    found = evidence.finding("written_between_steps", text, write.names[0], names=write.names, **more)
+    return replace(found, step=write.before)
