@@ -23,8 +23,8 @@ _ARGUMENTS = "arguments of recurrent, attention and embedding modules are known 
 _NOT_JUDGED = {
     **dict.fromkeys(
         (
-            *("absent_classes", "batch_dimension", "end_token", "loss_inputs", "self_comparison", "shifted_targets"),
-            *("shuffled_data", "weighed_targets"),
+            *("absent_classes", "batch_dimension", "copied_targets", "counted_targets", "end_token", "held_numbers"),
+            *("loss_inputs", "self_comparison", "shifted_targets", "shuffled_data", "trivial_answer", "weighed_targets"),
         ),
         _LOSSES,
     ),
@@ -34,7 +34,13 @@ _NOT_JUDGED = {
     **dict.fromkeys(("resumed", "saved_and_loaded"), _LOADED),
     **dict.fromkeys(("passed_end", "plateau_direction", "rates_together", "reached_rate", "schedulers_stepped"), _SCHEDULERS),
     **dict.fromkeys(("frozen_and_alive", "never_reached"), _CALLED),
-    **dict.fromkeys(("equal_rows", "gathered_features", "idle_experts", "stale_copies", "statistics_once"), _TENSORS),
+    **dict.fromkeys(
+        (
+            *("equal_rows", "gathered_features", "idle_experts", "stale_copies", "statistics_once"),
+            *("unchanging_inputs", "vanished_tokens"),
+        ),
+        _TENSORS,
+    ),
     **dict.fromkeys(("input_scale", "padding_masks"), _ARGUMENTS),
     **dict.fromkeys(
         ("divided_losses", "gradient_terms", "outer_products", "sampled_without_gradient", "weighted_ranks"),

@@ -26,6 +26,7 @@ COST = frozenset({"host"})
 OBSERVERS = frozenset({"parameter_groups", "updates"})
 EVERY = 10
 STAGE = "rate"
+PYTORCH_ONLY = "what a parameter group was made with is known of torch's optimizers"
 _FACTOR = re.compile(r"(lr|rate)_?(mult|scale|factor|ratio|coef)|(mult|scale|factor|ratio|coef)\w*_(lr|rate)")
 _LOOKS = {"overwritten": 2, "unread": 4}
 Wrong = dict[str, tuple[str, str, ParameterGroup]]
