@@ -19,7 +19,10 @@ FAULTS = {
     "past autograd": lambda model: model[2].weight.data.add_(1e-3),
     "other memory": lambda model: setattr(model[2].weight, "data", model[2].weight.data * 2),
 }
-HEALTHY = ("nothing", "loads", "takes weights away and back", "clips weights at each step", "moves them to other memory", "two")
+HEALTHY = (
+    "nothing", "loads", "takes weights away and back", "clips weights at each step", "moves them to other memory", "two",
+    "an ascent step that is taken back",
+)  # fmt: skip
 
 
 def train(how: str, folder, steps: int = 60, device: str = "cpu") -> list:
@@ -49,6 +52,8 @@ def train(how: str, folder, steps: int = 60, device: str = "cpu") -> list:
                     model[2].weight.copy_(now["2.weight"])
                 elif how == "clips weights at each step":
                     model[2].weight.clamp_(-0.05, 0.05)
+                elif how == "an ascent step that is taken back" and step > WRITTEN:  # w + e - e is w but for rounding
+                    model[2].weight.add_(0.05 / (step + 1)).sub_(0.05 / (step + 1))
                 elif how == "moves them to other memory":
                     model[2].weight.data = model[2].weight.data.clone()
     return [f for f in probe.findings if f.rule == "written_between_steps"]

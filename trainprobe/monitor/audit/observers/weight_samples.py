@@ -26,6 +26,7 @@ from trainprobe.monitor.audit.relations.written_between_steps import RestingWeig
 ELEMENTS = 4  # of a parameter
 ENOUGH = 8  # gaps between updates in which a weight was at rest, before a write is no habit of the program
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_TAKEN_BACK = 0.1  # the largest e of such a write, as ascent steps to sharp minima make it
 _KEPT = 256  # comparisons on a device that may wait for an audited step
 
 
@@ -143,10 +144,7 @@ class WeightSamples(Observer):
         if was.shape != now.shape or was.device != now.device:
             return
         with without_dispatch(), torch.no_grad():
-            if was.is_cpu and torch.equal(was, now):
-                changed = torch.zeros(0, dtype=torch.bool)
-            else:
-                changed = (was != now) & ~(was.isnan() & now.isnan())
+            changed = torch.zeros(0, dtype=torch.bool) if was.is_cpu and torch.equal(was, now) else _differ(was, now)
         names = self._audited.names()
         named = [names.get(id(p), "") for p in held]
         told = left.audited and self._audited.tape is not None
@@ -172,6 +170,12 @@ class WeightSamples(Observer):
             if written and not gap.told:
                 self._writes.append(Write(*gap.steps, tuple(written), len(gap.names)))
         self._gaps.clear()
+
+
+def _differ(was: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
+    """Tell which elements differ by more than a write that was taken back: w + e - e is w but for rounding."""
+    most = 4 * torch.finfo(was.dtype).eps * torch.maximum(was.abs(), now.abs()).clamp(min=_TAKEN_BACK)
+    return (was != now) & ~((was - now).abs() <= most) & ~(was.isnan() & now.isnan())
 
 
 def _can_be_sampled(p: Any) -> bool:

@@ -3,7 +3,8 @@
 Relation: a few elements of each weight are what its last update left when the next one begins, at every step, audited or not.
 Judged of weights that were at rest between at least eight pairs of updates before; told once of a weight. Loading a state dict
 is no write, and weights that two optimizers step, or that a schedule-free one turns into others and back, are left out. So are
-elements that are not in the sample. Tolerance zero. Reported as a warning.
+elements that are not in the sample. Tolerance four units of the format, which a write that is taken back leaves
+(sharpness-aware minimisation). Reported as a warning.
 Usually caused by an in-place change, weights of another run or an average that were copied in, or by corrupted memory.
 Where two audited steps follow each other, `untouched_between_steps` looks at every element and at the optimizer's state.
 """
