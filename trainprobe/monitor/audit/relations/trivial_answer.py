@@ -1,9 +1,9 @@
 """A classifier gets better than the shares of the classes alone.
 
 Relation, where the one loss of a step is `cross_entropy` or `nll_loss` over 2 to 100 classes with one target a row: with H the
-entropy of all targets of the last six audited steps after the twentieth step, the mean of -log p(target) over these is below
-0.98 H, or one of them is below 0.9 H; judged once a weight has changed its norm by a tenth, so that it has been trained.
-Reported as a warning: a hard task may need longer, so the finding says for how long.
+entropy of all targets, 128 or more, of the last six audited steps after the twentieth step, the mean of -log p(target) over
+these is below 0.995 H, or one of them is below 0.9 H; judged once a weight has changed its norm by a tenth, so that it has been
+trained. Reported as a warning: a hard task may need longer, so the finding says for how long.
 Usually caused by inputs and targets that were shuffled apart, by an output that is read at the wrong place, or by features that
 do not reach the head: a model that knows nothing but how frequent each class is has just this loss.
 """
@@ -23,7 +23,7 @@ OBSERVERS = frozenset({"loss_inputs"})
 EVERY = 10
 STAGE = "backward"
 _LOOKS, _EARLY, _MOST_CLASSES, _MOVED = 6, 20, 100, 0.1
-_MEAN, _EACH = 0.98, 0.9
+_MEAN, _EACH, _FEWEST = 0.995, 0.9, 128
 
 
 class Look(NamedTuple):
@@ -65,6 +65,7 @@ def check(evidence: Evidence) -> list[Finding]:
     surprise = [look.surprise for look in seen.looks]
     if (
         entropy == 0
+        or counts.sum() < _FEWEST
         or not np.mean(surprise) >= _MEAN * entropy
         or not min(surprise) >= _EACH * entropy
         or not _moved(evidence, seen)
