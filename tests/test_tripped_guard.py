@@ -194,7 +194,7 @@ def fail_the_black_box(monkeypatch, probe):
         (fail_the_relation, "the relation untouched_between_steps", "audit.py:"),
         (fail_the_feature, "the feature AttentionFeature", "attention.py:"),
         (fail_the_audit, "the audit", "audit.py:"),
-        (fail_the_black_box, "the black box", "programs.py:"),
+        (fail_the_black_box, "the black box", "black_box.py:"),
     ],
 )
 def test_a_part_that_fails_costs_that_part_and_is_said_once(fails, part, place, tmp_path, capsys, monkeypatch):
