@@ -48,28 +48,29 @@ def test_cases_are_kept_for_what_is_said_of_them():
     assert kept == ["ddp lr", "fsdp seed", "fsdp order"]
 
 
-@pytest.mark.parametrize("workers", [(), ("-n", "2")])
-def test_what_is_left_out_is_counted_and_told(pytester, monkeypatch, workers):
+@pytest.fixture
+def run(pytester, monkeypatch):
+    """Return what runs tests under this project's conftest, without the exhaustive cases."""
     pytester.makeconftest(CONFTEST.read_text(encoding="utf-8"))
     pytester.makefile(".ini", pytest="[pytest]\nmarkers = exhaustive\n proves\n slow\n")
-    pytester.makepyfile(MATRIX)
     monkeypatch.setenv("TRAINPROBE_PROOFS", str(pytester.path))
     monkeypatch.setenv("PYTHONPATH", str(CONFTEST.parents[1]))
     monkeypatch.delenv(EXHAUSTIVE, raising=False)
-    done = pytester.runpytest_subprocess(*workers)
+    return pytester.runpytest_subprocess
+
+
+@pytest.mark.parametrize("workers", [(), ("-n", "2")])
+def test_what_is_left_out_is_counted_and_told(pytester, run, monkeypatch, workers):
+    pytester.makepyfile(MATRIX)
+    done = run(*workers)
     assert done.parseoutcomes()["passed"] == 3
     done.stdout.fnmatch_lines(["3 exhaustive cases were left out: run them with `make test-all`*"])
     monkeypatch.setenv(EXHAUSTIVE, "1")
-    done = pytester.runpytest_subprocess(*workers)
+    done = run(*workers)
     assert done.parseoutcomes()["passed"] == 6
     done.stdout.no_fnmatch_line("*left out*")
 
 
-def test_what_alone_proves_a_row_of_the_support_table_is_run(pytester, monkeypatch):
-    pytester.makeconftest(CONFTEST.read_text(encoding="utf-8"))
-    pytester.makefile(".ini", pytest="[pytest]\nmarkers = exhaustive\n proves\n slow\n")
+def test_what_alone_proves_a_row_of_the_support_table_is_run(pytester, run):
     pytester.makepyfile(PROOF)
-    monkeypatch.setenv("TRAINPROBE_PROOFS", str(pytester.path))
-    monkeypatch.setenv("PYTHONPATH", str(CONFTEST.parents[1]))
-    monkeypatch.delenv(EXHAUSTIVE, raising=False)
-    assert pytester.runpytest_subprocess().parseoutcomes() == {"passed": 1}
+    assert run().parseoutcomes() == {"passed": 1}

@@ -37,8 +37,8 @@ class OutputGradients(Observer):
     def __init__(self, guard: Guard, audited: Audited) -> None:
         super().__init__(guard, audited)
         self._tape: Tape | None = None
-        self._rows: tuple[str, Tensor] | None = None  # what the call that runs was given
-        self._beside: list[Tensor] = []  # what has whole numbers at the same places
+        # what the call that runs was given: an argument with its name, and others of whole numbers
+        self._rows: tuple[str, Tensor, list[Tensor]] | None = None
         self._hook: Any = None
         self._seen: tuple[str, Deferred] | None = None
 
@@ -51,22 +51,21 @@ class OutputGradients(Observer):
         if self._hook is not None:
             self._hook.remove()
         self._hook = self._tape = self._rows = None
-        self._beside = []
 
     def model_called(self, model: Any, named: Mapping[str, Any]) -> None:
         """Learn the rows that the model is called with."""
         plain = [(name, t.detach()) for name, t in named.items() if type(t) is Tensor]
         tokens = [row for row in plain if row[1].dim() == 2 and row[1].dtype in (torch.int64, torch.int32)]
         frames = [row for row in plain if row[1].dim() == 3 and row[1].is_floating_point()]
-        self._rows = None if self._hook is not None or in_a_transform() else next(iter((*tokens, *frames)), None)
-        self._beside = [t for _, t in tokens[1:]]
+        first = None if self._hook is not None or in_a_transform() else next(iter((*tokens, *frames)), None)
+        self._rows = None if first is None else (*first, [t for _, t in tokens[1:]])
 
     def module_returned(self, module: Any, result: Any) -> None:
         """Hook the output of the model that has a place for each of the rows'."""
         if self._rows is None or not any(module is list(unwrapped(model))[-1] for model in self._audited.models):
             return
-        (name, rows), self._rows = self._rows, None
-        beside = [t for t in self._beside if t.shape == rows.shape and t.device == rows.device] if rows.dim() == 2 else []
+        (name, rows, others), self._rows = self._rows, None
+        beside = [t for t in others if t.shape == rows.shape and t.device == rows.device]
         fitting = (t for t in tensors_of(result) if t.grad_fn is not None and t.shape[:2] == rows.shape[:2])
         out = next((t for t in fitting if t.device == rows.device and rows.shape[1] > 1), None)
         if out is not None:
