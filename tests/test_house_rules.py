@@ -263,6 +263,11 @@ def test_a_file_is_opened_for_reading_in_one_way() -> None:
     assert [call for call in found if not _OPENED_SAFELY.search(call)] == []
 
 
+def test_nothing_refers_to_all_objects_of_the_process() -> None:
+    """A second reference to a tuple that another thread is filling makes that thread fail: see `core/live_objects`."""
+    assert not [str(path) for path in FILES if re.search(r"\bget_objects\(\)(?!`)", path.read_text())]
+
+
 def test_importing_the_package_takes_a_moment_and_no_library() -> None:
     code = (
         "import sys, time; start = time.process_time(); import trainprobe; spent = time.process_time() - start; "

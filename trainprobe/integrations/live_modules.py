@@ -5,13 +5,13 @@ Only the dictionaries in which `torch.nn.Module` keeps its parameters and module
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
 
 from trainprobe.engine.core.held_parameters import Shards, members, shards_of
+from trainprobe.engine.core.live_objects import instances_of, with_subclasses
 
 
 def model_around(called: Any) -> Any:
@@ -76,14 +76,12 @@ def modules_inside(module: Any) -> Iterator[Any]:
 
 
 def _live_modules() -> list[Any]:
-    return [x for x in gc.get_objects() if issubclass(type(x), torch.nn.Module)]
+    return instances_of(with_subclasses(torch.nn.Module))
 
 
-def live_optimizers() -> Iterator[Any]:
-    """Yield the optimizers of torch.optim that are alive."""
-    for x in gc.get_objects():
-        if issubclass(type(x), torch.optim.Optimizer):
-            yield x
+def live_optimizers() -> list[Any]:
+    """Return the optimizers of torch.optim that are alive."""
+    return instances_of(with_subclasses(torch.optim.Optimizer))
 
 
 def held_by(optimizer: Any) -> set[int]:

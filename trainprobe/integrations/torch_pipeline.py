@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from trainprobe.engine.capture.patching.replaced import Replaced
+from trainprobe.engine.core.live_objects import instances_of, with_subclasses
 from trainprobe.engine.core.naming import chunks_of
 from trainprobe.engine.core.records import Place
 from trainprobe.engine.core.topology import axes_of_parameters, place_from_environment
@@ -75,7 +75,7 @@ def _live_stages() -> list[Any]:
     base = getattr(sys.modules.get(_STAGE), "_PipelineStageBase", None)
     if base is None:
         return []
-    found = [x for x in gc.get_objects() if base in type(x).__mro__ and hasattr(x, "submod")]
+    found = [x for x in instances_of(with_subclasses(base)) if hasattr(x, "submod")]
     return sorted(found, key=lambda stage: stage.stage_index)
 
 

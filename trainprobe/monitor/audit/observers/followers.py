@@ -6,7 +6,6 @@ numbers when it is found. A sample of elements is read as an audited step begins
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ import torch
 
 from trainprobe.engine.arrays.without_dispatch import in_a_transform, without_dispatch
 from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.live_objects import instances_of
 from trainprobe.engine.core.records import StepData
 from trainprobe.monitor.audit.capture.registered import unwrapped
 from trainprobe.monitor.audit.capture.set_up import drops
@@ -111,15 +111,10 @@ class Followers(Observer):
         inside = {id(module) for model in self._audited.models for module in model.modules()}
         known = inside | {id(pair.copy()) for pair in self._pairs}
         kinds = {type(model): model for model in models if _parameters(model)}
-        for module in _modules_of(kinds):
+        for module in instances_of(kinds):
             model = kinds[type(module)]
             if id(module) not in known and module not in self._other and _are_alike(module, model):
                 self._pairs.append(_Pair(type(module).__name__, weakref.ref(module), weakref.ref(model)))
-
-
-def _modules_of(kinds: Mapping[type, Any]) -> list[Any]:
-    """Return the living objects of exactly these classes. `__class__` is not asked: a proxy may answer by an error."""
-    return [one for one in gc.get_objects() if type(one) in kinds] if kinds else []
 
 
 def _parameters(module: Any) -> dict[str, Any]:
