@@ -134,6 +134,10 @@ READERS = (
     ),
     Reader("open run logs", "open", ("rank0/*",), ("judge {x}", "nan-trace {x}"), **JUDGED),
     Reader("metric CSV", "csv", ("**/*.csv",), ("judge {x}",), **JUDGED),
+    Reader("event files", "event_files", ("*",), ("judge {x}", "top {x} --once"), sound=(0, 1), judges=False),
+    Reader("JSON lines of others", "json_lines", ("*",), ("judge {x}", "report {x} -o {out}"), sound=(0, 1), judges=False),
+    Reader("states of trainers", "trainer_state", ("*",), ("judge {x}",), sound=(0, 1), judges=False),
+    Reader("CSV of steps", "steps_csv", ("*",), ("judge {x}",), sound=(0, 1), judges=False),
     Reader("metric CSV of others", "wide", ("**/*.csv",), ("csv2tb {x} -o {out}", "report {x} -o {out}")),
     Reader("black boxes", "box", ("**/*",), ("black-box {x}", "black-box {x} --json")),
     Reader("rings of black boxes", "ring", ("**/*.ring",), ("black-box {x}",)),
@@ -311,6 +315,22 @@ def write_material(root: Path) -> None:
     write_checkpoints(root / "checkpoints")
 
 
+def write_logs_of_others(root: Path) -> None:
+    from torch.utils.tensorboard.writer import SummaryWriter
+
+    rows = [{"step": step, "loss": 2.0 - step / 10 if step != 7 else float("nan"), "lr": 0.1} for step in range(12)]
+    with SummaryWriter(str(root / "event_files")) as writer:
+        for row in rows:
+            writer.add_scalar("loss", row["loss"], row["step"])
+    for name in ("json_lines", "trainer_state", "steps_csv"):
+        (root / name).mkdir()
+    (root / "json_lines" / "log.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (root / "trainer_state" / "trainer_state.json").write_text(json.dumps({"global_step": 12, "log_history": rows}))
+    (root / "steps_csv" / "metrics.csv").write_text(
+        "step,loss,lr\n" + "".join(f"{row['step']},{row['loss']},{row['lr']}\n" for row in rows)
+    )
+
+
 def write_runs(root: Path) -> None:
     train(root / "jsonl", level="off", sinks=["jsonl"], monitor=True)
     train(root / "parquet", level="off", sinks=["parquet"], monitor=True)
@@ -321,6 +341,7 @@ def write_runs(root: Path) -> None:
     )
     (root / "wide" / "rank0").mkdir(parents=True)
     (root / "wide" / "rank0" / "grad_reduced_0-3.csv").write_text(rows)
+    write_logs_of_others(root)
     for name, plan in (("open", {"sinks": ["parquet"]}), ("ring", {"sinks": ["jsonl"], "black_box": {"max_bytes": 1 << 18}})):
         child = multiprocessing.get_context("fork").Process(target=die_in_training, args=(root / name, plan))
         child.start()

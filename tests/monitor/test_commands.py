@@ -135,9 +135,7 @@ def test_a_folder_without_a_run_is_named_with_all_that_was_looked_for(command, t
     (folder / "notes.txt").write_text("nothing of a run")
     assert main([command, str(folder)]) == 3
     said = capsys.readouterr().err
-    assert (
-        f"{folder} holds no run: no metrics-*.parquet, no records.jsonl, no dump (step{{N}}/rank{{R}}/) and no CSV file" in said
-    )
+    assert f"{folder} holds no run: no metrics-*.parquet, no records.jsonl, no dump (step{{N}}/rank{{R}}/), no CSV file" in said
     assert "`trainprobe runs DIR` lists the runs under DIR" in said
 
 

@@ -12,6 +12,9 @@ from trainprobe.engine.storage.step_counts import read_counts, shortfall
 from trainprobe.monitor.fleet.words import ranks_in_words
 from trainprobe.monitor.frames import Frame
 
+# rules that judge tensors and nothing else
+OF_TENSORS = ("dead", "flow", "frozen", "update_ratio")
+_SCALARS = f"Scalars alone were recorded: the rules {', '.join(OF_TENSORS)}, which look at tensors, had nothing to judge"
 _OPEN = "The run goes on, or it was killed: its last second is not in the log (`trainprobe black-box` reads what a kill left)"
 
 
@@ -23,6 +26,7 @@ class LookedAt:
         self._steps: dict[int, set[int]] = {}
         self._frames: Counter[int] = Counter()
         self.values = 0  # that came by
+        self._scalars = 0  # of them
         self._again: dict[int, set[int]] = {}  # rank → steps that came once more
         self._world_size = 1
         self._cut: set[int] = set()
@@ -33,7 +37,8 @@ class LookedAt:
     def add(self, frame: Frame) -> None:
         """Count a frame."""
         self._frames[frame.place.rank] += 1
-        self.values += frame.health.size + len(frame.scalars)
+        self.values += frame.health.size
+        self._scalars += len(frame.scalars)
         seen = self._steps.setdefault(frame.place.rank, set())
         if frame.step in seen:
             self._again.setdefault(frame.place.rank, set()).add(frame.step)
@@ -68,6 +73,7 @@ class LookedAt:
         least = f"{'' if len(set(fewer.values())) == 1 else 'down to '}{min(fewer.values(), default=0)}"
         again = set[int]().union(*self._again.values())
         return [
+            *([_SCALARS] if 0 < self.values == self._scalars else []),
             *([f"Of {ranks_in_words(absent, {})} nothing is there"] if absent else []),
             *([f"{ranks_in_words(fewer, {}).capitalize()} had fewer steps: {least}"] if fewer else []),
             *([_OPEN] if self._folder is not None and any(map(_is_open, self._folder.rglob(LIVE_FILE))) else []),

@@ -80,6 +80,18 @@ def read_metrics(folder: Path) -> Iterator[MetricStep]:
             yield MetricStep(step, Place(rank, max(by_rank) + 1), records)
 
 
+def is_metric_file(path: Path) -> bool:
+    """Tell by the first line of a file whether `read_metrics` reads it."""
+    try:
+        return _is_read(_Rows(path).columns)
+    except (csv.Error, FormatError):
+        return False
+
+
+def _is_read(columns: set[str]) -> bool:
+    return columns >= TIDY or columns >= SECOND or (columns >= WIDE and "vpp_stage" in columns)
+
+
 def _execution_order(path: Path) -> tuple[str, int, int]:
     sort = path.name.rpartition("_")[0]
     first = re.search(r"(\d+)-\d+\.csv$", path.name)

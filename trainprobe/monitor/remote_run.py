@@ -30,7 +30,18 @@ from trainprobe.engine.storage.dumps.layout import (
 from trainprobe.errors import FormatError, MissingExtra, ProbeError, UnsafeFile
 
 _URL = re.compile(r"([A-Za-z][\w+.-]+)(::[A-Za-z][\w+.-]+)*://")
-_READ = (LOG_FILE, FULL_FILE, LIVE_FILE, FINDINGS_FILE, STEPS_FILE, "metrics-*.parquet", "*.csv")
+_READ = (
+    LOG_FILE,
+    FULL_FILE,
+    LIVE_FILE,
+    FINDINGS_FILE,
+    STEPS_FILE,
+    "metrics-*.parquet",
+    "*.csv",
+    "*tfevents*",
+    "*.wandb",
+    "trainer_state.json",
+)
 _READ_OF_DUMPS = (DUMP_FILE, DEBUG_FILE, STACK_FILE, CONSTRUCT_FILE)
 _BACKENDS = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs", "oss": "ossfs"}
 TRIES = 3  # a file that is gone when it is read was closed meanwhile: the folder is listed again

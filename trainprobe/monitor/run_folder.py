@@ -34,9 +34,14 @@ from trainprobe.engine.storage.left_out import DAMAGED, damaged_as, leave_out
 from trainprobe.engine.storage.safe_files import LARGEST_STATE, read_bounded
 from trainprobe.errors import FormatError
 from trainprobe.monitor.frames import Frame, SeriesTable, frame_of_records, frame_of_step
-from trainprobe.monitor.metric_files import read_metrics
+from trainprobe.monitor.metric_files import is_metric_file, read_metrics
+from trainprobe.monitor.scalar_logs import KNOWN, read_scalar_log
+from trainprobe.monitor.scalar_logs.json_lines import counts_steps
 
-LACKS = f"no metrics-*.parquet, no {LOG_FILE}, no dump (step{{N}}/rank{{R}}/) and no CSV file of metrics"
+LACKS = (
+    f"no metrics-*.parquet, no {LOG_FILE}, no dump (step{{N}}/rank{{R}}/), no CSV file of metrics and no log of another tool "
+    f"({KNOWN})"
+)
 SHOWN = 4  # runs that are named where a folder holds none
 MOST_ENTRIES = 1000  # of a folder that are looked at for runs
 _OF_RUNS = (f"rank*/{FINDINGS_FILE}", "rank*/metrics*", f"rank*/{LOG_FILE}", "step*/rank*")
@@ -65,6 +70,11 @@ def read_frames(folder: Path) -> Iterator[Frame]:
                 yield frame_of_records(step_data.step, step_data.place, step_data.records(), table, step_data.complete)
     if steps:
         return
+    if not _holds_metrics(folder):
+        other = read_scalar_log(folder)
+        if other is not None:
+            yield from other
+            return
     if folder.is_dir() and next(folder.rglob("*.csv"), None) is None:
         if _holds_black_box(folder):
             raise FormatError(
@@ -75,6 +85,11 @@ def read_frames(folder: Path) -> Iterator[Frame]:
         raise FormatError(f"{here} holds no run: {LACKS}. {_where_runs_are(folder)}")
     for step in read_metrics(folder):
         yield frame_of_records(step.step, step.place, step.records, tables.setdefault(step.place.rank, SeriesTable()))
+
+
+def _holds_metrics(folder: Path) -> bool:
+    files = folder.rglob("*.csv") if folder.is_dir() else [folder]
+    return any(file.suffix == ".csv" and is_metric_file(file) for file in files)
 
 
 def check_one_run(folder: Path, logs: Sequence[Path]) -> None:
@@ -158,7 +173,7 @@ def find_logs(folder: Path) -> list[Path]:
     Where a rank has both, they hold the same, and the columns are read.
     """
     if folder.is_file():
-        return [folder] if folder.suffix == ".jsonl" else []
+        return [folder] if folder.suffix == ".jsonl" and not counts_steps(folder) else []
     names = (LOG_FILE, FULL_FILE, LIVE_FILE, "metrics-*.parquet")
     paths = [path for name in names for path in folder.rglob(name)]
     shown = [path for path in paths if not any(part.startswith(".") for part in path.relative_to(folder).parts)]

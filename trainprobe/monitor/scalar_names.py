@@ -16,13 +16,16 @@ _ROLES: tuple[tuple[Role, re.Pattern[str]], ...] = (
     ("learning rate", re.compile(r"learning[ _./-]?rate|(^|[ _./-])lr($|[ _./-])")),
     ("loss", re.compile(r"(^|[ _./-])loss($|[ _./-])")),
 )
+# of another set of samples, or a mean over many steps: it does not go on where the loss of the steps does
+_NO_LOSS_OF_A_STEP = re.compile(r"(^|[ _./-])(eval|evaluation|val|valid|validation|test|dev|epoch)($|[ _./-])")
 
 
 @lru_cache(4096)
 def role_of(name: str) -> Role | None:
-    """Return what the scalar `name` is, or None."""
+    """Return what the scalar `name` is, or None. The loss of an evaluation or of a whole epoch is not the loss of a step."""
     lower = name.lower()
-    return next((role for role, pattern in _ROLES if pattern.search(lower)), None)
+    role = next((role for role, pattern in _ROLES if pattern.search(lower)), None)
+    return None if role == "loss" and _NO_LOSS_OF_A_STEP.search(lower) else role
 
 
 def scalar(scalars: Mapping[str, float], role: Role) -> float | None:
