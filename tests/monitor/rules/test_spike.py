@@ -1,6 +1,7 @@
 """Spikes: jumps of the loss and of gradients, and what is none."""
 
 import math
+import random
 
 import numpy as np
 import pytest
@@ -16,6 +17,16 @@ def test_a_jump_of_the_loss_is_a_spike():
     (found,) = bench.feed(loss=6.0)
     assert found.site.name == "loss"
     assert found.expected == pytest.approx(2.0, rel=0.1)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_jump_of_a_loss_that_still_falls_steeply_is_a_spike(seed):
+    """Its older values reach 1.9, so that 4.75 has p up to 10^-4 beside all that is remembered."""
+    bench, chance = Bench("spike"), random.Random(seed)
+    for step in range(150):
+        bench.feed(loss=2 * math.exp(-step / 100) + 0.3 + chance.gauss(0, 0.02))
+    assert bench.found == []
+    assert len(bench.feed(loss=4.75)) == 1
 
 
 def test_one_spike_does_not_hide_the_next():

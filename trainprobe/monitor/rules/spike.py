@@ -4,7 +4,8 @@ With x = ln|value|, every series has the probability p of its value beside its l
 weight, x is the logarithm of |Δ ln norm|, by how much its norm changed since the collected step before). At a step there is a
 spike, once `warmup` values are known, where
 
-- p < α for the loss or a gradient norm, and it is above `loss_ratio` or `ratio` times its median;
+- p < α for the loss or a gradient norm, and it is above `loss_ratio` or `ratio` times its median; p < α/2 beside its
+  last 32 values is enough, as the older ones of a loss that falls steeply are far above what is usual now;
 - twice the median of p over the gradients of all parameters is below α, and they are in the middle above `ratio` times theirs
   (four times that where there is a loss and none is rarer than 10^-2: a GPT on eight batches over and over was seen at 12):
   a batch that moves every layer a little is rarer than one layer that jumps by itself;
@@ -57,7 +58,9 @@ NEAR, FAR = float(np.log(5e-4)), 8.0  # of a loss that is so many times all that
 BESIDE = float(np.log(1e-2))  # of most gradients, with such a loss
 SEVERAL = 4  # gradients that can speak together
 ALONE = 4.0  # times `ratio`, where no loss moves with them
-_TAIL = ("u", "s", "k", "n", "top")
+LATE = 32  # of the remembered values of a loss, the last: what is before them may be far above what is usual now
+_TAIL = ("u", "s", "k", "n")
+_LATE_TAIL = ("late_u", "late_s", "late_k", "late_n")
 
 
 class Options(RuleOptions):
@@ -150,13 +153,16 @@ def _look(frame: Frame, memory: Memory, options: Options, places: I64, rows: I64
     size = above_rounding(memory, rows, np.abs(frame.values[places]))
     usable = np.isfinite(size) & (size > 0) & ((limit > 0) | (kinds == RATES))
     x, usable, turn = _changes_of_weights(memory, rows, kinds, np.log(np.where(usable, size, 1.0)), usable)
-    u, s, k, n, top = (memory.array(name, fill=np.nan)[rows] for name in _TAIL)
+    u, s, k, n, top = (memory.array(name, fill=np.nan)[rows] for name in (*_TAIL, "top"))
     count = memory.array("count", fill=0)[rows]
     known = usable & (count >= options.warmup) & (kinds != RATES)
     middle = np.where(known, memory.array("middle", fill=0.0)[rows], memory.array("highest", fill=-np.inf)[rows])
     with np.errstate(invalid="ignore"):
         rise = x - middle
         p = np.where(known, log_p(x, u, s, k, n), 0.0)
+        few = np.flatnonzero(known & (kinds == SCALARS))
+        late = (memory.array(name, fill=np.nan)[rows[few]] for name in _LATE_TAIL)
+        p[few] = np.minimum(p[few], log_p(x[few], *late) + np.log(2))
     least = np.log(np.maximum(limit, 1.5))
     high = known & (rise > options.z * memory.array("spread", fill=1.0)[rows]) & (rise > least)
     high &= (kinds != WEIGHTS) | (x > np.log(WRITTEN))
@@ -218,7 +224,7 @@ def _move_level(memory: Memory, rows: I64, rise: F64) -> None:
         memory.array(name, width=memory.arrays[name].shape[1] if name in memory.arrays else 1, fill=np.nan)[rows] += rise[
             :, None
         ]
-    for name in ("middle", "highest", "top", "u"):
+    for name in ("middle", "highest", "top", "u", "late_u"):
         memory.array(name, fill=0.0)[rows] += rise
 
 
@@ -226,7 +232,7 @@ def _remember(memory: Memory, options: Options, rows: I64, x: F64, rates: Bools)
     ring, count = memory.array("ring", width=options.window, fill=np.nan), memory.array("count", fill=0)
     highest = memory.array("highest", fill=-np.inf)
     n, so_far = count[rows], highest[rows]
-    u, s, k, seen, largest = (memory.array(name, fill=np.nan)[rows] for name in _TAIL)
+    u, s, k, seen, largest = (memory.array(name, fill=np.nan)[rows] for name in (*_TAIL, "top"))
     known = (n >= options.warmup) & ~rates
     far = ~known & ~rates & (n >= options.early) & (x - so_far > np.log(options.early_ratio))
     clipped = np.where(known, np.fmin(x, line(ALPHA, u, s, k, seen)), np.where(far, so_far, x))
@@ -236,22 +242,28 @@ def _remember(memory: Memory, options: Options, rows: I64, x: F64, rates: Bools)
     count[rows] = n + 1
     due = rows[(n + 1 >= options.warmup) & (((n + 1) % RENEW == 0) | (n + 1 == options.warmup))]
     if due.size:
+        late = (count[due][:, None] - 1 - np.arange(min(LATE, options.window))) % options.window
+        _keep_tail(memory, due, np.sort(ring[due[:, None], late], axis=1), _LATE_TAIL)
         _renew(memory, due, ring[due])
 
 
 def _renew(memory: Memory, rows: I64, values: F64) -> None:
     """Work out median, spread and tail of what is remembered, [n, window]. Changes the values."""
     values.sort(axis=1)  # NaN last
-    (*tail,) = tail_of(values)
+    _keep_tail(memory, rows, values, _TAIL)
     last = np.count_nonzero(values == values, axis=1) - 1
-    for name, numbers in zip(_TAIL, (*tail, values[np.arange(len(values)), last]), strict=True):
-        memory.array(name, fill=np.nan)[rows] = numbers
+    memory.array("top", fill=np.nan)[rows] = values[np.arange(len(values)), last]
     middle = _of_ordered(values)
     memory.array("middle", fill=0.0)[rows] = middle
     values -= middle[:, None]
     np.abs(values, out=values)
     values.sort(axis=1)
     memory.array("spread", fill=1.0)[rows] = np.maximum(1.4826 * _of_ordered(values), LEAST_SPREAD)
+
+
+def _keep_tail(memory: Memory, rows: I64, ordered: F64, names: tuple[str, ...]) -> None:
+    for name, numbers in zip(names, tail_of(ordered), strict=True):
+        memory.array(name, fill=np.nan)[rows] = numbers
 
 
 def _of_ordered(x: F64) -> F64:
