@@ -13,8 +13,9 @@ from rich.console import Console
 
 from trainprobe.engine.core.records import Record
 from trainprobe.engine.core.words import counted
-from trainprobe.engine.storage.sinks.tensorboard import TensorboardSink, tag
+from trainprobe.engine.storage.sinks.tensorboard import TensorboardSink
 from trainprobe.engine.storage.step_counts import shortfall
+from trainprobe.engine.storage.tagged_numbers import tag
 from trainprobe.engine.storage.writer import flush_all
 from trainprobe.errors import FormatError, UsageError
 from trainprobe.monitor.metric_files import read_metrics

@@ -37,6 +37,10 @@ _FRAMEWORKS = (
 EXTRAS = {
     "tensorboard": "the sink `tensorboard`, and `export`",
     "xlsx": "`config-check` tables as .xlsx",
+    "wandb": "the sink `wandb`, and reading its offline files",
+    "mlflow": "the sink `mlflow`",
+    "otlp": "the sink `otlp`, for OpenTelemetry",
+    "prometheus": "the sink `prometheus`",
     "fleet": "`--fleet`: many ranks through DuckDB",
     "remote": "runs behind an address (s3://, gs://, …)",
     "npu": "`kernel-dump` of protobuf files",

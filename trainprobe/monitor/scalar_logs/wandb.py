@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 from trainprobe.engine.storage.left_out import DAMAGED, leave_out, tell
 from trainprobe.engine.storage.safe_files import LARGEST_TEXT, open_to_read
-from trainprobe.errors import FormatError, ProbeError
+from trainprobe.errors import FormatError, MissingExtra
 from trainprobe.monitor.scalar_logs.rows import MOST, scalars_of
 
 WHAT = "files run-….wandb"
@@ -35,11 +35,11 @@ def find(path: Path) -> list[list[Path]]:
 
 
 def read(files: list[Path]) -> Iterator[tuple[int, str, float]]:
-    """Yield (step, name, number) of what was logged. Raises ProbeError without the client."""
+    """Yield (step, name, number) of what was logged. Raises MissingExtra without the client."""
     try:
         from wandb.proto.wandb_internal_pb2 import Record
     except ImportError as error:
-        raise ProbeError(f"reading {files[0]} needs W&B's client, which is not installed: pip install wandb") from error
+        raise MissingExtra("wandb", "wandb", f"reading {files[0]}") from error
     step = -1
     with open_to_read(files[0]) as file:
         for data in _records(file, files[0]):

@@ -1,9 +1,7 @@
 """Statistics as TensorBoard event files: `tensorboard/rank{R}/events.out.tfevents.…`, one file a run, flushed each step.
 
-Tags are `activations/layers.0.mlp/output/norm`, `gradients/layers.0.mlp.weight/grad/norm`, `ops/…`, `scalars/loss`,
-`features/layers.0.attn/attention_entropy.3`; a second call in the same step carries its number, `layers.0.mlp[1]`, and a later
-micro-batch `:micro1`. Only tensorboard's record writer and messages are used, so that TensorFlow is not imported where it
-happens to be installed.
+Tags are those of `tagged_numbers`. Only tensorboard's record writer and messages are used, so that TensorFlow is not imported
+where it happens to be installed.
 """
 
 from __future__ import annotations
@@ -21,12 +19,8 @@ from trainprobe.engine.core.records import Finding, Place, Record, Site, Step, S
 from trainprobe.engine.core.step_data import slots
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.storage.safe_files import open_private
+from trainprobe.engine.storage.tagged_numbers import numbers_of, tag
 from trainprobe.errors import MissingExtra
-
-_GROUPS = {
-    **{"op": "ops", "parameter": "gradients", "collective": "collectives", "saved": "saved", "scalar": "scalars"},
-    "feature": "features",
-}
 
 
 class TensorboardSink:
@@ -42,22 +36,12 @@ class TensorboardSink:
 
     def write(self, step_data: StepData) -> None:
         """Append one event with all values of a step."""
-        values = list(self._scalars(step_data))
-        for tag, histogram in _histograms(step_data):
-            values.append(self._messages.Summary.Value(tag=tag, histo=self._histogram(*histogram)))
+        value = self._messages.Summary.Value
+        values = [value(tag=name, simple_value=number) for name, number in numbers_of(step_data)]
+        for name, histogram in _histograms(step_data):
+            values.append(value(tag=name, histo=self._histogram(*histogram)))
         summary = self._messages.Summary(value=values)
         self._write(self._event.Event(wall_time=time.time(), step=step_data.step, summary=summary))
-
-    def _scalars(self, step_data: StepData) -> Iterator[Any]:
-        value = self._messages.Summary.Value
-        for record in step_data.records():
-            if record.step.phase == "recompute":
-                continue
-            start = tag(record)
-            for statistic, number in record.values.items():
-                if statistic not in {"checksum", "crc32"}:
-                    last = "" if statistic == "value" else f"/{statistic}"
-                    yield value(tag=start + last, simple_value=float(number))
 
     def _histogram(self, edges: Sequence[float], counts: Sequence[float]) -> Any:
         middles = [(a + b) / 2 for a, b in pairwise(edges)]
@@ -81,25 +65,6 @@ class TensorboardSink:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-
-def tag(record: Record) -> str:
-    """Return the tag of a record, without the statistic."""
-    site = record.site
-    if site.kind == "scalar":
-        return f"scalars/{site.name}"
-    name = site.name + (f"[{site.call}]" if site.call else "") + (f":micro{record.step.micro}" if record.step.micro else "")
-    return f"{_group(record)}/{name}/{site.slot}"
-
-
-def _group(record: Record) -> str:
-    if record.site.kind == "parameter" and not record.site.slot.startswith("grad"):
-        return "parameters" if "value" in record.site.slot else "optimizer"
-    if record.site.kind != "module":
-        return _GROUPS[record.site.kind]
-    if record.site.slot.startswith("parameters."):
-        return "parameters"
-    return "gradients" if record.step.phase == "backward" else "activations"
 
 
 def _histograms(step_data: StepData) -> Iterator[tuple[str, tuple[Sequence[float], Sequence[float]]]]:

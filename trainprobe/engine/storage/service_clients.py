@@ -1,0 +1,69 @@
+"""What sinks that send to a service of other people share: the client, which process sends, and which series."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import random
+import sys
+from typing import Any
+
+from trainprobe.engine.core.records import Finding, Place, StepData
+from trainprobe.engine.storage.tagged_numbers import numbers_of
+from trainprobe.errors import MissingExtra
+
+MOST = 500  # series that a service is sent
+_FIRST = ("scalars", "gradients", "activations", "parameters", "optimizer")
+
+
+def client_of(sink: str, *modules: str) -> list[Any]:
+    """Return modules of the client that a sink needs, the extra of its name. Raises MissingExtra.
+
+    The client's retries draw random numbers on threads of its own; they get a generator of their own, as those of the global
+    one are the training's.
+    """
+    try:
+        found = [importlib.import_module(name) for name in modules]
+    except ImportError as error:
+        raise MissingExtra(error.name or modules[0], sink, f"the sink {sink!r}") from None
+    package = modules[0].partition(".")[0]
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == package and vars(module).get("random") is random:
+            module.random = random.Random()  # type: ignore[attr-defined]
+    return found
+
+
+def sends(place: Place) -> bool:
+    """Tell whether this process is the one of its machine that sends."""
+    return int(os.environ.get("LOCAL_RANK") or place.rank) == 0
+
+
+class FewNumbers:
+    """The numbers of steps for a service that takes few series: scalars first, then norms, in the order of the model."""
+
+    def __init__(self, sink: str, most: int = MOST) -> None:
+        self._sink, self._most = sink, most
+        self._chosen: set[str] = set()
+        self._left_out: set[str] = set()
+        self._told = False
+
+    def of(self, step_data: StepData) -> dict[str, float]:
+        """Return tag → number. A series that was chosen once stays chosen."""
+        numbers = dict(numbers_of(step_data))
+        for name in sorted(numbers.keys() - self._chosen - self._left_out, key=_rank):
+            (self._chosen if len(self._chosen) < self._most else self._left_out).add(name)
+        return {name: number for name, number in numbers.items() if name in self._chosen}
+
+    def warnings_made(self) -> list[Finding]:
+        """Return, once, that series are left out."""
+        if self._told or not self._left_out:
+            return []
+        self._told = True
+        whole = len(self._chosen) + len(self._left_out)
+        text = f"the sink {self._sink!r} sends {self._most} of {whole} series: scalars first, then norms"
+        return [Finding("probe", "info", text, next="the run log holds all: `sinks: [parquet]` in the plan")]
+
+
+def _rank(name: str) -> tuple[bool, bool, int]:
+    group = name.partition("/")[0]
+    return group != "scalars", not name.endswith("/norm"), _FIRST.index(group) if group in _FIRST else len(_FIRST)
