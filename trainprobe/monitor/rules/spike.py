@@ -4,8 +4,9 @@ With x = ln|value|, every series has the probability p of its value beside its l
 weight, x is the logarithm of |Δ ln norm|, by how much its norm changed since the collected step before). At a step there is a
 spike, once `warmup` values are known, where
 
-- p < α for the loss or a gradient norm, and it is above `loss_ratio` or `ratio` times its median; p < α/2 beside its
-  last 32 values is enough, as the older ones of a loss that falls steeply are far above what is usual now;
+- p < α for the loss or a gradient norm, and it is above `loss_ratio` or `ratio` times its median; where it is
+  twice all that is remembered, p < α/2 beside its last 32 values is enough: the older ones of a loss that falls steeply are far
+  above what is usual now;
 - twice the median of p over the gradients of all parameters is below α, and they are in the middle above `ratio` times theirs
   (four times that where there is a loss and none is rarer than 10^-2: a GPT on eight batches over and over was seen at 12):
   a batch that moves every layer a little is rarer than one layer that jumps by itself;
@@ -59,6 +60,7 @@ BESIDE = float(np.log(1e-2))  # of most gradients, with such a loss
 SEVERAL = 4  # gradients that can speak together
 ALONE = 4.0  # times `ratio`, where no loss moves with them
 LATE = 32  # of the remembered values of a loss, the last: what is before them may be far above what is usual now
+ABOVE = 2.0  # times all that is remembered: samples of a rare source come again after more than 32 steps
 _TAIL = ("u", "s", "k", "n")
 _LATE_TAIL = ("late_u", "late_s", "late_k", "late_n")
 
@@ -160,7 +162,7 @@ def _look(frame: Frame, memory: Memory, options: Options, places: I64, rows: I64
     with np.errstate(invalid="ignore"):
         rise = x - middle
         p = np.where(known, log_p(x, u, s, k, n), 0.0)
-        few = np.flatnonzero(known & (kinds == SCALARS))
+        few = np.flatnonzero(known & (kinds == SCALARS) & (x - top > np.log(ABOVE)))
         late = (memory.array(name, fill=np.nan)[rows[few]] for name in _LATE_TAIL)
         p[few] = np.minimum(p[few], log_p(x[few], *late) + np.log(2))
     least = np.log(np.maximum(limit, 1.5))
