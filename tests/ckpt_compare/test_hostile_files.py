@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint
 from safetensors.numpy import save_file
 
 from trainprobe.cli import main
@@ -57,6 +58,46 @@ def test_a_safetensors_header_that_does_not_fit_is_a_sentence(name, tmp_path, ca
     said = capsys.readouterr()
     assert "a.safetensors" in said.out + said.err
     assert "Traceback" not in said.err
+
+
+SHAPE = [1] * 70  # torch has such tensors, NumPy has none of more than 64 dimensions
+
+
+def many_dimensions(path, kind, number):
+    """Write one number of 70 dimensions as each format holds it."""
+    value = torch.full(SHAPE, float(number))
+    match kind:
+        case "safetensors":
+            safetensors(path / "x.safetensors", {"w": entry(SHAPE, (0, 4))}, struct.pack("<f", number))
+        case "pt":
+            torch.save({"w": value}, path / "x.pt")
+        case "dcp":
+            torch.distributed.checkpoint.save({"w": value}, checkpoint_id=path, no_dist=True)
+        case "zarr":
+            (path / "w").mkdir()
+            (path / "metadata.json").write_text('{"sharded_backend": "zarr"}')
+            about = {"zarr_format": 2, "shape": SHAPE, "chunks": SHAPE, "dtype": "<f4", "order": "C", "compressor": None}
+            (path / "w" / ".zarray").write_text(json.dumps({**about, "fill_value": None, "filters": None}))
+            (path / "w" / ".".join("0" * len(SHAPE))).write_bytes(struct.pack("<f", number))
+        case _:  # MindSpore's protobuf
+            field = lambda key, content: bytes([key << 3 | 2, len(content)]) + content  # noqa: E731
+            tensor = b"\x08\x01" * len(SHAPE) + field(2, b"Float32") + field(3, struct.pack("<f", number))
+            inner = field(1, b"w") + bytes([2 << 3 | 2, 128 | len(tensor) & 127, len(tensor) >> 7]) + tensor
+            (path / "x.ckpt").write_bytes(bytes([1 << 3 | 2, 128 | len(inner) & 127, len(inner) >> 7]) + inner)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "pt", "dcp", "zarr", "mindspore"])
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_tensor_of_more_than_64_dimensions_is_a_sentence_and_not_identical(kind, number, tmp_path, capsys):
+    for side, held in (("a", 1), ("b", number)):
+        (tmp_path / side).mkdir()
+        many_dimensions(tmp_path / side, kind, held)
+    sides = [next(p for p in (tmp_path / s).iterdir()) if kind in ("safetensors", "pt") else tmp_path / s for s in "ab"]
+    assert main(["ckpt-compare", *map(str, sides)]) == 3
+    said = capsys.readouterr()
+    assert "a tensor has 70 dimensions, and at most 64 can be read" in said.out + said.err
+    assert "Traceback" not in said.err
+    assert "identical" not in said.out
 
 
 def indexed(folder, file):

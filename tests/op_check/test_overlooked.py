@@ -162,7 +162,7 @@ def test_the_numbers_of_a_report_add_up(tmp_path: Path, capsys: pytest.CaptureFi
     for row in rows:
         calls, verdicts = re.findall(r"(?:forward|backward) +(\d+)", row)[0], row.rstrip().rpartition("  ")[2]
         assert int(calls) == sum(int(n) for n in re.findall(r"(\d+) [a-z]+", verdicts))
-    assert "of 4 bounds" in said
+    assert all((" of 4 " in row) == ("rounding" in row) for row in rows), "each distance stands beside its limit"
 
 
 def _maximum(overwrites: bool) -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -239,6 +241,12 @@ def test_a_wrong_result_is_an_error_where_the_classic_first_verdict_passes(
     (details,) = (tmp_path / "csv").glob("accuracy_checking_details_*.csv")
     row = next(line for line in details.read_text(encoding="utf-8-sig").splitlines() if "gelu.0.forward" in line)
     assert code == 2 and ",pass," in row and "op-check: bug" in row, row
+    (results,) = (tmp_path / "csv").glob("accuracy_checking_result_*.csv")
+    with results.open(encoding="utf-8-sig", newline="") as file:
+        (call,) = (r for r in csv.DictReader(file) if "gelu" in r["API name"])
+    assert call["Forward Test Success"] == "pass" and call["Message"].startswith("op-check: bug, "), call
+    shown = next(line for line in out.splitlines() if re.match(r"Functional.gelu +forward", line))
+    assert re.search(r" [\d.e+]+ of 4 +1 bug", shown), shown
 
 
 def test_without_a_second_result_of_the_same_inputs_nothing_is_claimed(

@@ -7,6 +7,7 @@ test and never the reference.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
@@ -59,6 +60,7 @@ _FUNCTIONS = _captured()
 _NAMESPACES = {"Aten": "aten", "Prims": "prims", "NPU": "npu"}
 
 
+@lru_cache(maxsize=4096)
 def api(name: str) -> str:
     """Return what an entry calls without prefix and underscores: `softmax` of `Functional.softmax`, `add` of `Tensor.add_`.
 

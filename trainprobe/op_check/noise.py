@@ -156,6 +156,11 @@ class Noise(TorchDispatchMode):
         self.draws = Draws(turn)
         self._token: Any = None
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Have torch not wrap `__torch_dispatch__` against its compiler, which costs as much as a step: none is compiled."""
+        return False
+
     def __enter__(self) -> Noise:
         self._token = _CURRENT.set(self)
         super().__enter__()

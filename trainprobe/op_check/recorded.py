@@ -7,7 +7,7 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -325,6 +325,19 @@ def _shared(array: npt.NDArray[Any]) -> Tensor:
     """Return an array as a tensor in the same memory: nobody writes to what was recorded."""
     if array.dtype.byteorder == ">" or not array.flags.c_contiguous:
         array = np.array(array)
+    if torch.is_warn_always_enabled():
+        return _unheard(array)
+    _have_warned()
+    return torch.from_numpy(array)
+
+
+@cache
+def _have_warned() -> None:
+    """Have torch say unheard, once in a process, that an array is not to be written to: filters cost more than it does."""
+    _unheard(np.frombuffer(b"\0", np.uint8))
+
+
+def _unheard(array: npt.NDArray[Any]) -> Tensor:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
         return torch.from_numpy(array)

@@ -44,9 +44,8 @@ def _table(rows: Sequence[Row]) -> Table:
     by_name: dict[tuple[str, str], list[Row]] = defaultdict(list)
     for row in rows:
         by_name[row.name, row.checked.direction].append(row)
-    worst_head = f"worst, of {NEAR:g} bounds"
-    heads = ("operator", "direction", "calls", "judged against", worst_head, "verdicts")
-    table = plain_table(heads, ("calls", worst_head), ("operator",))
+    heads = ("operator", "direction", "calls", "judged against", "worst, in bounds", "verdicts")
+    table = plain_table(heads, ("calls", "worst, in bounds"), ("operator",))
     for (name, direction), group in sorted(by_name.items(), key=lambda item: -max(map(_rank, item[1]))):
         counts = outcomes(group)
         verdicts = Text(", ").join(
@@ -56,7 +55,8 @@ def _table(rows: Sequence[Row]) -> Table:
         )
         sources = ", ".join(sorted({row.checked.source for row in group} - {""}))
         worst = max((row.worst.worst for row in group if row.worst.outcome != "not checked"), default=0.0)
-        table.add_row(name, direction, str(counts.total()), sources, beyond(worst), verdicts)
+        beside = f"{beyond(worst)} of {NEAR:g}" if worst else ""
+        table.add_row(name, direction, str(counts.total()), sources, beside, verdicts)
     return table
 
 

@@ -10,7 +10,12 @@ import torch
 from torch import nn
 
 import trainprobe
+from trainprobe.engine.core.records import Place
+from trainprobe.monitor.audit.evidence import Evidence, Tensors
+from trainprobe.monitor.audit.facts import Facts
 from trainprobe.monitor.audit.observers.weight_samples import WeightSamples
+from trainprobe.monitor.audit.plan import AuditPlan
+from trainprobe.monitor.audit.relations.written_between_steps import RestingWeights, Write, check
 
 WRITTEN = 33  # after the update of this step; the audit looks at steps 23, 24, 46 and 47
 
@@ -21,7 +26,8 @@ FAULTS = {
 }
 HEALTHY = (
     "nothing", "loads", "takes weights away and back", "clips weights at each step", "moves them to other memory", "two",
-    "an ascent step that is taken back",
+    "an ascent step that is taken back", "an outer optimizer every 15 steps",
+    "merges adapters every 15 steps",
 )  # fmt: skip
 
 
@@ -31,6 +37,9 @@ def train(how: str, folder, steps: int = 60, device: str = "cpu") -> list:
     start = copy.deepcopy(model.state_dict())
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2)]
     optimizers += [torch.optim.SGD(model[2].parameters(), lr=1e-3)] if how == "two" else []
+    base = torch.zeros(3, 6, device=device)
+    outer = [p.detach().clone().requires_grad_() for p in model.parameters()]  # DiLoCo
+    above = torch.optim.SGD(outer, lr=0.7, momentum=0.9, nesterov=True)
     plan = {"monitor": False, "audit": {"relations": {"followers": False}}, "output": folder / "out", "console": False}
     with trainprobe.watch(model, optimizers, **plan) as probe:
         for step in range(steps):
@@ -44,6 +53,16 @@ def train(how: str, folder, steps: int = 60, device: str = "cpu") -> list:
             with torch.no_grad():
                 if how in FAULTS and step == WRITTEN:
                     FAULTS[how](model)
+                elif how == "an outer optimizer every 15 steps" and step % 15 == 14:
+                    for p, own in zip(outer, model.parameters(), strict=True):
+                        p.grad = p - own
+                    above.step()
+                    for p, own in zip(outer, model.parameters(), strict=True):
+                        own.copy_(p)
+                elif how == "merges adapters every 15 steps" and step % 15 == 14:  # ReLoRA: into a weight that is frozen
+                    base.add_(model[2].weight @ model[0].weight)
+                    nn.init.kaiming_uniform_(model[0].weight)
+                    model[2].weight.zero_()
                 elif how == "loads" and step == WRITTEN:
                     model.load_state_dict(start)
                 elif how == "takes weights away and back":
@@ -62,8 +81,15 @@ def train(how: str, folder, steps: int = 60, device: str = "cpu") -> list:
 @pytest.mark.parametrize("how", FAULTS)
 def test_a_write_between_steps_that_are_not_audited_is_found_at_its_step(how, tmp_path):
     (found,) = train(how, tmp_path)
-    assert (found.step, found.names) == (WRITTEN + 1, ("2.weight",))
+    assert (found.severity, found.step, found.names) == ("warning", WRITTEN + 1, ("2.weight",))
     assert f"changed between the updates of steps {WRITTEN} and {WRITTEN + 1}" in found.message
+
+
+def test_an_average_over_ranks_is_no_fault_and_is_one_in_a_process_alone():
+    write = Write(14, 15, ("a", "b", "c"), 4)
+    for ranks, severity in ((1, "warning"), (2, "info")):
+        seen = Evidence(23, Place(0, ranks), Facts(RestingWeights((write,))), Tensors(), AuditPlan())
+        assert [f.severity for f in check(seen)] == [severity]
 
 
 def test_a_write_after_the_last_audited_step_is_found_too(tmp_path):

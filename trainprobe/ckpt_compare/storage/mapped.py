@@ -25,6 +25,7 @@ from trainprobe.errors import FormatError, UnsafeFile
 
 LARGEST_TEXT = 1 << 28  # bytes
 LARGEST = 1 << 60  # elements of an array, dimensions of 0 left out: beyond it NumPy's own arithmetic overflows
+DIMENSIONS = 64  # NumPy has no more
 _BEHIND = 1 << 20  # bytes: what is read in order lets go of itself more often than that
 OPEN_FILES = 256  # mapped at the same time; the least recently used one is let go
 
@@ -73,6 +74,8 @@ def _mapping(path: str, *_version: int) -> mmap.mmap:
 def extent(numbers: Iterable[Any]) -> Point:
     """Return a shape or strides; raise FormatError for one that no array has."""
     found, elements = tuple(numbers), 1
+    if len(found) > DIMENSIONS:
+        raise FormatError(f"a tensor has {len(found)} dimensions, and at most {DIMENSIONS} can be read: save it flattened")
     for n in found:
         if type(n) is not int or n < 0:
             elements = LARGEST + 1

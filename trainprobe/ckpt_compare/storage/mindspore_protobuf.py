@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainprobe.ckpt_compare.storage.mapped import extent, mapping
+from trainprobe.ckpt_compare.storage.mapped import extent, mapping, same_tuple
 from trainprobe.errors import FormatError
 
 _TRAILER = 17  # bytes: `crc_num` and a ten-byte number
@@ -132,12 +132,12 @@ def _tensor(held: mmap.mmap, tag: str, start: int, stop: int) -> Value:
             dtype = held[at:end].decode()
         elif number == 3:
             content = (at, end)
-    return Value(tag, extent(dims), dtype, content[0], content[1] - content[0])
+    return Value(tag, same_tuple(tuple(dims)), dtype, content[0], content[1] - content[0])
 
 
 def shape_of(value: Value, itemsize: int) -> tuple[int, ...]:
-    """Return the true shape: scalars are written with dims [0] and one element."""
-    return () if value.shape == (0,) and value.length == itemsize else value.shape
+    """Return the true shape: scalars are written with dims [0] and one element. Raises FormatError for one of no array."""
+    return () if value.shape == (0,) and value.length == itemsize else extent(value.shape)
 
 
 def rows_in(value: Value, itemsize: int) -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from trainprobe.ckpt_compare.storage import remarks
-from trainprobe.ckpt_compare.storage.mapped import LARGEST, MappedArray, same_tuple
+from trainprobe.ckpt_compare.storage.mapped import DIMENSIONS, LARGEST, MappedArray, extent, same_tuple
 from trainprobe.engine.compare.number_formats import number_format
 from trainprobe.engine.storage.safe_files import open_to_read
 from trainprobe.errors import FormatError
@@ -111,7 +111,9 @@ def _described(path: str, first: int, entry: dict[str, Any]) -> Any:
     if dtype not in _DTYPES or len(offsets) != 2:
         return entry
     fmt = number_format(_DTYPES[dtype])
-    if math.prod(shape) * fmt.itemsize != offsets[1] - offsets[0] or math.prod(n for n in shape if n) > LARGEST:
+    if math.prod(shape) * fmt.itemsize != offsets[1] - offsets[0]:
+        return entry
+    if len(shape) > DIMENSIONS or math.prod(n for n in shape if n) > LARGEST:
         return entry
     return MappedArray(path, first + offsets[0], same_tuple(tuple(shape)), fmt)
 
@@ -126,6 +128,10 @@ def _array(path: Path, name: str, entry: Any) -> MappedArray:
         raise FormatError(f"{path}: {name} needs `dtype`, `shape` and `data_offsets`, and has {str(entry)[:200]}")
     if dtype not in _DTYPES:
         raise FormatError(f"{path}: {name} has number format {dtype}, which is not known here")
+    try:
+        extent(shape)
+    except FormatError as error:
+        raise FormatError(f"{path}: {name}: {error}") from None
     taken = math.prod(shape) * number_format(_DTYPES[dtype]).itemsize
     raise FormatError(f"{path}: {name} of shape {shape} {dtype} takes {taken} bytes, not {offsets[1] - offsets[0]}")
 

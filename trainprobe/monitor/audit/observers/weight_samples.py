@@ -34,8 +34,9 @@ _KEPT = 256  # comparisons on a device that may wait for an audited step
 class _Gap:
     """What the time between two updates did.
 
-    steps: those of the two. told: both are audited, so that another relation looks at all. changed: by sampled element.
-    brought: the same on its way to the host.
+    steps: those of the two. told: both are audited, so that another relation looks at all, or an optimizer stepped that does so
+    seldom. changed: by sampled element, and then whether it is zero now; empty where nothing changed. brought: the
+    same on its way to the host.
     """
 
     steps: tuple[int, int]
@@ -63,6 +64,8 @@ class WeightSamples(Observer):
         self._listener: StepListener | None = None
         self._load: Replaced | None = None
         self._left: dict[int, _Left] = {}  # id of optimizer → what its last update has left
+        self._stepped: dict[int, set[int]] = {}  # the same → ids of the optimizers that stepped since
+        self._beside: dict[int, set[int]] = {}  # the same → ids of those that stepped in any gap between its updates
         self._gaps: list[_Gap] = []
         self._quiet: dict[str, int] = {}  # name → gaps without a write, -1 once there was one
         self._writes: list[Write] = []
@@ -123,6 +126,9 @@ class WeightSamples(Observer):
     def _take(self, optimizer: Any) -> None:
         """Sample what an update has left: of no optimizer whose weights others write."""
         self._left.pop(id(optimizer), None)
+        for others in self._stepped.values():
+            others.add(id(optimizer))
+        self._stepped[id(optimizer)] = set()
         own = {id(p) for p in parameters_of(optimizer)} if self._left else set[int]()
         for other, left in list(self._left.items()):  # one parameter, two optimizers: each writes between
             if not own.isdisjoint(map(id, left.parameters)):
@@ -136,7 +142,10 @@ class WeightSamples(Observer):
                 self._left[id(optimizer)] = _Left(self._audited.run.step, self._audited.tape is not None, held, sample)
 
     def _compare(self, optimizer: Any) -> None:
-        left = self._left.pop(id(optimizer), None)
+        left, others = self._left.pop(id(optimizer), None), self._stepped.get(id(optimizer), set[int]())
+        known = self._beside.setdefault(id(optimizer), set())
+        seldom = not others <= known  # an outer optimizer, as of DiLoCo: its program hands on what it made
+        known |= others
         now = None if left is None else _sampled(left.parameters)
         if left is None or now is None:
             return
@@ -144,11 +153,13 @@ class WeightSamples(Observer):
         if was.shape != now.shape or was.device != now.device:
             return
         with without_dispatch(), torch.no_grad():
-            changed = torch.zeros(0, dtype=torch.bool) if was.is_cpu and torch.equal(was, now) else _differ(was, now)
+            same = was.is_cpu and torch.equal(was, now)
+            changed = torch.zeros(0, dtype=torch.bool) if same else torch.cat([_differ(was, now), now == 0])
         names = self._audited.names()
         named = [names.get(id(p), "") for p in held]
         told = left.audited and self._audited.tape is not None
-        gap = _Gap((left.step, self._audited.run.step), told, named, [min(ELEMENTS, p.numel()) for p in held], changed)
+        counts = [min(ELEMENTS, p.numel()) for p in held]
+        gap = _Gap((left.step, self._audited.run.step), told or seldom, named, counts, changed)
         self._gaps.append(gap)
         if was.is_cpu or len(self._gaps) > _KEPT:
             self._settle()
@@ -158,17 +169,20 @@ class WeightSamples(Observer):
         for gap in self._gaps:
             known = None if gap.brought is None else gap.brought.numbers
             changed = (gap.changed if known is None else known).tolist()
-            at = 0
+            at, behind = 0, sum(gap.counts)
             written: list[str] = []
+            zero = 0
             for name, count in zip(gap.names, gap.counts, strict=True):
                 moved = any(changed[at : at + count])
+                zero += moved and all(changed[behind + at : behind + at + count])
                 at += count
                 quiet = self._quiet.get(name, 0)
                 if moved and quiet >= 0:
                     written += [name] if quiet >= ENOUGH else []
                 self._quiet[name] = -1 if moved or quiet < 0 else quiet + 1
             if written and not gap.told:
-                self._writes.append(Write(*gap.steps, tuple(written), len(gap.names)))
+                merged = 2 * zero == len(written) > 0
+                self._writes.append(Write(*gap.steps, tuple(written), len(gap.names), merged))
         self._gaps.clear()
 
 

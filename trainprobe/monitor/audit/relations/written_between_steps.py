@@ -4,7 +4,10 @@ Relation: a few elements of each weight are what its last update left when the n
 Judged of weights that were at rest between at least eight pairs of updates before; told once of a weight. Loading a state dict
 is no write, and weights that two optimizers step, or that a schedule-free one turns into others and back, are left out. So are
 elements that are not in the sample. Tolerance four units of the format, which a write that is taken back leaves
-(sharpness-aware minimisation). Reported as a warning.
+(sharpness-aware minimisation). Reported as a warning, and as info of what programs do with a period: adapters that are merged,
+so that half of the written weights are zero now (ReLoRA), and, with several ranks, more than half of an optimizer's weights at
+once (local SGD). Where another optimizer has stepped between the two updates that had not done so before, the write is its
+program's own (DiLoCo).
 Usually caused by an in-place change, weights of another run or an average that were copied in, or by corrupted memory.
 Where two audited steps follow each other, `untouched_between_steps` looks at every element and at the optimizer's state.
 """
@@ -27,12 +30,13 @@ PYTORCH_ONLY = "what is written between two updates is known by PyTorch's hooks 
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Weights that were written between the updates of two steps. of: how many were looked at."""
+    """Weights that were written between the updates of two steps. of: how many were looked at. merged: as adapters are."""
 
     after: int
     before: int
     names: tuple[str, ...]
     of: int
+    merged: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,8 @@ def _finding(evidence: Evidence, write: Write) -> Finding:
         "look for what the program does behind that step: a copy, an average, a reset, an in-place change; if it is meant, "
         "leave the relation out (`audit: {relations: {written_between_steps: false}}`)"
     )
-    more: dict[str, Any] = {"measured": "changed", "expected": "unchanged", "severity": "warning", "next": hint}
+    averaged = evidence.place.world_size > 1 and 2 * len(write.names) > write.of
+    severity = "info" if write.merged or averaged else "warning"
+    more: dict[str, Any] = {"measured": "changed", "expected": "unchanged", "severity": severity, "next": hint}
     found = evidence.finding("written_between_steps", text, write.names[0], names=write.names, **more)
     return replace(found, step=write.before)
