@@ -56,8 +56,7 @@ typedef struct {
 
 int is_info(PyObject *x); /* 0 with an exception set where it is none */
 
-extern PyTypeObject *info_type, *stats_rows_type, *value_type, *call_type, *tape_type, *stacks_type, *op_hook_type,
-    *packed_type;
+extern PyTypeObject *info_type, *stats_rows_type, *value_type, *call_type, *tape_type, *stacks_type, *op_hook_type;
 
 typedef struct Tape Tape;
 
@@ -192,7 +191,6 @@ int micro_is_wanted(MicroGate *gate, PyObject *micro); /* -1 with an exception s
 int give_to_guard(PyObject *fault);
 
 PyObject *value_with_note(Value *self, PyObject *note); /* a new reference */
-PyObject *packed_list(PyObject *packed);                /* dump_text.c: the Values of a packed list, newly made */
 Call *call_new(PyObject *kind, PyObject *name, Py_ssize_t number, PyObject *phase, PyObject *cls, PyObject *micro,
                PyObject *parent, Py_ssize_t stack);
 
@@ -210,6 +208,5 @@ int modules_fill(PyObject *module);
 int gradients_fill(PyObject *module);
 int arena_fill(PyObject *module);
 int journal_fill(PyObject *module);
-int dump_text_fill(PyObject *module);
 
 #endif
