@@ -86,8 +86,8 @@ MAY_IMPORT_FRAMEWORKS = (
 LONG_FILE, LONGEST_FILE = 400, 600  # lines
 # files of C that are longer than LONG_FILE still, and what they may not exceed
 LONG_C = {
-    **{"tape.c": 1040, "nodes.c": 677, "ops.c": 582, "rows.c": 580, "dump_text.c": 526, "gradients.c": 471},
-    **{"sweeps.h": 459, "torch.c": 458, "modules.c": 407, "records.c": 407},
+    **{"tape.c": 1005, "nodes.c": 560, "ops.c": 582, "rows.c": 580, "gradients.c": 471},
+    **{"sweeps.h": 459, "modules.c": 406},
 }
 LONG_FUNCTION, LONGEST_FUNCTION = 40, 80  # lines without the docstring
 

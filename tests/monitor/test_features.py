@@ -14,13 +14,13 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 import trainprobe
 from tests import zoo
+from tests.engine.stats.exponents import exponent_histogram
 from tests.lockstep import differences, one_step, seed_all
 from tests.lockstep import train as train_case
 from tests.traces import left_behind, traces
 from trainprobe.engine.core.findings import in_folder
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.plan.loading import load_plan
-from trainprobe.engine.stats.histogram import exponent_histogram
 from trainprobe.engine.stats.low_precision import lost
 from trainprobe.errors import PlanError
 from trainprobe.monitor.feature_plan import AttentionSettings, Features, FormatSettings

@@ -16,7 +16,8 @@ from reduction_oracle import ALL_DTYPES, IMPLEMENTATIONS, REDUCERS, bits_of, row
 from tests.matrices import examples
 from trainprobe.engine.arrays.numpy_rows import NumpyStatsRows
 from trainprobe.engine.arrays.torch_arrays import TorchStatsRows
-from trainprobe.engine.arrays.torch_checksum import crc32_register, torch_fingerprint
+from trainprobe.engine.arrays.torch_checksum import crc32_register, fingerprint_of_chunk, share_of
+from trainprobe.engine.arrays.torch_chunks import chunks
 from trainprobe.engine.geometry.shards import Shard
 from trainprobe.engine.stats.checksum import MASK, fingerprint, keys, shard_fingerprint, terms
 from trainprobe.engine.stats.partials import CHECKSUM, CRC32, STATS
@@ -119,6 +120,14 @@ def test_a_checksum_alone_leaves_the_statistics_out(native: bool) -> None:
     assert alone[1] is not None and together[1] is not None and alone[1][0] == together[1][0]
 
 
+def whole_by_torch(t: torch.Tensor) -> int:
+    total, place = 0, 0
+    for chunk in chunks(t):
+        share, n = fingerprint_of_chunk(chunk.resolve_conj().resolve_neg(), place)
+        total, place = total + int(share), place + n
+    return total & MASK
+
+
 @given(
     st.integers(1, 6),
     st.integers(1, 5),
@@ -133,10 +142,10 @@ def test_shares_of_shards_add_up_to_the_whole(a: int, b: int, c: int, data: st.D
     for rows, row in ((slice(0, cut_a), 0), (slice(cut_a, a), cut_a)):
         for columns, column in ((slice(0, cut_c), 0), (slice(cut_c, c), cut_c)):
             shard = t[rows, :, columns]
-            by_torch += torch_fingerprint(shard, (row, 0, column), (a, b, c))
+            by_torch += int(share_of(shard, Shard((row, 0, column), tuple(shard.shape), (a, b, c))))
             raw = bits_of(shard) if dtype != torch.complex128 else shard.numpy()
             by_numpy += shard_fingerprint(raw.reshape(shard.shape), (row, 0, column), (a, b, c))
-    assert by_torch & MASK == by_numpy & MASK == fingerprint(bits_of(t)) == torch_fingerprint(t)
+    assert by_torch & MASK == by_numpy & MASK == fingerprint(bits_of(t)) == whole_by_torch(t)
 
 
 def rectangle(t: torch.Tensor, shard: Shard) -> torch.Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import io
 import itertools
 import resource
 import sys
@@ -12,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import orjson
 import pytest
 import torch
 
@@ -27,7 +25,6 @@ CALLS = 1000
 ALL = STATS | CHECKSUM | CRC32
 TENSOR = torch.arange(600.0).reshape(20, 30)
 NAME, KEY = "a name of its own", "a key of its own"
-DUMP = orjson.dumps({"data": {"Module.fc.Linear.forward.0": {"input_args": [{"type": "int", "value": 7}], "output": []}}})
 
 
 def rows() -> None:
@@ -70,11 +67,6 @@ def journal() -> None:
     kept.close()
 
 
-def dump() -> None:
-    read = io.BytesIO(DUMP).read
-    assert recording.read_dump(read, lambda _: None, orjson.loads, lambda name, content: (name, content)) is not None
-
-
 def copy() -> None:
     assert len(recording.bytes_at(TENSOR.data_ptr(), 2400)) == 2400
 
@@ -82,7 +74,7 @@ def copy() -> None:
 def state() -> list[int]:
     """Return the references to what is given, the blocks that Python has allocated, and the peak of memory in kB."""
     gc.collect()
-    given: list[Any] = [TENSOR, NAME, KEY, DUMP, SAFETENSORS_NAMES, None]
+    given: list[Any] = [TENSOR, NAME, KEY, SAFETENSORS_NAMES, None]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return [*map(sys.getrefcount, given), sys.getallocatedblocks(), peak * 1024 // 1000]
 
@@ -98,7 +90,7 @@ def leaked(entry: Callable[[], object], calls: int = CALLS) -> bool:
     return max(map(min, zip(*grown, strict=True))) >= calls // 2
 
 
-@pytest.mark.parametrize("entry", [rows, rows_refused, records, tape, journal, dump, copy], ids=lambda entry: entry.__name__)
+@pytest.mark.parametrize("entry", [rows, rows_refused, records, tape, journal, copy], ids=lambda entry: entry.__name__)
 def test_many_calls_leave_no_reference_no_object_and_no_memory(entry: Callable[[], None]) -> None:
     assert not leaked(entry, CALLS // 5 if entry in (tape, rows_refused) else CALLS)
 

@@ -11,9 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.engine.stats.exponents import exponent_histogram
 from trainprobe.engine.arrays import torch_extras
 from trainprobe.engine.arrays.torch_arrays import TorchStatsRows
-from trainprobe.engine.stats.histogram import ExponentHistogram, bin_counts, exponent_histogram
+from trainprobe.engine.stats.histogram import ExponentHistogram, bin_counts
 from trainprobe.engine.stats.partials import STATS
 from trainprobe.engine.stats.quantiles import quantiles
 from trainprobe.errors import UsageError

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from tests.engine.stats.exponents import exponent_histogram
 from trainprobe.engine.arrays.torch_library import TorchLibrary
 from trainprobe.engine.capture.features import number_formats
 from trainprobe.engine.capture.features.number_formats import CountedFormats
 from trainprobe.engine.core.records import Place
-from trainprobe.engine.stats.histogram import exponent_histogram
 from trainprobe.engine.stats.low_precision import FORMATS, limits_of, lost
 from trainprobe.engine.tape import Tape
 

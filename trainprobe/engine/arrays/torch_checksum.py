@@ -175,23 +175,6 @@ def crc32_on_host(t: Tensor) -> int:
     return crc
 
 
-def torch_fingerprint(t: Tensor, offset: Sequence[int] | None = None, global_shape: Sequence[int] | None = None) -> int:
-    """Return the fingerprint of a tensor, or the share of a shard in that of the whole; waits for the device.
-
-    offset, global_shape: where the shard begins in the global tensor and how large that is. Shares of shards that cover
-    the whole once add up, modulo 2^64, to its fingerprint.
-    """
-    with torch.no_grad():
-        t = t.detach()
-        total, place = 0, 0
-        if offset is None or global_shape is None:
-            for chunk in chunks(t):
-                share, n = fingerprint_of_chunk(chunk.resolve_conj().resolve_neg(), place)
-                total, place = total + int(share), place + n
-            return total & MASK
-        return int(share_of(t, Shard(tuple(offset), tuple(t.shape), tuple(global_shape)))) & MASK
-
-
 def share_of(t: Tensor, shard: Shard) -> Tensor:
     """Return the share of a shard in the fingerprint of the whole tensor, int64 [] on its device; waits for nothing."""
     with torch.no_grad():

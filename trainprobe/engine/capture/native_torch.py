@@ -19,6 +19,5 @@ def learned(native: Any) -> Any:
         _len_torch_function_stack,
         DisableTorchFunction,
         vars(torch.compiler),
-        getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),  # since torch 2.10
     )
     return native

@@ -16,7 +16,6 @@ from torch._C import DisableTorchFunction
 from torch.compiler import is_dynamo_compiling
 
 from trainprobe.compiled import recording
-from trainprobe.engine.capture import node_hooks
 from trainprobe.engine.capture.gradients import edge_of, plus
 from trainprobe.engine.capture.module_gradients import UNTOUCHED, Edges, edges_of_other, places
 from trainprobe.engine.capture.native_torch import learned
@@ -183,8 +182,6 @@ class ModuleTap:
         tape.looks_again = not self._saves  # where values are saved, each parameter would be saved once a micro-batch
         self._watch.begin(tape, tape.native, tape.calls, self._arrived)
         self.install()
-        if self.request.backward:
-            node_hooks.hold(self)
         if self.request.backward and PARAMETER_GRADIENTS in self.request.data:
             self._watch_parameters()
 
@@ -223,7 +220,6 @@ class ModuleTap:
         """
         if not again:
             self.uninstall()
-            node_hooks.let_go(self)
         self._watch.end()
         if not again:
             for _, handle in self._accumulators:

@@ -15,7 +15,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from trainprobe.compiled import recording
-from trainprobe.engine.capture import node_hooks
 from trainprobe.engine.capture.native_torch import learned
 from trainprobe.engine.capture.patching.compiled_regions import forget, register
 from trainprobe.engine.capture.patching.function_modes import is_on, put_on, take_off
@@ -145,7 +144,6 @@ class OpTap:
         asked = self._without_mode(torch.overrides.has_torch_function)
         self._question = Replaced(torch.overrides, "has_torch_function", asked, traced=True)
         register(self)
-        node_hooks.hold(self)
         self.switch(True)
 
     def switch(self, on: bool) -> None:
@@ -219,8 +217,6 @@ class OpTap:
         self._repeated.end()
         self._unwritten.end()
         forget(self)
-        if not again:
-            node_hooks.let_go(self)
         for replaced in (self._engine, self._question):
             if replaced is not None:
                 replaced.back()

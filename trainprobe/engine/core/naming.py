@@ -25,14 +25,13 @@ def utf8(text: str) -> str:
     return text if text.isprintable() else text.translate(_CONTROL).encode(errors="backslashreplace").decode()
 
 
-def logical_name(name: str, rename: Rename | None = None, *, outer_wrappers: int = 0) -> str:
+def logical_name(name: str, *, outer_wrappers: int = 0) -> str:
     """Return the name free of wrappers; `outer_wrappers` leading `module` parts belong to wrappers and go too."""
     parts = [part for part in name.split(".") if part and part not in WRAPPERS]
     while outer_wrappers and parts and parts[0] == "module":
         parts.pop(0)
         outer_wrappers -= 1
-    plain = utf8(".".join(parts))
-    return rename(plain) if rename is not None else plain
+    return utf8(".".join(parts))
 
 
 def is_outer_wrapper(name: str, outer_wrappers: int) -> bool:

@@ -54,8 +54,3 @@ def leave_out(sentence: str) -> None:
     if not _told:
         raise FormatError(sentence)
     tell(sentence)
-
-
-def left_out_so_far() -> list[str]:
-    """Return what was told up to now."""
-    return list(_told[-1]) if _told else []

@@ -35,9 +35,7 @@ typedef struct {
     Tape *native;
     MicroGate gate;
     PyTypeObject *plain[2];
-    Hooks hooks;  /* of the step; while the outermost module runs, the graph has each as the mark of its node */
-    Hooks latest; /* of the step before, whose graph may live until the next loss takes its name */
-    Hooks spare;  /* of earlier steps, to be used again */
+    Hooks hooks; /* of the step; while the outermost module runs, the graph has each as the mark of its node */
     const void *stop;
     unsigned long thread;
     int forward, backward, inputs, kwargs, parameters, outputs, recompute;
@@ -84,7 +82,6 @@ NodeHook *node_hook_of(ModuleWatch *self, PyObject *node,
                        HookRequest wanted);           /* takes over the contribution; not a new reference */
 int node_hook_attach(NodeHook *hook, PyObject *node); /* once all is known that is wanted of the node */
 void hooks_forget(ModuleWatch *self);
-void hooks_drop(Hooks *hooks);
 
 /* Methods of ModuleWatch that stand in gradients.c. */
 PyObject *parameter_hook_new(ModuleWatch *self, PyObject *const *args, Py_ssize_t nargs);

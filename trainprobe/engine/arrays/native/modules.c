@@ -348,7 +348,6 @@ static int watch_traverse(ModuleWatch *self, visitproc visit, void *arg) {
 static int watch_clear(ModuleWatch *self) {
     PyObject **places[HELD];
     Py_XDECREF(watch_end(self, NULL));
-    hooks_drop(&self->latest), hooks_drop(&self->spare);
     held(self, places);
     for (int i = 0; i < HELD; i++) Py_CLEAR(*places[i]);
     return 0;

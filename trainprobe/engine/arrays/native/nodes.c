@@ -406,8 +406,7 @@ static PyType_Slot graph_slots[] = {{Py_tp_new, graph_new},
                                     {0, NULL}};
 static PyType_Spec graph_spec = {"trainprobe._native.Graph", sizeof(Graph), 0, Py_TPFLAGS_DEFAULT, graph_slots};
 
-/* ---- hooks: one a node, for all modules that want what arrives there or what the node sends on, used again in later
- * steps ---- */
+/* ---- hooks: one a node, for all modules that want what arrives there or what the node sends on ------------------- */
 
 struct NodeHook {
     PyObject_HEAD
@@ -415,8 +414,6 @@ struct NodeHook {
     HookRequest *wanted;
     Py_ssize_t n, room;
     int before, behind; /* how the node is hooked */
-    PyObject
-        *entry; /* what it is entered with, (hooks, None), which a later step uses again; the hooks hold this hook */
 };
 
 static PyTypeObject *node_hook_type;
@@ -437,26 +434,12 @@ static int hook_wants(NodeHook *hook, HookRequest wanted) {
     return 0;
 }
 
-/* Whether no node has the hook's own entry, and nobody added another hook there. */
-static int entry_is_free(const NodeHook *hook) {
-    PyObject *hooks = hook->entry && Py_REFCNT(hook->entry) == 1 ? PyTuple_GetItem(hook->entry, 0) : NULL;
-    return hooks && Py_REFCNT(hooks) == 1 && PyDict_Size(hooks) == 1;
-}
-
-/* Whether its node is gone: nobody has it but what it rests in and its own entry. */
-static int hook_is_free(const NodeHook *hook) { return entry_is_free(hook) && Py_REFCNT((PyObject *)hook) == 2; }
-
-static void hook_drop(NodeHook *hook) {
-    Py_CLEAR(hook->entry);
-    Py_DECREF((PyObject *)hook);
-}
-
 static int hooks_add(Hooks *hooks, NodeHook *hook) { /* takes over the hook */
     if (hooks->n == hooks->room) {
         Py_ssize_t room = hooks->room ? hooks->room * 2 : 256;
         NodeHook **items = PyMem_Realloc(hooks->items, (size_t)room * sizeof *items);
         if (!items) {
-            hook_drop(hook);
+            Py_DECREF((PyObject *)hook);
             return PyErr_NoMemory(), -1;
         }
         hooks->items = items, hooks->room = room;
@@ -465,29 +448,13 @@ static int hooks_add(Hooks *hooks, NodeHook *hook) { /* takes over the hook */
     return 0;
 }
 
-void hooks_drop(Hooks *hooks) {
-    while (hooks->n) hook_drop(hooks->items[--hooks->n]);
-    PyMem_Free(hooks->items);
-    *hooks = (Hooks){0};
-}
-
-/* A hook that is used again, or a new one. */
-static NodeHook *hook_take(ModuleWatch *self) {
-    while (self->spare.n) {
-        NodeHook *hook = self->spare.items[--self->spare.n];
-        if (hook_is_free(hook)) return hook;
-        hook_drop(hook);
-    }
-    return (NodeHook *)PyType_GenericAlloc(node_hook_type, 0);
-}
-
 /* The hook of a node, made where there is none. Not a new reference. */
 static NodeHook *hook_of(ModuleWatch *self, PyObject *node) {
     void **mark = graph_mark(self->graph, node);
     if (!mark || *mark) return mark ? *mark : NULL;
-    NodeHook *hook = hook_take(self);
+    NodeHook *hook = (NodeHook *)PyType_GenericAlloc(node_hook_type, 0);
     if (!hook || hooks_add(&self->hooks, hook)) return NULL;
-    hook->watch = self, hook->before = hook->behind = 0;
+    hook->watch = self;
     return *mark = hook;
 }
 
@@ -545,35 +512,21 @@ static void hook_forget(NodeHook *hook) {
     }
 }
 
-/* The step is over: its hooks rest. As many are kept as a step has. */
+/* The step is over: its hooks do nothing any more, and leave with their nodes. */
 void hooks_forget(ModuleWatch *self) {
-    Py_ssize_t most = self->hooks.n > self->latest.n ? self->hooks.n : self->latest.n;
-    for (Py_ssize_t i = 0; i < self->hooks.n; i++) hook_forget(self->hooks.items[i]);
-    if (!self->hooks.n) return;
-    while (self->latest.n) {
-        NodeHook *hook = self->latest.items[--self->latest.n];
-        if (self->spare.n >= most) hook_drop(hook);
-        else if (hooks_add(&self->spare, hook)) PyErr_Clear();
-    }
-    Hooks empty = self->latest;
-    self->latest = self->hooks, self->hooks = empty;
+    Hooks hooks = self->hooks;
+    self->hooks = (Hooks){0};
+    for (Py_ssize_t i = 0; i < hooks.n; i++) hook_forget(hooks.items[i]);
+    for (Py_ssize_t i = 0; i < hooks.n; i++) Py_DECREF((PyObject *)hooks.items[i]);
+    PyMem_Free(hooks.items);
 }
 
 static void hook_free(NodeHook *hook) {
     PyTypeObject *type = Py_TYPE((PyObject *)hook);
     hook_forget(hook);
     PyMem_Free(hook->wanted);
-    Py_XDECREF(hook->entry);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(hook);
     Py_DECREF(type);
-}
-
-static PyObject *node_hook_entry(PyObject *hook) {
-    return entry_is_free((NodeHook *)hook) ? Py_NewRef(((NodeHook *)hook)->entry) : NULL;
-}
-
-static void node_hook_keep(PyObject *hook, PyObject *entry) {
-    if (!((NodeHook *)hook)->entry) ((NodeHook *)hook)->entry = Py_NewRef(entry);
 }
 
 static PyType_Slot hook_slots[] = {{Py_tp_dealloc, hook_free}, {Py_tp_call, hook_called}, {0, NULL}};
@@ -599,79 +552,9 @@ int node_hook_attach(NodeHook *hook, PyObject *node) {
     return handle ? 0 : -1;
 }
 
-/* ---- entering hooks ---------------------------------------------------------------------------------------------- */
-
-/* Torch enters a hook on an autograd node by a Python function of its own, which makes a handle with a weak reference
-   for whoever wants to remove the hook again: 5 microseconds. Hooks of this extension leave with their node. What
-   stands here takes that function's place while steps are collected (see engine/capture/node_hooks.py), enters ours
-   alone, and passes everything else on. */
-
-typedef struct {
-    PyObject_HEAD
-    PyObject *below; /* what stood there before */
-    char ended;      /* passes everything on */
-} Registrar;
-
-static PyTypeObject *registrar_type;
-static PyObject *ordered_dict, *our_key;
-
-static PyObject *registrar_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    (void)args, (void)kwargs;
-    return PyType_GenericAlloc(type, 0);
-}
-
-/* (hooks that hold this one, None). */
-static PyObject *entry_new(PyObject *hook) {
-    PyObject *hooks = PyObject_CallNoArgs(ordered_dict),
-             *answer = NULL; /* ordered, as torch's own handles want to refer to it weakly */
-    if (hooks && !PyObject_SetItem(hooks, our_key, hook)) answer = PyTuple_Pack(2, hooks, Py_None);
-    Py_XDECREF(hooks);
-    return answer;
-}
-
-/* (hooks of the node or None, hook) → (hooks of the node, handle). */
-static PyObject *registrar_called(Registrar *self, PyObject *args, PyObject *kwargs) {
-    PyObject *hook = PyTuple_Size(args) == 2 ? PyTuple_GetItem(args, 1) : NULL;
-    int again = hook && Py_TYPE(hook) == node_hook_type, ours = again || (hook && Py_TYPE(hook) == op_hook_type);
-    if (!ours || self->ended || PyTuple_GetItem(args, 0) != Py_None) {
-        if (self->below) return PyObject_Call(self->below, args, kwargs);
-        return PyErr_Format(PyExc_RuntimeError, "a registrar that stands in no place was called");
-    }
-    PyObject *entry = again ? node_hook_entry(hook) : NULL;
-    if (entry || !(entry = entry_new(hook))) return entry;
-    if (again) node_hook_keep(hook, entry);
-    return entry;
-}
-
-static void registrar_free(Registrar *self) {
-    PyTypeObject *type = Py_TYPE((PyObject *)self);
-    Py_XDECREF(self->below);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
-    Py_DECREF(type);
-}
-
-static PyMemberDef registrar_members[] = {{"below", T_OBJECT, offsetof(Registrar, below), 0, NULL},
-                                          {"ended", T_BOOL, offsetof(Registrar, ended), 0, NULL},
-                                          {NULL, 0, 0, 0, NULL}};
-
-static PyType_Slot registrar_slots[] = {{Py_tp_new, registrar_new},
-                                        {Py_tp_call, registrar_called},
-                                        {Py_tp_dealloc, registrar_free},
-                                        {Py_tp_members, registrar_members},
-                                        {Py_tp_doc, "Enters the hooks of this extension on autograd nodes."},
-                                        {0, NULL}};
-static PyType_Spec registrar_spec = {"trainprobe._native.Registrar", sizeof(Registrar), 0, Py_TPFLAGS_DEFAULT,
-                                     registrar_slots};
-
 int nodes_fill(PyObject *module) {
-    PyObject *collections = PyImport_ImportModule("collections");
-    ordered_dict = collections ? PyObject_GetAttrString(collections, "OrderedDict") : NULL;
-    Py_XDECREF(collections);
-    our_key = PyLong_FromLong(-1); /* torch's handles count from 0 */
     graph_type = (PyTypeObject *)PyType_FromSpec(&graph_spec);
     node_hook_type = (PyTypeObject *)PyType_FromSpec(&hook_spec);
-    registrar_type = (PyTypeObject *)PyType_FromSpec(&registrar_spec);
-    if (!ordered_dict || !our_key || !graph_type || !node_hook_type || !registrar_type) return -1;
-    return PyModule_AddObjectRef(module, "Graph", (PyObject *)graph_type) ||
-           PyModule_AddObjectRef(module, "Registrar", (PyObject *)registrar_type);
+    if (!graph_type || !node_hook_type) return -1;
+    return PyModule_AddObjectRef(module, "Graph", (PyObject *)graph_type);
 }

@@ -56,32 +56,20 @@ typedef struct {
 
 int is_info(PyObject *x); /* 0 with an exception set where it is none */
 
-extern PyTypeObject *info_type, *stats_rows_type, *value_type, *call_type, *tape_type, *stacks_type, *op_hook_type,
-    *packed_type;
+extern PyTypeObject *info_type, *stats_rows_type, *value_type, *call_type, *tape_type, *stacks_type, *op_hook_type;
 
 typedef struct Tape Tape;
 
 #define SAVE 256 /* of flags: the values themselves are wanted too */
 
-/* torch.c. Calls with one argument or two, as CPython's own code makes them; where an address goes in a table, to be
-   cut to its places, a power of two. */
+/* torch.c. Calls with one argument or two; where an address goes in a table, to be cut to its places, a power of
+   two. */
 PyObject *call_one(PyObject *callable, PyObject *x);
 PyObject *call_two(PyObject *callable, PyObject *x, PyObject *y);
 size_t mixed(const void *address);
 
-/* Attributes by their descriptors. descriptor: NULL where the attribute is to be looked up. */
-typedef struct {
-    PyObject *descriptor;
-    descrgetfunc get;
-} Attribute;
-
-Attribute attribute_of(PyTypeObject *type, PyObject *name);
-PyObject *attribute_ask(const Attribute *a, PyObject *x,
-                        PyObject *name); /* x: of that type or derived; a new reference */
-
 /* What torch's attributes tell of tensors and nodes. */
 typedef enum { VERSION, REQUIRES_GRAD, GRAD_FN, OUTPUT_NR, BASE, TENSOR_ATTRIBUTES } TensorAttribute;
-void attributes_learn(PyTypeObject *const *types);
 PyObject *tensor_attribute(PyObject *t, TensorAttribute which); /* a new reference */
 int tensor_is_resolved(PyObject *t, int may_be_conjugate);
 PyObject *node_behind(PyObject *t);
@@ -92,10 +80,9 @@ PyObject *node_register(PyObject *node, PyObject *hook, int behind);
 /* Where a tensor's elements lie. strides: in elements, NULL until geometry_on_host said yes. */
 typedef struct {
     void *data;
-    int nd, cpu;   /* cpu: -1 where it was not asked for */
-    uint32_t kind; /* of element: DLPack's lanes, bits and code, or 0 where it is not told */
-    const int64_t *sizes, *strides;
-    int64_t own[2 * MAX_DIMS];
+    int nd, cpu; /* cpu: -1 where it was not asked for */
+    int64_t sizes[MAX_DIMS], own_strides[MAX_DIMS];
+    const int64_t *strides;
 } Geometry;
 
 int geometry_read(PyObject *t, Geometry *out);
@@ -103,14 +90,7 @@ int geometry_on_host(PyObject *t, Geometry *g);
 int geometry_strides(PyObject *t, Geometry *g);
 int geometry_is_contiguous(const Geometry *g);
 
-typedef struct Shape Shape;
-typedef struct {
-    Shape *table;
-    size_t used, room; /* room: a power of two */
-} Shapes;
-
-PyObject *shapes_find(Shapes *self, const Geometry *g);
-void shapes_clear(Shapes *self);
+PyObject *geometry_shape(const Geometry *g); /* a new reference */
 
 /* tape.c. The tree of Values and scalars of an argument or result; path: where its values are saved, or NULL. A new
  * reference. */
@@ -192,7 +172,6 @@ int micro_is_wanted(MicroGate *gate, PyObject *micro); /* -1 with an exception s
 int give_to_guard(PyObject *fault);
 
 PyObject *value_with_note(Value *self, PyObject *note); /* a new reference */
-PyObject *packed_list(PyObject *packed);                /* dump_text.c: the Values of a packed list, newly made */
 Call *call_new(PyObject *kind, PyObject *name, Py_ssize_t number, PyObject *phase, PyObject *cls, PyObject *micro,
                PyObject *parent, Py_ssize_t stack);
 
@@ -210,6 +189,5 @@ int modules_fill(PyObject *module);
 int gradients_fill(PyObject *module);
 int arena_fill(PyObject *module);
 int journal_fill(PyObject *module);
-int dump_text_fill(PyObject *module);
 
 #endif

@@ -114,32 +114,12 @@ static PyMemberDef call_members[] = {
     {"call", T_PYSSIZET, offsetof(Call, call), 0, NULL},   {"phase", T_OBJECT, offsetof(Call, phase), 0, NULL},
     {"cls", T_OBJECT, offsetof(Call, cls), 0, NULL},       {"micro", T_OBJECT, offsetof(Call, micro), 0, NULL},
     {"parent", T_OBJECT, offsetof(Call, parent), 0, NULL}, {"stack", T_PYSSIZET, offsetof(Call, stack), 0, NULL},
+    {"args", T_OBJECT, offsetof(Call, args), 0, NULL},     {"out", T_OBJECT, offsetof(Call, out), 0, NULL},
     {"kwargs", T_OBJECT, offsetof(Call, kwargs), 0, NULL}, {"params", T_OBJECT, offsetof(Call, params), 0, NULL},
     {"node", T_OBJECT, offsetof(Call, node), 0, NULL},     {NULL, 0, 0, 0, NULL}};
 
-static PyObject **tree_at(Call *self, void *offset) { return (PyObject **)((char *)self + (size_t)offset); }
-
-static PyObject *call_tree(Call *self, void *offset) {
-    PyObject *tree = *tree_at(self, offset);
-    if (tree && Py_TYPE(tree) == packed_type) return packed_list(tree);
-    return Py_NewRef(tree ? tree : Py_None);
-}
-
-static int call_set_tree(Call *self, PyObject *tree, void *offset) {
-    PyObject **at = tree_at(self, offset), *before = *at;
-    *at = kept(tree);
-    Py_XDECREF(before);
-    return 0;
-}
-
-static PyGetSetDef call_trees[] = {
-    {"args", (getter)call_tree, (setter)call_set_tree, NULL, (void *)offsetof(Call, args)}, /* these may be packed */
-    {"out", (getter)call_tree, (setter)call_set_tree, NULL, (void *)offsetof(Call, out)},
-    {NULL, NULL, NULL, NULL, NULL}};
-
 static PyType_Slot call_slots[] = {
     {Py_tp_new, call_make},
-    {Py_tp_getset, call_trees},
     {Py_tp_dealloc, call_free},
     {Py_tp_members, call_members},
     {Py_tp_doc, "One forward or backward of a module or op, or one group of parameter values."},

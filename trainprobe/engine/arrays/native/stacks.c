@@ -25,8 +25,6 @@ typedef struct {
 
 PyTypeObject *stacks_type;
 static PyObject *name_back, *name_lasti;
-static PyTypeObject *frame_type; /* that of frames, once one was seen */
-static Attribute back, lasti;
 
 static int stacks_grow(Stacks *self) {
     Py_ssize_t room = self->room ? self->room * 2 : 256;
@@ -103,10 +101,6 @@ Py_ssize_t stacks_capture(PyObject *stacks, Py_ssize_t base, const void *stop, i
     Py_ssize_t length = 0, number = -2;
     PyObject *first = (PyObject *)PyEval_GetFrame(), *frame = first;
     if (!frame) return -1;
-    if (!frame_type) {
-        frame_type = Py_TYPE(frame); /* a type of Python's own: there is one */
-        back = attribute_of(frame_type, name_back), lasti = attribute_of(frame_type, name_lasti);
-    }
     Py_INCREF(first);
     Py_INCREF(frame);
     for (int seen = 0; frame != Py_None && frame != stop && length < DEEPEST; seen++) {
@@ -114,12 +108,12 @@ Py_ssize_t stacks_capture(PyObject *stacks, Py_ssize_t base, const void *stop, i
             PyObject *code = (PyObject *)PyFrame_GetCode((PyFrameObject *)frame);
             Py_DECREF(code); /* the frame holds it */
             if (code == stop) break;
-            PyObject *instruction = attribute_ask(&lasti, frame, name_lasti);
+            PyObject *instruction = PyObject_GetAttr(frame, name_lasti);
             if (!instruction) goto done;
             frames[length++] = (Frame){code, PyLong_AsSsize_t(instruction)};
             Py_DECREF(instruction);
         }
-        PyObject *below = attribute_ask(&back, frame, name_back);
+        PyObject *below = PyObject_GetAttr(frame, name_back);
         if (!below) goto done;
         Py_DECREF(frame);
         frame = below;

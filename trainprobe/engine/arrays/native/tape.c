@@ -9,12 +9,10 @@
 #define ROW_SLOTS 8
 #define DTYPES_KNOWN 64
 #define SUSPECT ((uintptr_t)1 << 40) /* addresses below may be an offset into freed storage: looked at twice */
-#define SHAPES_KEPT 4096             /* more of them (sequences of all lengths) are made anew in the next tape */
 
 typedef struct {
     PyObject *dtype, *text;
-    int code;      /* -1: not for the kernel */
-    uint32_t kind; /* as in Geometry */
+    int code; /* -1: not for the kernel */
 } Dtype;
 
 typedef struct {
@@ -82,7 +80,6 @@ struct Tape {
     int64_t gathered;
     int entered; /* containers of the tree that is looked at */
     Dtype dtypes[DTYPES_KNOWN];
-    Shapes shapes;
     Slot slots[ROW_SLOTS];
     SeenTable seen;
     Views views;
@@ -156,6 +153,10 @@ static void seen_clear(SeenTable *table) {
 
 static int seen_is(const Seen *seen, PyObject *t) {
     return (seen->held ? seen->known : PyWeakref_GetObject(seen->known)) == t;
+}
+
+static int same_shape(const Seen *seen, PyObject *shape) {
+    return PyObject_RichCompareBool(seen->shape, shape, Py_EQ) == 1;
 }
 
 static int seen_note(SeenTable *table, Seen now) {
@@ -260,60 +261,26 @@ static int views_note(Views *self, PyObject *root, long long version, const Job 
     return 0;
 }
 
-/* ---- what is known of dtypes and shapes, kept from tape to tape -------------------------------------------------- */
-
-static struct {
-    PyTypeObject *tensor; /* the class whose dtypes they are, NULL where nothing is kept */
-    int dtypes_known;
-    Dtype dtypes[DTYPES_KNOWN];
-    Shapes shapes;
-} shelf;
-
-static void tape_know(Tape *self) {
-    if (shelf.tensor != self->plain[0]) return;
-    self->dtypes_known = shelf.dtypes_known, self->shapes = shelf.shapes;
-    memcpy(self->dtypes, shelf.dtypes, (size_t)shelf.dtypes_known * sizeof *shelf.dtypes);
-    shelf.tensor = NULL, shelf.dtypes_known = 0, shelf.shapes = (Shapes){0};
-    Py_DECREF((PyObject *)self->plain[0]); /* it was held */
-}
-
-static void tape_leave_known(Tape *self) {
-    if (shelf.tensor || !self->plain[0] || self->shapes.used > SHAPES_KEPT) {
-        for (int i = 0; i < self->dtypes_known; i++)
-            Py_XDECREF(self->dtypes[i].dtype), Py_XDECREF(self->dtypes[i].text);
-        shapes_clear(&self->shapes);
-        return;
-    }
-    shelf.dtypes_known = self->dtypes_known, shelf.shapes = self->shapes;
-    memcpy(shelf.dtypes, self->dtypes, (size_t)self->dtypes_known * sizeof *shelf.dtypes);
-    shelf.tensor = (PyTypeObject *)Py_NewRef((PyObject *)self->plain[0]);
-}
-
 /* ---- one tensor -------------------------------------------------------------------------------------------------- */
 
 int tape_is_plain(const Tape *self, PyObject *x) {
     return Py_TYPE(x) == self->plain[0] || Py_TYPE(x) == self->plain[1];
 }
 
-static const Dtype *dtype_of(Tape *self, PyObject *t, uint32_t kind) {
-    for (int i = 0; kind && i < self->dtypes_known; i++)
-        if (self->dtypes[i].kind == kind) return &self->dtypes[i];
+static const Dtype *dtype_of(Tape *self, PyObject *t) {
     PyObject *dtype = PyObject_GetAttr(t, n_dtype);
     if (!dtype) return NULL;
     Py_DECREF(dtype); /* the library holds it */
     int at = 0;
     while (at < self->dtypes_known && self->dtypes[at].dtype != dtype) at++;
-    if (at < self->dtypes_known) {
-        if (kind) self->dtypes[at].kind = kind;
-        return &self->dtypes[at];
-    }
+    if (at < self->dtypes_known) return &self->dtypes[at];
     PyObject *described = call_one(self->describe, dtype); /* (text, code) */
     if (!described) return NULL;
     at = self->dtypes_known < DTYPES_KNOWN ? self->dtypes_known++ : DTYPES_KNOWN - 1;
     Dtype *known = &self->dtypes[at];
     Py_XDECREF(known->dtype);
     Py_XDECREF(known->text);
-    known->dtype = Py_NewRef(dtype), known->kind = kind;
+    known->dtype = Py_NewRef(dtype);
     known->text = Py_NewRef(PyTuple_GetItem(described, 0));
     known->code = (int)PyLong_AsLong(PyTuple_GetItem(described, 1));
     Py_DECREF(described);
@@ -505,7 +472,7 @@ static Value *gathered(Tape *self, PyObject *t, PyObject *shape, Geometry *at, c
 
 /* A Value of a tensor that was not seen, or not with these flags. NULL without an exception: not for the kernel. */
 static Value *reduced(Tape *self, PyObject *t, PyObject *shape, Geometry *at, long long version, long flags) {
-    const Dtype *dtype = dtype_of(self, t, at->kind);
+    const Dtype *dtype = dtype_of(self, t);
     Slot *slot = dtype ? slot_of(self, flags & 255) : NULL;
     Job job;
     if (!slot || !slot->rows) return NULL;
@@ -563,11 +530,11 @@ static PyObject *tape_look(Tape *self, PyObject *t, long flags, int held) {
     if (version == -2) return NULL;
     int reuse = self->reuse && version >= 0;
     Geometry at;
-    PyObject *shape = geometry_read(t, &at) ? NULL : shapes_find(&self->shapes, &at), *answer = NULL;
+    PyObject *shape = geometry_read(t, &at) ? NULL : geometry_shape(&at), *answer = NULL;
     if (shape) {
         const Seen *seen = reuse ? seen_find(&self->seen, t) : NULL;
         if (seen && seen->known && seen_is(seen, t) && seen->version == version && seen->data == at.data &&
-            seen->shape == shape) {
+            same_shape(seen, shape)) {
             if ((seen->flags & flags) == flags) {
                 PyObject *now = as_used(self, t, seen->value);
                 self->reused++;
@@ -602,7 +569,7 @@ static int tape_gather(Tape *self, PyObject *t, Value *value, PyObject *path) {
     Geometry at;
     if (!self->arena || !value->shape || !value->dtype) return 0;
     if (geometry_read(t, &at)) return PyErr_Occurred() ? -1 : 0;
-    const Dtype *dtype = dtype_of(self, t, at.kind);
+    const Dtype *dtype = dtype_of(self, t);
     if (!dtype || dtype->code < 0) return PyErr_Occurred() ? -1 : 0;
     Job job;
     int fits = job_of(t, &at, dtype->code, CRC32, &job); /* a CRC wants the logical order too */
@@ -777,10 +744,10 @@ void tape_touched(Tape *self, PyObject *t) {
 static int seen_differs(Tape *self, const Seen *seen, PyObject *t) {
     Geometry at;
     Job job;
-    PyObject *shape = seen->flags & CHECKSUM && !geometry_read(t, &at) ? shapes_find(&self->shapes, &at) : NULL;
-    int same = shape && shape == seen->shape && at.data == seen->data;
+    PyObject *shape = seen->flags & CHECKSUM && !geometry_read(t, &at) ? geometry_shape(&at) : NULL;
+    int same = shape && same_shape(seen, shape) && at.data == seen->data;
     Py_XDECREF(shape);
-    const Dtype *dtype = same ? dtype_of(self, t, at.kind) : NULL;
+    const Dtype *dtype = same ? dtype_of(self, t) : NULL;
     Slot *slot = dtype && seen->value->row >= 0 ? slot_of(self, seen->flags & 255) : NULL;
     int told = slot && slot->rows && job_of(t, &at, dtype->code, CHECKSUM, &job) == 1;
     PyErr_Clear();
@@ -850,10 +817,10 @@ static PyObject *shard(Tape *self, PyObject *const *args, Py_ssize_t nargs) {
         return Py_NewRef(Py_None);
     }
     int begun = tape_gather_begin(self);
-    const Dtype *dtype = dtype_of(self, args[0], at.kind);
+    const Dtype *dtype = dtype_of(self, args[0]);
     Slot *slot = dtype ? slot_of(self, flags & 255) : NULL;
     int host = slot && slot->rows ? geometry_on_host(args[0], &at) : 1;
-    PyObject *shape = host ? NULL : shapes_find(&self->shapes, &at);
+    PyObject *shape = host ? NULL : geometry_shape(&at);
     PyObject *found = shape ? (PyObject *)gathered(self, args[0], shape, &at, dtype, slot) : NULL;
     Py_XDECREF(shape);
     if (!found && !PyErr_Occurred()) found = Py_NewRef(Py_None);
@@ -927,8 +894,6 @@ static PyObject *tape_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
     self->reuse = reuse;
     if (PyTuple_Size(plain)) {
         for (int i = 0; i < 2; i++) self->plain[i] = (PyTypeObject *)Py_NewRef(PyTuple_GetItem(plain, i));
-        attributes_learn(self->plain);
-        tape_know(self);
     }
     self->open_rows = Py_NewRef(functions[0]), self->slow = Py_NewRef(functions[1]),
     self->special = Py_NewRef(functions[2]);
@@ -980,7 +945,7 @@ static void tape_free(Tape *self) {
     PyTypeObject *type = Py_TYPE((PyObject *)self);
     PyObject_GC_UnTrack(self);
     tape_clear(self);
-    tape_leave_known(self);
+    for (int i = 0; i < self->dtypes_known; i++) Py_XDECREF(self->dtypes[i].dtype), Py_XDECREF(self->dtypes[i].text);
     Py_XDECREF(self->plain[0]);
     Py_XDECREF(self->plain[1]);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import orjson
 
-from trainprobe.compiled import native
 from trainprobe.engine.core.records import Opaque, Value
 from trainprobe.engine.stats.partials import PARTIALS, STATISTICS
 from trainprobe.engine.storage.dumps.entry_text import KEYS, read_number
@@ -68,41 +66,15 @@ class _Shapes(dict[tuple[Any, ...], tuple[int, ...]]):
         return found
 
 
-class ReadTensors(NamedTuple):
-    """What the compiled part has made of most tensors of a dump (see `read_dump`): columns with a row for each."""
-
-    numbers: bytes = b""
-    checksums: bytes = b""
-    has_checksum: bytes = b""
-
-
-def describe(about: bytes) -> Value | None:
-    """Return the Value that a tensor of this type, dtype and shape is like, as a dump tells these; None where it tells none."""
-    try:
-        told = orjson.loads(about + b"}")
-    except orjson.JSONDecodeError:
-        return None
-    shape = told["shape"]
-    return Value(-1, told["dtype"], tuple(shape), type=told["type"]) if {*map(type, shape)} <= {int} else None
-
-
-def are_packed(thing: Any) -> bool:
-    """Return whether something is a list of Values that are made when a call is asked for them."""
-    return native is not None and type(thing) is native.PackedValues
-
-
 class Leaves:
-    """Collects the values of one dump as its entries are read. statistics: those that its header names. read: tensors that are
-    Values already; it holds them to the numbers of `KEYS`, in that order."""
+    """Collects the values of one dump as its entries are read. statistics: those that its header names."""
 
-    def __init__(self, statistics: tuple[str, ...] = (), read: ReadTensors | None = None) -> None:
-        self._read = read or ReadTensors()
+    def __init__(self, statistics: tuple[str, ...] = ()) -> None:
         self.histograms: dict[int, Any] = {}
         self.quantiles: dict[int, Any] = {}
         self._statistics = tuple(name for name in statistics if name in STATISTICS)
         self._keys = {name: KEYS.get(name, name) for name in self._statistics or KEYS}
-        self._first = len(self._read.has_checksum)
-        self._rows: list[tuple[Any, ...]] = []  # as they stand in the file, behind those that were read already
+        self._rows: list[tuple[Any, ...]] = []  # as they stand in the file
         self._checksums: dict[int, int] = {}
         self._md5: dict[int, str] = {}
         self._forms: dict[tuple[str, ...], _Form] = {}
@@ -119,7 +91,7 @@ class Leaves:
             if depth > DEPTH:
                 raise ValueError(f"it is nested deeper than {DEPTH}")
             return [self.tree(item, depth + 1) for item in thing]
-        return thing.to_list() if are_packed(thing) else thing
+        return thing
 
     def _object(self, form: _Form, thing: dict[str, Any], depth: int) -> Any:
         if depth > DEPTH:
@@ -131,20 +103,8 @@ class Leaves:
             return self._value(form, thing)
         if kind in _PLAIN and "value" in thing:
             return _PLAIN[kind](thing["value"])
-        rest = {key: self._as_written(item) for key, item in thing.items() if key not in {"type", "value"}}
-        return Opaque(kind, self._as_written(thing.get("value")), rest or None)
-
-    def _as_written(self, thing: Any) -> Any:
-        """Return a part of a leaf that is no tensor as the dump has it, with the tensors in it that were read already."""
-        if isinstance(thing, Value):
-            numbers = np.frombuffer(self._read.numbers).reshape(-1, len(KEYS))[thing.row].tolist()
-            about = {"type": thing.type, "dtype": thing.dtype, "shape": list(thing.shape)}
-            return {**about, **dict(zip(KEYS.values(), numbers, strict=True)), "requires_grad": thing.requires_grad}
-        if are_packed(thing):
-            thing = thing.to_list()
-        if isinstance(thing, list):
-            return [self._as_written(item) for item in thing]
-        return {key: self._as_written(item) for key, item in thing.items()} if isinstance(thing, dict) else thing
+        rest = {key: item for key, item in thing.items() if key not in {"type", "value"}}
+        return Opaque(kind, thing.get("value"), rest or None)
 
     def _new_form(self, leaf: dict[str, Any]) -> _Form:
         keys = tuple(leaf)
@@ -165,7 +125,7 @@ class Leaves:
             numbers = (number,) * len(numbers)
         row = -1
         if not bare or md5 is not None or checksum is not None:
-            row = self._first + len(self._rows)
+            row = len(self._rows)
             self._rows.append(numbers)
         if isinstance(checksum, str):
             self._checksums[row] = int(checksum, 16)
@@ -207,7 +167,7 @@ class Leaves:
 
         Raises NoNumber where a statistic is none.
         """
-        rows = self._first + len(self._rows)
+        rows = len(self._rows)
         table, gone = self._table()
         finished: dict[str, npt.NDArray[np.float64]] = {}
         absent: dict[str, npt.NDArray[np.bool_]] = {}
@@ -216,11 +176,9 @@ class Leaves:
                 continue
             absent[name] = gone[:, i].copy()
             finished[name] = table[:, i].copy()
-        checksums, known = None, np.frombuffer(self._read.has_checksum, bool)
-        if self._checksums or known.any():
-            behind = rows - self._first
-            checksums = np.append(np.frombuffer(self._read.checksums, np.uint64), np.zeros(behind, np.uint64))
-            absent["checksum"] = np.append(~known, np.ones(behind, bool))
+        checksums = None
+        if self._checksums:
+            checksums, absent["checksum"] = np.zeros(rows, np.uint64), np.ones(rows, bool)
             for row, checksum in self._checksums.items():
                 checksums[row] = checksum
                 absent["checksum"][row] = False
@@ -235,14 +193,10 @@ class Leaves:
         else:
             gone = np.array([x is None for x in flat], bool)
             numbers = np.array([self._number(x, i) for i, x in enumerate(flat)], float)
-        numbers, gone = numbers.reshape(shape), gone.reshape(shape)
-        if not self._first:
-            return numbers, gone
-        before = np.frombuffer(self._read.numbers).reshape(-1, len(self._keys))
-        return np.concatenate([before, numbers]), np.concatenate([np.zeros(before.shape, bool), gone])
+        return numbers.reshape(shape), gone.reshape(shape)
 
     def _number(self, x: Any, place: int) -> float:
         try:
             return read_number(x)
         except (TypeError, ValueError, OverflowError) as error:
-            raise NoNumber(self._first + place // len(self._keys), str(error)) from None
+            raise NoNumber(place // len(self._keys), str(error)) from None

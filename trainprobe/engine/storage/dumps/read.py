@@ -14,18 +14,17 @@ from typing import Any
 
 import orjson
 
-from trainprobe.compiled import native
+from trainprobe.engine.compare.uncollected import uncollected
 from trainprobe.engine.core.records import Call, Place
 from trainprobe.engine.core.step_data import BESIDE, StoredStepData, ValuesOfCalls, slots, unwrap
 from trainprobe.engine.storage.dumps.entries import NOT_READ, parse_entry
-from trainprobe.engine.storage.dumps.entry_text import KEYS
 from trainprobe.engine.storage.dumps.header import read_place, read_scalars, spread
 from trainprobe.engine.storage.dumps.layout import CONSTRUCT_FILE, DEBUG_FILE, DUMP_FILE, HEADER, STACK_FILE, find_ranks
-from trainprobe.engine.storage.dumps.leaves import Leaves, NoNumber, ReadTensors, are_packed, describe
+from trainprobe.engine.storage.dumps.leaves import Leaves, NoNumber
 from trainprobe.engine.storage.kernel_dumps.file_names import holds_kernels, parse_name
 from trainprobe.engine.storage.kernel_dumps.read import read_kernels
 from trainprobe.engine.storage.left_out import damaged_as
-from trainprobe.engine.storage.safe_files import open_to_read, read_bounded
+from trainprobe.engine.storage.safe_files import read_bounded
 from trainprobe.errors import FormatError
 
 LARGEST = 8 << 30
@@ -86,47 +85,26 @@ def _content(path: Path) -> bytes:
         raise FormatError(f"{path} cannot be read: {error}") from error
 
 
-def _load_dump(path: Path) -> tuple[Any, ReadTensors | None]:
-    """Parse a dump; return also what the compiled part, where there is one, has made of its tensors."""
-    found = _read_compiled(path)
-    if found is None:
-        return load_json(path), None
-    top, *columns = found
-    header = top.get(HEADER) if isinstance(top, dict) else None
-    wanted = header.get("wanted") if isinstance(header, dict) else None
-    return (load_json(path), None) if wanted and list(wanted) != list(KEYS) else (top, ReadTensors(*columns))
-
-
-def _read_compiled(path: Path) -> tuple[Any, bytes, bytes, bytes] | None:
-    try:
-        if native is None or path.stat().st_size > LARGEST:
-            return None
-        with open_to_read(path) as file:
-            return native.read_dump(file.read, describe, orjson.loads, _call_of_tensors)
-    except (OSError, FormatError):
-        return None  # what is wrong with it is said where it is read next
-
-
+@uncollected()
 def _read_rank(path: Path) -> StoredStepData:
-    top, tensors = _load_dump(path)
+    top = load_json(path)
     data = top.get("data") if isinstance(top, dict) else None
     if not isinstance(data, dict):
         raise FormatError(f"{path} is no dump: it has no object `data`")
     own = top.get(HEADER)
     head: dict[str, Any] = own if isinstance(own, dict) else {}
-    leaves = Leaves(tuple(head.get("wanted", ())), tensors)
+    leaves = Leaves(tuple(head.get("wanted", ())))
     calls: list[Call] = []
     by_name: dict[str, Call] = {}
     notes = [str(note) for note in head.get("notes", ())]
     for name in list(data):
         entry = data.pop(name)  # what was read is let go, so that the file's content and the step are not both in memory
-        call = entry if isinstance(entry, Call) else parse_entry(name)
+        call = parse_entry(name)
         if call is None:
             notes.append(f"entry {name!r} {NOT_READ}")
             continue
         try:
-            if entry is not call:
-                _fill(call, entry, leaves)
+            _fill(call, entry, leaves)
         except (ArithmeticError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise FormatError(f"{path}: entry {name!r} cannot be read: {error}") from None
         calls.append(call)
@@ -220,17 +198,6 @@ def _apply_header(head: Mapping[str, Any], calls: list[Call], by_name: Mapping[s
             by_name[name].node = str(node)
 
 
-def _call_of_tensors(name: str, entry: Any) -> Any:
-    """Return the call of an entry that holds packed tensors alone, as most do, and any other entry as it is."""
-    if isinstance(entry, dict) and len(entry) == 3 and entry.get("input_kwargs") == {}:  # pyright: ignore[reportUnknownArgumentType]
-        given, made = entry.get("input_args"), entry.get("output")  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
-        call = parse_entry(name) if are_packed(given) and are_packed(made) else None
-        if call is not None and call.kind in ("module", "op", "collective"):
-            call.args, call.out = given, made
-            return call
-    return entry  # pyright: ignore[reportUnknownVariableType]
-
-
 def _fill(call: Call, entry: Any, leaves: Leaves) -> None:
     """Put the values of an entry into its call."""
     if call.kind == "saved":
@@ -243,10 +210,8 @@ def _fill(call: Call, entry: Any, leaves: Leaves) -> None:
         return
     if entry.get("is_recompute") is True:
         call.phase = "recompute"
-    call.args, call.out = (
-        tree if are_packed(tree) else leaves.tree(tree)
-        for tree in (entry.get("input_args", entry.get("input")), entry.get("output"))
-    )
+    call.args = leaves.tree(entry.get("input_args", entry.get("input")))
+    call.out = leaves.tree(entry.get("output"))
     call.kwargs = leaves.tree(entry.get("input_kwargs") or None)
     params = {key: entry[key] for key in BESIDE if entry.get(key)} if call.kind == "op" else entry.get("parameters")
     call.params = leaves.tree(params or None)
