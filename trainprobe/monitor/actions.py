@@ -18,7 +18,7 @@ from pathlib import Path
 import orjson
 
 from trainprobe.engine.core.findings import sentence
-from trainprobe.engine.core.records import Finding, StepData
+from trainprobe.engine.core.records import Finding
 from trainprobe.errors import StopTraining
 from trainprobe.monitor.plan import Actions
 from trainprobe.monitor.rules import RuleOptions
@@ -63,9 +63,6 @@ class Alerts:
         self._actions = actions
         self._warnings: list[Finding] = []
         self._complained = False
-
-    def write(self, step_data: StepData) -> None:
-        """Do nothing: this sink sends findings only."""
 
     def findings(self, findings: Sequence[Finding]) -> None:
         """Send out what is to be sent."""

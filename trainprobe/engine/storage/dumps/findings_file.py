@@ -11,7 +11,7 @@ from pathlib import Path
 
 import orjson
 
-from trainprobe.engine.core.records import Finding, Place, StepData
+from trainprobe.engine.core.records import Finding, Place
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.storage.dumps.append import AppendedFile, make_room
 from trainprobe.engine.storage.dumps.layout import FINDINGS_FILE, log_folder
@@ -30,13 +30,6 @@ class FindingsFile:
         self._path = path
         self._file: AppendedFile | None = None
         self._waiting: list[bytes] = []
-
-    def takes(self, step_data: StepData) -> bool:
-        """Take no step: they go to other sinks."""
-        return False
-
-    def write(self, step_data: StepData) -> None:
-        """Steps go to other sinks."""
 
     def findings(self, findings: Sequence[Finding]) -> None:
         """Append one line a finding."""
