@@ -72,7 +72,7 @@ def all_texts() -> str:
         "## While a training runs\n",
         *_listed(_said_everywhere()),
         "\n## At the end of a run\n",
-        *_listed([*_texts(PACKAGE / "monitor/end_line.py"), *_of_names("monitor/watcher.py", "too_few_steps", "NO_LOSS")]),
+        *_listed([*_texts(PACKAGE / "monitor/findings.py"), *_of_names("monitor/watcher.py", "too_few_steps", "NO_LOSS")]),
         "\n## Findings of the rules\n",
         *_by_name((name, sources[name]) for name in rule_names()),
         "\n## Findings of the audit\n",

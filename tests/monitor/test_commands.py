@@ -12,7 +12,7 @@ from watched_training import watched_training
 
 import trainprobe
 from trainprobe.cli import main
-from trainprobe.monitor.run_folder import read_findings
+from trainprobe.engine.storage.dumps.findings_file import read_findings
 from trainprobe.monitor.top_command import spark
 
 

@@ -18,9 +18,10 @@ import trainprobe
 from trainprobe import Probe
 from trainprobe.cli import main
 from trainprobe.engine.core.records import Place
+from trainprobe.engine.storage.dumps.findings_file import read_findings
 from trainprobe.monitor.history import History
 from trainprobe.monitor.report.from_run import collect_histories, view_of
-from trainprobe.monitor.run_folder import read_findings, read_frames
+from trainprobe.monitor.run_folder import read_frames
 
 ROOT = Path(__file__).parents[2]
 NO_LOSS = 'Not judged: the loss, which no step recorded (`probe.note("loss", loss)` records it).'

@@ -10,8 +10,9 @@ import typer
 from rich.console import Console
 
 from trainprobe.engine.core.findings import in_folder
+from trainprobe.engine.storage.dumps.findings_file import read_findings
 from trainprobe.errors import UsageError
-from trainprobe.monitor.findings_of_run import all_findings, exit_code
+from trainprobe.monitor.findings import all_findings, exit_code
 from trainprobe.monitor.history import History
 from trainprobe.monitor.looked_at import LookedAt
 from trainprobe.monitor.remote_run import as_given, is_copy, origin, run_folder
@@ -19,7 +20,7 @@ from trainprobe.monitor.report import write_page
 from trainprobe.monitor.report.from_run import collect_histories, view_of
 from trainprobe.monitor.report.run_view import RunView
 from trainprobe.monitor.rules_of_run import left_out, rules_of_run
-from trainprobe.monitor.run_folder import read_findings, read_frames
+from trainprobe.monitor.run_folder import read_frames
 from trainprobe.monitor.two_runs import add_run, departures, first_departure, notes_on
 from trainprobe.monitor.watcher import judge_run
 

@@ -179,7 +179,7 @@ class Probe(EngineProbe):
     def _repr_html_(self) -> str:
         """Return how many steps were watched so far and what was found, for a notebook."""
         from trainprobe.engine.storage.html_page.finding_item import findings_for_notebook
-        from trainprobe.monitor.watcher import causes
+        from trainprobe.monitor.findings import causes
 
         return findings_for_notebook(f"{self._end_line()}.", causes(self.findings))
 
@@ -189,7 +189,7 @@ class Probe(EngineProbe):
         self.console.line(" ".join((f"{line}.", *self.sentences)) if self.sentences else line)
 
     def _end_line(self) -> str:
-        from trainprobe.monitor.end_line import Run, end_line
+        from trainprobe.monitor.findings import Run, end_line
 
         run = Run(
             steps=self.begun,
