@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainprobe.engine.capture.pauses import Pauses
-from trainprobe.engine.core.console import Console
+from trainprobe.engine.core.findings import Console, Reporter
 from trainprobe.engine.core.guard import Guard, Part, attempt, fault_text, simply
 from trainprobe.engine.core.records import Finding, Place, StepData
 from trainprobe.engine.core.scope import selected, selects
@@ -30,7 +30,6 @@ from trainprobe.engine.core.stacks import Stacks, used_by
 from trainprobe.engine.core.unmatched import UnmatchedSelections
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.program import Program, defines
-from trainprobe.engine.reporter import Reporter
 from trainprobe.engine.scheduling import Scheduled, Scheduler
 from trainprobe.engine.storage.step_journal import StepJournal
 from trainprobe.engine.tape import Tape

@@ -13,8 +13,8 @@ from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.probe import Probe
 from trainprobe.engine.program import Program, Schedule
 from trainprobe.errors import StopTraining
-from trainprobe.monitor.actions import Alerts, decide
 from trainprobe.monitor.chosen_calls import chosen_calls
+from trainprobe.monitor.findings import Alerts, decide
 from trainprobe.monitor.plan import MonitorPlan, validate
 from trainprobe.monitor.requests import looks_when_asked
 from trainprobe.monitor.rules_of_run import keep_rules

@@ -70,12 +70,11 @@ def report(
     findings = [one.finding for one in all_findings([] if judge else recorded, found)]
     by = ["the run itself"] if recorded and not judge else []
     meta = {"findings by": ", ".join([*by, "rules applied when this page was written"])}
-    view = view_of(title or folder.resolve().name, histories, findings, meta)
+    view = view_of(title or folder.resolve().name, histories, meta)
     short = seen.shortfall(folder)
     sentences = [*filter(None, [short]), *seen.lacking(), *filter(None, [left_out(absent)])]
-    view = replace(
-        view, recorded=short, notes=[*(f"{sentence}." for sentence in sentences), *view.notes, *filter(None, [unjudged])]
-    )
+    notes = [*(f"{sentence}." for sentence in sentences), *view.notes, *filter(None, [unjudged])]
+    view = replace(view, findings=findings, recorded=short, notes=notes)
     console = Console(highlight=False, soft_wrap=True)
     if short:
         console.print(f"{short}: the page shows no others", markup=False)
@@ -97,7 +96,7 @@ def _with_another_run(
     notes = notes_on(histories, there, name, found)
     for sentence in (*([first.message] if first is not None else []), *notes):
         console.print(sentence, markup=False)
-    return add_run(view, view_of(name, there, [], {}), name, found, first, notes)
+    return add_run(view, view_of(name, there, {}), name, found, first, notes)
 
 
 def _histories(folder: Path) -> dict[int, History]:

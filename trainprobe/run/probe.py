@@ -178,7 +178,7 @@ class Probe(EngineProbe):
 
     def _repr_html_(self) -> str:
         """Return how many steps were watched so far and what was found, for a notebook."""
-        from trainprobe.engine.storage.html_page.finding_item import findings_for_notebook
+        from trainprobe.engine.core.findings import findings_for_notebook
         from trainprobe.monitor.findings import causes
 
         return findings_for_notebook(f"{self._end_line()}.", causes(self.findings))

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trainprobe.engine.core.findings import finding_item
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.storage.html_page import make_page, packed, shared, write_text
-from trainprobe.engine.storage.html_page.finding_item import finding_item
 from trainprobe.engine.storage.html_page.markup import Markup, element, listed, run_head
 from trainprobe.monitor.findings import causes
 from trainprobe.monitor.report.planes import Codes, Packed, bucket, pack, smallest
