@@ -23,10 +23,16 @@ from trainprobe.engine.probe import Probe as EngineProbe
 from trainprobe.engine.program import Making, Schedule
 from trainprobe.errors import UsageError
 from trainprobe.run.backend import Backend
-from trainprobe.run.composition import changed_schedules, compose, programs_of
+from trainprobe.run.composition import (
+    changed_plan,
+    changed_schedules,
+    compose,
+    follow_control_file,
+    programs_of,
+    unmatched_names,
+)
 from trainprobe.run.schedules import Parts
 from trainprobe.run.torch_backend import TorchBackend
-from trainprobe.run.unmatched_names import unmatched_names
 
 if TYPE_CHECKING:
     from trainprobe.engine.core.sources import Source
@@ -157,8 +163,6 @@ class Probe(EngineProbe):
             self._end_reported = True
             self.console.line(f"step {step} begins after the probe was closed: it and later steps are not recorded")
         if self._control is not None and not self.closed:
-            from trainprobe.run.plan_changes import follow_control_file
-
             stopped = self.guard.tripped is not None
             self.guard.keep_on(follow_control_file, self._control, step, self.change, self.report, stopped)
         return super().begin_step(number)
@@ -215,8 +219,6 @@ class Probe(EngineProbe):
         of the monitor all but `actions`, of the audit `every` and `relations`. From outside the program the file `control.yaml`
         does the same (see `Plan.control`). Raises PlanError, and changes nothing, for anything else.
         """
-        from trainprobe.run.plan_changes import changed_plan
-
         plan = changed_plan(self.plan, fields)
         self.settle()  # steps that have ended are judged by the plan that they ran under
         for name, schedule in changed_schedules(self.parts, plan, self._maker).items():
