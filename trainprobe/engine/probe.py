@@ -119,7 +119,7 @@ class Probe:
 
     # ---- the six verbs -----------------------------------------------------------------------------------------
 
-    def open(self, model: Any, optimizer: Any = None, place: Place | None = None) -> Probe:
+    def open(self, model: Any, optimizer: Any = None, place: Place | None = None) -> Self:
         """Learn the names of `model` (a module, or a list of model chunks); may be called again when the model has changed.
 
         Raises PlanError when a pattern of the plan matches nothing in the model, and OutputError when the output cannot be
@@ -220,7 +220,7 @@ class Probe:
     # ---- for people --------------------------------------------------------------------------------------------
 
     @contextmanager
-    def step(self, number: int | None = None) -> Generator[Probe]:
+    def step(self, number: int | None = None) -> Generator[Self]:
         """One optimizer step: forward, backward and update stand inside. What was collected before an error is written."""
         self.begin_step(number)
         try:
@@ -311,6 +311,9 @@ class Probe:
         return self
 
     def __exit__(self, *error: object) -> None:
+        """Close; an error that ends the training has the black box written out."""
+        if error and isinstance(error[1], BaseException):
+            self.interrupted(error[1])
         self.close()
 
     # ---- the programs ------------------------------------------------------------------------------------------

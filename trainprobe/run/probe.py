@@ -116,14 +116,6 @@ class Probe(EngineProbe):
 
     # ---- the life of a run ---------------------------------------------------------------------------------------
 
-    def open(self, model: Any, optimizer: Any = None, place: Place | None = None) -> Probe:
-        """Learn the names of `model`, a module or a list of chunks.
-
-        Raises PlanError when a pattern of the plan matches nothing in it, OutputError when the output cannot be written.
-        """
-        super().open(model, optimizer, place)
-        return self
-
     def _open(self, model: Any, optimizer: Any, place: Place | None) -> None:
         self._place = place or self._place
         if self._place is None and not self._place_given:
@@ -173,12 +165,6 @@ class Probe(EngineProbe):
         super().close()
         if not ended and self.console.speaks and (self.begun or self.sentences):
             self.guard.keep_on(self._print_end)
-
-    def __exit__(self, *error: object) -> None:
-        """Close; an error that ends the training has the black box written out."""
-        if error and isinstance(error[1], BaseException):
-            self.interrupted(error[1])
-        super().__exit__(*error)
 
     def _repr_html_(self) -> str:
         """Return how many steps were watched so far and what was found, for a notebook."""
