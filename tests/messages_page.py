@@ -27,7 +27,7 @@ PAGE, ALL = (PACKAGE.parent / "docs" / name for name in ("messages.md", "all_mes
 EXAMPLES = Path(__file__).with_name("message_examples.json")
 COMMAND = "python -m tests.messages_page"
 SPEAKERS = {"say", "line", "at_end", "_say", "_tell", "_complain", "_print", "finding", "Finding"}
-REFUSING = ("cli.py", "*command.py", "engine/plan/*.py", "monitor/*.py", "debugger.py", "plan_changes.py", "integrations/r*.py")
+REFUSING = ("cli.py", "*command.py", "engine/plan/*.py", "monitor/*.py", "debugger.py", "composition.py", "integrations/r*.py")
 _WORD = re.compile(r"[A-Za-z]{2,}")
 _GAP = re.compile(r"\{\w+\}|…")
 _WHOLE: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
@@ -72,7 +72,7 @@ def all_texts() -> str:
         "## While a training runs\n",
         *_listed(_said_everywhere()),
         "\n## At the end of a run\n",
-        *_listed([*_texts(PACKAGE / "monitor/end_line.py"), *_of_names("monitor/watcher.py", "too_few_steps", "NO_LOSS")]),
+        *_listed([*_texts(PACKAGE / "monitor/findings.py"), *_of_names("monitor/watcher.py", "too_few_steps", "NO_LOSS")]),
         "\n## Findings of the rules\n",
         *_by_name((name, sources[name]) for name in rule_names()),
         "\n## Findings of the audit\n",

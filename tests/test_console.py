@@ -8,10 +8,11 @@ import torch
 import trainprobe
 from trainprobe import PrecisionDebugger
 from trainprobe.cli import main
-from trainprobe.engine.core.console import PRINTED_PER_RULE, Console
+from trainprobe.engine.core.findings import PRINTED_PER_RULE, Console
 from trainprobe.engine.core.records import Finding, Place, Site
+from trainprobe.engine.storage.dumps.findings_file import read_findings
 from trainprobe.monitor.plan import make_rules
-from trainprobe.monitor.run_folder import read_findings, read_frames
+from trainprobe.monitor.run_folder import read_frames
 from trainprobe.monitor.watcher import OF_THE_LOSS, judge_frames
 
 

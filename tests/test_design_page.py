@@ -14,6 +14,35 @@ import pytest
 
 from benchmarks.road import LEVELS
 
+# prints the files that hold a finding between the rule that makes it and the page
+FOLLOWED = """
+import json, pathlib, sys, threading, torch, trainprobe
+from trainprobe.engine.core.findings import Finding
+from trainprobe.monitor.report_command import report
+
+package, held = trainprobe.__path__[0] + "/", set()
+
+def followed(frame, event, argument):
+    if event == "call" and frame.f_code.co_filename.startswith(package):
+        for value in frame.f_locals.values():
+            first = value[0] if type(value) in (list, tuple) and value else value
+            if isinstance(value, Finding) or isinstance(first, Finding):
+                held.add(frame.f_code.co_filename.removeprefix(package))
+
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+threading.setprofile(followed)
+sys.setprofile(followed)
+with trainprobe.watch(model, optimizer, output=sys.argv[1], step=[1], monitor=True) as probe:
+    for step in range(3):
+        with probe.step():
+            loss = model(torch.full((1, 2), float("nan") if step else 1.0)).sum()
+            loss.backward()
+            optimizer.step()
+report(pathlib.Path(sys.argv[1]))
+sys.setprofile(None)
+print(json.dumps(sorted(held)))
+"""
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/design.md").read_text(encoding="utf-8")
 LONGEST = 128
@@ -86,6 +115,12 @@ def test_the_road_through_the_compiled_part_is_as_long_as_the_page_says(level, c
     assert all(f"`{name}`" in PAGE for name in {*files, *of_gradients}), measured
     one_way = {*of_gradients} - ({"ops.c"} if level == "mix" else set())  # which gradients of modules do not take
     assert max(len(files), len(one_way)) + said(level)[1] <= 10
+
+
+def test_a_finding_passes_the_files_that_the_page_names(tmp_path):
+    listed = PAGE.partition("A finding goes through eight files")[2].partition("\n`Site`")[0]
+    ran = subprocess.run([sys.executable, "-c", FOLLOWED, str(tmp_path / "run")], check=True, capture_output=True, text=True)
+    assert json.loads(ran.stdout.splitlines()[-1]) == sorted(re.findall(r"\d\. `(\S+)`", listed))
 
 
 def test_every_place_that_the_page_names_is_there():

@@ -31,8 +31,10 @@ STOREYS = {
         [
             f"trainprobe.engine.{name}"
             for name in (
+                "core.findings",
                 "core.json_schema",
                 "core.log_lines",
+                "core.places",
                 "core.records",
                 "core.row_schema",
                 "core.words",
@@ -42,7 +44,7 @@ STOREYS = {
         0,
     ),
     **dict.fromkeys([f"trainprobe.engine.{name}" for name in ("arrays", "geometry", "stats", "plan")], 1),
-    **dict.fromkeys([f"trainprobe.engine.core.{name}" for name in ("console", "findings", "guard", "topology")], 1),
+    **dict.fromkeys([f"trainprobe.engine.core.{name}" for name in ("guard", "topology")], 1),
     "trainprobe.engine.core": 1.5,  # what the plan does not need to know; below the tape, the taps and the storage
     **dict.fromkeys([f"trainprobe.engine.{name}" for name in ("probe", "program", "scheduling")], 3),
     "trainprobe.comparison": 3,

@@ -25,11 +25,12 @@ from benchmarks.incidents.tasks import TASKS
 from benchmarks.incidents.training import train
 from tests.distributed.launch import launch
 from trainprobe.engine.core.records import Finding
-from trainprobe.monitor.end_line import OWN
+from trainprobe.engine.storage.dumps.findings_file import read_findings
+from trainprobe.monitor.findings import OWN, causes
 from trainprobe.monitor.plan import make_rules
 from trainprobe.monitor.rules import rule_names
-from trainprobe.monitor.run_folder import read_findings, read_frames
-from trainprobe.monitor.watcher import causes, judge_frames
+from trainprobe.monitor.run_folder import read_frames
+from trainprobe.monitor.watcher import judge_frames
 
 TRAINING = Path(__file__).with_name("training.py")
 

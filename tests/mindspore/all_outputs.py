@@ -7,8 +7,9 @@ from pathlib import Path
 import yaml
 
 from trainprobe.config_check.pack_reader import read_pack
+from trainprobe.engine.storage.dumps.findings_file import read_findings
 from trainprobe.engine.storage.dumps.read import read
-from trainprobe.monitor.run_folder import read_findings, read_frames
+from trainprobe.monitor.run_folder import read_frames
 
 
 def plan_file(folder: Path, dumped: int) -> Path:

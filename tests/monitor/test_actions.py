@@ -12,7 +12,7 @@ import torch
 import trainprobe
 from trainprobe.engine.core.records import Finding, Place
 from trainprobe.errors import StopTraining
-from trainprobe.monitor.actions import Alerts, decide
+from trainprobe.monitor.findings import Alerts, decide
 from trainprobe.monitor.plan import Actions, make_rules
 
 

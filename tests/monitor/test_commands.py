@@ -12,7 +12,7 @@ from watched_training import watched_training
 
 import trainprobe
 from trainprobe.cli import main
-from trainprobe.monitor.run_folder import read_findings
+from trainprobe.engine.storage.dumps.findings_file import read_findings
 from trainprobe.monitor.top_command import spark
 
 
@@ -173,7 +173,7 @@ def test_the_rows_of_gradients_stand_in_the_order_of_the_model(run, tmp_path):
     histories = {}
     for _ in collect_histories(read_frames(run), histories):
         pass
-    view = view_of("x", histories, [], {})
+    view = view_of("x", histories, {})
     rows = {m.name: list(m.rows) for m in view.metrics if m.statistic == "norm"}
     shared = [row for row in rows["parameters"] if row in rows["gradients"]]
     assert [row for row in rows["gradients"] if row in shared] == shared

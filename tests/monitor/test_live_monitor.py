@@ -5,9 +5,10 @@ import torch
 from small_training import GPT, batch
 
 import trainprobe
+from trainprobe.engine.storage.dumps.findings_file import read_findings
 from trainprobe.errors import StopTraining
 from trainprobe.monitor.plan import make_rules
-from trainprobe.monitor.run_folder import read_findings, read_frames
+from trainprobe.monitor.run_folder import read_frames
 from trainprobe.monitor.watcher import judge_frames
 
 torch.set_num_threads(1)

@@ -18,9 +18,10 @@ import trainprobe
 from trainprobe import Probe
 from trainprobe.cli import main
 from trainprobe.engine.core.records import Place
+from trainprobe.engine.storage.dumps.findings_file import read_findings
 from trainprobe.monitor.history import History
 from trainprobe.monitor.report.from_run import collect_histories, view_of
-from trainprobe.monitor.run_folder import read_findings, read_frames
+from trainprobe.monitor.run_folder import read_frames
 
 ROOT = Path(__file__).parents[2]
 NO_LOSS = 'Not judged: the loss, which no step recorded (`probe.note("loss", loss)` records it).'
@@ -95,7 +96,7 @@ def test_steps_that_were_recorded_twice_are_named_and_the_later_value_is_shown(t
     histories: dict[int, History] = {}
     for _ in collect_histories(read_frames(tmp_path), histories):
         pass
-    view = view_of("", histories, [], {})
+    view = view_of("", histories, {})
     steps, values = view.scalars["loss"]
     assert np.asarray(steps).tolist() == list(range(5, 40))
     assert np.asarray(values).tolist() == [100.0 * (s + 1) if s < 20 else s + 1.0 for s in range(5, 40)]

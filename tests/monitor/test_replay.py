@@ -8,11 +8,13 @@ from frames_by_hand import grads
 from small_training import train
 from watched_training import RULES, watched_training
 
+from trainprobe.engine.storage.dumps.findings_file import read_findings
 from trainprobe.errors import FormatError
+from trainprobe.monitor.findings import in_order
 from trainprobe.monitor.frames import SeriesTable
 from trainprobe.monitor.plan import make_rules
-from trainprobe.monitor.run_folder import read_findings, read_frames
-from trainprobe.monitor.watcher import Watcher, in_order, judge_frames, load_state, save_state
+from trainprobe.monitor.run_folder import read_frames
+from trainprobe.monitor.watcher import Watcher, judge_frames, load_state, save_state
 
 torch.set_num_threads(1)
 

@@ -13,8 +13,8 @@ import torch
 from trainprobe import Probe
 from trainprobe.cli import main
 from trainprobe.engine.core.records import Place
+from trainprobe.engine.storage.dumps.findings_file import read_findings
 from trainprobe.monitor.nan_trace.steps import steps_of
-from trainprobe.monitor.run_folder import read_findings
 
 
 def train(

@@ -6,6 +6,7 @@ import importlib.util
 import math
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -91,8 +92,8 @@ def write_report(folder: Path, outcome: Outcome, seconds: float) -> tuple[Histor
     for _ in collect_histories(read_frames(folder), histories):
         pass  # the series grow as the frames pass
     meta = {"parameters": f"{outcome.parameters:,}", "tokens": f"{outcome.tokens:,}", "time": f"{seconds:.0f} s"}
-    view = view_of("trainprobe demo: a small GPT learns Python's own source", histories, outcome.findings, meta)
-    return histories[0], write_page(view, folder / "report.html")
+    view = view_of("trainprobe demo: a small GPT learns Python's own source", histories, meta)
+    return histories[0], write_page(replace(view, findings=outcome.findings), folder / "report.html")
 
 
 def telling_numbers(folder: Path, history: History, outcome: Outcome, dumped: tuple[int, ...], seconds: float) -> Table:

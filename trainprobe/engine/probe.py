@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainprobe.engine.capture.pauses import Pauses
-from trainprobe.engine.core.console import Console
+from trainprobe.engine.core.findings import Console, Reporter
 from trainprobe.engine.core.guard import Guard, Part, attempt, fault_text, simply
 from trainprobe.engine.core.records import Finding, Place, StepData
 from trainprobe.engine.core.scope import selected, selects
@@ -30,7 +30,6 @@ from trainprobe.engine.core.stacks import Stacks, used_by
 from trainprobe.engine.core.unmatched import UnmatchedSelections
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.program import Program, defines
-from trainprobe.engine.reporter import Reporter
 from trainprobe.engine.scheduling import Scheduled, Scheduler
 from trainprobe.engine.storage.step_journal import StepJournal
 from trainprobe.engine.tape import Tape
@@ -120,7 +119,7 @@ class Probe:
 
     # ---- the six verbs -----------------------------------------------------------------------------------------
 
-    def open(self, model: Any, optimizer: Any = None, place: Place | None = None) -> Probe:
+    def open(self, model: Any, optimizer: Any = None, place: Place | None = None) -> Self:
         """Learn the names of `model` (a module, or a list of model chunks); may be called again when the model has changed.
 
         Raises PlanError when a pattern of the plan matches nothing in the model, and OutputError when the output cannot be
@@ -221,7 +220,7 @@ class Probe:
     # ---- for people --------------------------------------------------------------------------------------------
 
     @contextmanager
-    def step(self, number: int | None = None) -> Generator[Probe]:
+    def step(self, number: int | None = None) -> Generator[Self]:
         """One optimizer step: forward, backward and update stand inside. What was collected before an error is written."""
         self.begin_step(number)
         try:
@@ -312,6 +311,9 @@ class Probe:
         return self
 
     def __exit__(self, *error: object) -> None:
+        """Close; an error that ends the training has the black box written out."""
+        if error and isinstance(error[1], BaseException):
+            self.interrupted(error[1])
         self.close()
 
     # ---- the programs ------------------------------------------------------------------------------------------

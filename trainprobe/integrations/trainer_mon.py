@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainprobe.engine.core.console import Console
+from trainprobe.engine.core.findings import Console
 from trainprobe.engine.core.naming import chunks_of
 from trainprobe.engine.core.records import StepData
 from trainprobe.engine.core.topology import place_from_environment

@@ -15,15 +15,16 @@ from trainprobe.engine.core.findings import in_folder, place_in_words, schema_te
 from trainprobe.engine.core.json_schema import prints
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.core.words import counted
+from trainprobe.engine.storage.dumps.findings_file import read_findings
 from trainprobe.engine.storage.safe_files import load_yaml
 from trainprobe.errors import FormatError, PlanError
-from trainprobe.monitor.findings_of_run import JudgedFinding, all_findings, exit_code
+from trainprobe.monitor.findings import JudgedFinding, all_findings, exit_code
 from trainprobe.monitor.looked_at import LookedAt
 from trainprobe.monitor.plan import make_rules
 from trainprobe.monitor.remote_run import as_given, origin, run_folder
 from trainprobe.monitor.rules import RuleOptions, rule_names
 from trainprobe.monitor.rules_of_run import left_out, rules_of_run
-from trainprobe.monitor.run_folder import read_findings, read_frames
+from trainprobe.monitor.run_folder import read_frames
 from trainprobe.monitor.watcher import Watcher, judge_run, judged_nothing
 
 _COLOURS = {"error": "bold red", "warning": "yellow", "info": "cyan"}

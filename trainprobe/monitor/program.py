@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +13,15 @@ from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.probe import Probe
 from trainprobe.engine.program import Program, Schedule
 from trainprobe.errors import StopTraining
-from trainprobe.monitor.actions import Alerts, decide
 from trainprobe.monitor.chosen_calls import chosen_calls
+from trainprobe.monitor.findings import Alerts, decide
 from trainprobe.monitor.plan import MonitorPlan, validate
 from trainprobe.monitor.requests import looks_when_asked
 from trainprobe.monitor.rules_of_run import keep_rules
-from trainprobe.monitor.source_lines import with_line
 from trainprobe.monitor.updates_seen import steps_without_update
 from trainprobe.monitor.watcher import NO_LOSS, OF_THE_LOSS, Watcher, keep_state, resume_state, too_few_steps
+
+_FRAME = re.compile(r"File (?P<file>.*), line (?P<line>\d+), in (?P<function>.*?), \n (?P<source>.*)", re.S)
 
 
 class MonitorProgram(Program):
@@ -108,3 +111,22 @@ class MonitorProgram(Program):
 
     def _state_file(self, name: str = "monitor_state.json") -> Path:
         return self._probe.plan.output / f"rank{self._probe.place.rank}" / name
+
+
+def with_line(finding: Finding, step_data: StepData) -> Finding:
+    """Return a finding of the rule `nonfinite` whose message ends with the line that made its call; else as it is."""
+    line = line_of(finding, step_data) if finding.rule == "nonfinite" else ""
+    return replace(finding, message=f"{finding.message}; called at {line}") if line else finding
+
+
+def line_of(finding: Finding, step_data: StepData) -> str:
+    """Return "train.py:21: self.norm(x)", the innermost line that is no part of torch; "" where it is not known."""
+    site = finding.site
+    if site is None or site.kind not in ("module", "op"):
+        return ""
+    called = (c for c in step_data.calls if (c.kind, c.name, c.call, c.phase) == (site.kind, site.name, site.call, "forward"))
+    stack = next((call.stack for call in called), -1)
+    frames = step_data.stacks[stack] if 0 <= stack < len(step_data.stacks) else ()
+    own = (frame for frame in map(_FRAME.match, frames) if frame and "/torch/" not in frame["file"])
+    first = next(own, None)
+    return "" if first is None else f"{first['file']}:{first['line']}: {first['source'].strip()}"

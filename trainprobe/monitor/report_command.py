@@ -10,8 +10,9 @@ import typer
 from rich.console import Console
 
 from trainprobe.engine.core.findings import in_folder
+from trainprobe.engine.storage.dumps.findings_file import read_findings
 from trainprobe.errors import UsageError
-from trainprobe.monitor.findings_of_run import all_findings, exit_code
+from trainprobe.monitor.findings import all_findings, exit_code
 from trainprobe.monitor.history import History
 from trainprobe.monitor.looked_at import LookedAt
 from trainprobe.monitor.remote_run import as_given, is_copy, origin, run_folder
@@ -19,7 +20,7 @@ from trainprobe.monitor.report import write_page
 from trainprobe.monitor.report.from_run import collect_histories, view_of
 from trainprobe.monitor.report.run_view import RunView
 from trainprobe.monitor.rules_of_run import left_out, rules_of_run
-from trainprobe.monitor.run_folder import read_findings, read_frames
+from trainprobe.monitor.run_folder import read_frames
 from trainprobe.monitor.two_runs import add_run, departures, first_departure, notes_on
 from trainprobe.monitor.watcher import judge_run
 
@@ -69,12 +70,11 @@ def report(
     findings = [one.finding for one in all_findings([] if judge else recorded, found)]
     by = ["the run itself"] if recorded and not judge else []
     meta = {"findings by": ", ".join([*by, "rules applied when this page was written"])}
-    view = view_of(title or folder.resolve().name, histories, findings, meta)
+    view = view_of(title or folder.resolve().name, histories, meta)
     short = seen.shortfall(folder)
     sentences = [*filter(None, [short]), *seen.lacking(), *filter(None, [left_out(absent)])]
-    view = replace(
-        view, recorded=short, notes=[*(f"{sentence}." for sentence in sentences), *view.notes, *filter(None, [unjudged])]
-    )
+    notes = [*(f"{sentence}." for sentence in sentences), *view.notes, *filter(None, [unjudged])]
+    view = replace(view, findings=findings, recorded=short, notes=notes)
     console = Console(highlight=False, soft_wrap=True)
     if short:
         console.print(f"{short}: the page shows no others", markup=False)
@@ -96,7 +96,7 @@ def _with_another_run(
     notes = notes_on(histories, there, name, found)
     for sentence in (*([first.message] if first is not None else []), *notes):
         console.print(sentence, markup=False)
-    return add_run(view, view_of(name, there, [], {}), name, found, first, notes)
+    return add_run(view, view_of(name, there, {}), name, found, first, notes)
 
 
 def _histories(folder: Path) -> dict[int, History]:

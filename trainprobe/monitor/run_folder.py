@@ -1,4 +1,4 @@
-"""Reads a run's folder back for the monitor: frames of every rank, and the findings made while it ran.
+"""Reads a run's folder back for the monitor: frames of every rank.
 
 Looks for logs first (`rank{R}/metrics-*.parquet` or `rank{R}/records.jsonl`), because they hold everything, then for a dump
 (`step{N}/rank{R}/`), and then for metric CSV files.
@@ -7,15 +7,13 @@ Looks for logs first (`rank{R}/metrics-*.parquet` or `rank{R}/records.jsonl`), b
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import orjson
 
-from trainprobe.engine.core.findings import with_last_counts
-from trainprobe.engine.core.records import Finding, Place, Site
+from trainprobe.engine.core.records import Place
 from trainprobe.engine.storage.dumps.header import read_place
 from trainprobe.engine.storage.dumps.layout import (
     FINDINGS_FILE,
@@ -30,8 +28,7 @@ from trainprobe.engine.storage.dumps.layout import (
 from trainprobe.engine.storage.dumps.log import read_lines
 from trainprobe.engine.storage.dumps.read import read_step
 from trainprobe.engine.storage.dumps.record_log import decode
-from trainprobe.engine.storage.left_out import DAMAGED, damaged_as, leave_out
-from trainprobe.engine.storage.safe_files import LARGEST_STATE, read_bounded
+from trainprobe.engine.storage.left_out import damaged_as
 from trainprobe.errors import FormatError
 from trainprobe.monitor.frames import Frame, SeriesTable, frame_of_records, frame_of_step
 from trainprobe.monitor.metric_files import is_metric_file, read_metrics
@@ -180,50 +177,3 @@ def find_logs(folder: Path) -> list[Path]:
     ranks = sorted({path.parent for path in shown}, key=lambda rank: (len(rank.name), rank.name, str(rank)))
     logs = (rank if has_run_log(rank) else rank / LOG_FILE for rank in ranks)
     return [log for log in logs if log.exists()]
-
-
-def read_findings(folder: Path) -> list[Finding]:
-    """Return the findings that a run wrote, in the order of ranks and lines, each with the last count that was written.
-
-    folder: as for `read_frames`. A torn last line is left out; another that is no finding too, which is told (`left_out`).
-    """
-    where = folder if folder.is_dir() else folder.parent
-    files = sorted(where.rglob(FINDINGS_FILE)) if folder.is_dir() else [*where.glob(FINDINGS_FILE)]
-    return [finding for file in files for finding in with_last_counts(_read_lines(file))]
-
-
-def _read_lines(file: Path) -> Iterator[Finding]:
-    for number, line in enumerate(read_bounded(file, LARGEST_STATE, follow=True).split(b"\n")[:-1], 1):
-        try:
-            finding = finding_of(orjson.loads(line))
-            if (
-                type(finding.count) is not int
-                or type(finding.step) not in (int, type(None))
-                or finding.severity not in ("error", "warning", "info")
-            ):
-                raise ValueError("its step, count or severity is none")
-        except DAMAGED as error:
-            leave_out(f"{file}, line {number}, is left out: it is not a finding ({error!r:.200})")
-        else:
-            yield finding
-
-
-def finding_of(text: Mapping[str, Any]) -> Finding:
-    """Return the finding that a JSON object describes."""
-    place, site = text.get("place"), text.get("site")
-    return Finding(
-        rule=str(text["rule"]),
-        severity=text["severity"],
-        message=str(text["message"]),
-        step=text.get("step"),
-        place=read_place(place) if place else None,
-        site=Site(site["kind"], site["name"], site["slot"], site.get("call", 0), site.get("cls", "")) if site else None,
-        measured=text.get("measured"),
-        expected=text.get("expected"),
-        floor=text.get("floor"),
-        next=text.get("next"),
-        names=tuple(text.get("names") or ()),
-        count=text.get("count", 1),
-        last_step=text.get("last_step"),
-        ranks=tuple(text.get("ranks") or ()),
-    )

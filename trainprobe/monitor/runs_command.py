@@ -13,12 +13,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from trainprobe.engine.storage.dumps.findings_file import read_findings
 from trainprobe.engine.storage.dumps.layout import FINDINGS_FILE, find_steps, holds_dump
 from trainprobe.engine.storage.step_counts import shortfall
 from trainprobe.errors import FormatError, UsageError
+from trainprobe.monitor.findings import causes
 from trainprobe.monitor.remote_run import as_given, is_copy, origin, run_folder
-from trainprobe.monitor.run_folder import find_logs, read_findings, steps_of_log
-from trainprobe.monitor.watcher import causes
+from trainprobe.monitor.run_folder import find_logs, steps_of_log
 
 NARROWEST = 80  # columns of a terminal
 

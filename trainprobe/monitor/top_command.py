@@ -17,17 +17,18 @@ from rich.text import Text
 
 from trainprobe.engine.core.findings import place_in_words
 from trainprobe.engine.core.records import Finding
+from trainprobe.engine.storage.dumps.findings_file import read_findings
 from trainprobe.engine.storage.dumps.log import read_lines
 from trainprobe.engine.storage.dumps.record_log import decode
 from trainprobe.engine.storage.left_out import damaged_as
-from trainprobe.monitor.findings_of_run import all_findings, exit_code
+from trainprobe.monitor.findings import all_findings, exit_code
 from trainprobe.monitor.frames import F64, Frame, Series, SeriesTable, frame_of_step
 from trainprobe.monitor.history import History
 from trainprobe.monitor.looked_at import LookedAt
 from trainprobe.monitor.remote_run import as_given, origin, refresh, run_folder
 from trainprobe.monitor.report.from_run import worst_offenders
 from trainprobe.monitor.rules_of_run import left_out, rules_of_run
-from trainprobe.monitor.run_folder import check_one_run, find_logs, read_findings, read_frames
+from trainprobe.monitor.run_folder import check_one_run, find_logs, read_frames
 from trainprobe.monitor.scalar_names import role_of
 from trainprobe.monitor.watcher import Watcher, unjudged
 

@@ -20,10 +20,10 @@ import numpy.typing as npt
 
 from trainprobe.engine.core.records import Finding, Place
 from trainprobe.engine.core.words import numbered
+from trainprobe.monitor.findings import in_order
 from trainprobe.monitor.frames import Series
 from trainprobe.monitor.history import History
 from trainprobe.monitor.report.run_view import Curve, MadeWhenAsked, Metric, RunView, Table
-from trainprobe.monitor.watcher import in_order
 
 Histories = Mapping[int, History]
 F64 = npt.NDArray[np.float64]

@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from trainprobe.engine.core.findings import Count, counted_all, merged, ranks_of, recount
+from trainprobe.engine.core.findings import Count, counted_all, recount
 from trainprobe.engine.core.guard import Part, simply
 from trainprobe.engine.core.records import Finding, StepData
-from trainprobe.engine.core.words import numbered
 from trainprobe.engine.storage.safe_files import LARGEST_STATE, read_bounded, set_aside, write_whole
 from trainprobe.errors import FormatError
-from trainprobe.monitor.audit.relations import STAGES, load_relation, relation_names
-from trainprobe.monitor.frames import SCALED, Frame, SeriesTable, frame_of_step
-from trainprobe.monitor.incidents import FAMILY, Incident
+from trainprobe.monitor.findings import in_order
+from trainprobe.monitor.frames import Frame, SeriesTable, frame_of_step
 from trainprobe.monitor.memory import Memory
 from trainprobe.monitor.rules import RuleOptions, load_rule
 from trainprobe.monitor.rules.nonfinite import wants_forward
-from trainprobe.monitor.scalar_names import role_of, scalar
+from trainprobe.monitor.scalar_names import scalar
 from trainprobe.monitor.updates_seen import UpdatesSeen, steps_without_update
 
 FORMAT = 1
 _STEPS = "collected steps"  # in the memory of each rule
 OF_THE_LOSS = frozenset({"blow_up", "drift", "plateau", "spike"})  # rules that judge it
 NO_LOSS = 'Not judged: the loss, which no step recorded (`probe.note("loss", loss)` records it).'
+FAMILY = frozenset({"spike", "drift", "blow_up", "update_ratio", "flow"})
+CALM = 16
+_GRAVITY = {"info": 0, "warning": 1, "error": 2}
 
 
 class Watcher:
@@ -63,7 +63,7 @@ class Watcher:
         for name in names:
             found += self.part(f"the rule {name}", self._judge_by, name, frame) or ()
         lasts = any(self._still_holds(name) for name in FAMILY & self.rules.keys())
-        return in_order(self.incident.fold(found, lasts, frame.step, self.rules, self.count, in_order))
+        return in_order(self.incident.fold(found, lasts, frame.step, self.rules, self.count))
 
     def wants_forward(self) -> bool:
         """Tell whether the forward pass of the next step is to be looked at, for a NaN whose origin was not seen."""
@@ -118,6 +118,57 @@ class Watcher:
         self.memories |= {name: Memory.from_json(state["rules"][name]) for name in self.memories.keys() & state["rules"].keys()}
         if isinstance(state.get("incident"), dict):
             self.incident.restore(state["incident"])
+
+
+class Incident:
+    """What goes on in one rank, so that one incident is one finding.
+
+    The rules of `FAMILY` see the same event from different sides, and one after the other: a rate that jumps, the loss that
+    follows, levels that stay away, updates that are too large. The finding of the first place, in the first step, is the
+    incident's. What they find while it lasts, and for `CALM` collected steps after, is counted as that finding and not told
+    again, unless it is graver, or does something that the first did not (an action that only its rule has).
+
+    gravity: of what was told, -1 where nothing goes on. calm: collected steps since it held. told: as it was counted last.
+    """
+
+    def __init__(self) -> None:
+        self.gravity, self.calm = -1, 0
+        self.actions: frozenset[str] = frozenset()
+        self.told: list[Finding] = []
+
+    def fold(
+        self,
+        fresh: Sequence[Finding],
+        lasts: bool,
+        step: int,
+        rules: Mapping[str, RuleOptions],
+        count: Count,
+    ) -> list[Finding]:
+        """Return what is to be told of the findings of a step. lasts: whether what was found before still holds."""
+        kin = [finding for finding in fresh if finding.rule in FAMILY]
+        if self.gravity >= 0 and (kin or lasts) and self.told:
+            self.told = count(self.told, step)
+        self.calm = 0 if kin or lasts else self.calm + 1
+        if self.calm > CALM:
+            self.gravity, self.actions, self.told = -1, frozenset(), []
+        fresh_ones: list[Finding] = []
+        for finding in in_order(kin):
+            actions = frozenset(rules[finding.rule].actions)
+            if _GRAVITY[finding.severity] > self.gravity or actions - self.actions:
+                fresh_ones.append(finding)
+                self.gravity, self.actions = max(self.gravity, _GRAVITY[finding.severity]), self.actions | actions
+        self.told = fresh_ones or self.told
+        return [finding for finding in fresh if finding.rule not in FAMILY or finding in fresh_ones]
+
+    def state(self) -> dict[str, object]:
+        """Return what is to be remembered over a restart, as JSON values."""
+        return {"gravity": self.gravity, "calm": self.calm, "actions": sorted(self.actions)}
+
+    def restore(self, state: Mapping[str, object]) -> None:
+        """Go on from what `state` returned."""
+        gravity, calm, actions = state.get("gravity"), state.get("calm"), state.get("actions")
+        if isinstance(gravity, int) and isinstance(calm, int) and isinstance(actions, Collection):
+            self.gravity, self.calm, self.actions = gravity, calm, frozenset(map(str, actions))
 
 
 def save_state(watcher: Watcher, path: Path) -> None:
@@ -215,100 +266,3 @@ def too_few_steps(missing: Mapping[str, int]) -> str:
     if not missing:
         return ""
     return f"Too few steps for the rules {', '.join(f'{name} ({n} more)' for name, n in missing.items())}."
-
-
-def causes(findings: Iterable[Finding]) -> list[Finding]:
-    """Return one finding a cause, causes before consequences.
-
-    A NaN that a collective handed to a rank, or that the rank sees only once gradients have been exchanged, is that of the rank
-    that made it in the same step, as `trainprobe nan-trace` reports it. A spike that a rank sees only then, likewise.
-    """
-    ordered = in_order(merged(findings))
-    ordered.sort(key=lambda f: (f.step is None, f.step or 0, _is_handed_over(f)))  # behind what may have made it
-    found: list[Finding] = []
-    reached: dict[int, set[int]] = {}  # where in `found` a non-finite value's origin is → the ranks that it reached
-    born: dict[tuple[str, int | None], int] = {}  # rule and step → where in `found` the origin of its values is
-    for finding in ordered:
-        origin = born.get((finding.rule, finding.step))
-        if origin is not None and _came_from(finding, found[origin]):
-            reached.setdefault(origin, set()).update(ranks_of(finding))
-            continue
-        if finding.rule in _CARRIED:
-            born.setdefault((finding.rule, finding.step), len(found))
-        found.append(finding)
-    return [_reaching(finding, reached.get(i, set())) for i, finding in enumerate(found)]
-
-
-_CARRIED = frozenset({"nonfinite", "spike"})  # rules whose values the exchange of gradients carries to other ranks
-
-
-def _is_handed_over(finding: Finding) -> bool:
-    """Tell whether a collective gave a rank what is not finite, and the rank had given it finite values."""
-    return finding.rule == "nonfinite" and finding.site is not None and finding.site.kind == "collective"
-
-
-def _came_from(finding: Finding, origin: Finding) -> bool:
-    """Tell whether a non-finite value was handed over, or seen after the exchange of gradients, and `origin` made elsewhere."""
-    exchanged = STAGES.index("whole gradient")
-    elsewhere = not {*ranks_of(finding)} & {*ranks_of(origin)}
-    later = _stage(origin)[0] < exchanged <= _stage(finding)[0]
-    handed = _is_handed_over(finding) and not _is_handed_over(origin)
-    return elsewhere and (later or handed) and origin.severity == finding.severity
-
-
-def _reaching(finding: Finding, ranks: Set[int]) -> Finding:
-    """Return the finding of the ranks that made a non-finite value, with those that it reached.
-
-    What a collective handed to all ranks, and none of them made, the collective made: a sum that overflows.
-    """
-    if not ranks:
-        every = _is_handed_over(finding) and finding.place is not None and len(ranks_of(finding)) == finding.place.world_size
-        return replace(finding, message=f"{finding.message}; no rank gave it, the collective made it") if every else finding
-    made, reached = (numbered("rank", each) for each in (ranks_of(finding), ranks))
-    message = f"{finding.message}; {made} made it, and it reached {reached}"
-    return replace(finding, ranks=tuple(sorted({*ranks_of(finding), *ranks})), message=message)
-
-
-def in_order(findings: Sequence[Finding]) -> list[Finding]:
-    """Return findings with causes before consequences.
-
-    By step, then by where in a step they arise, gravity and rank; findings about the whole run come last.
-    """
-    return sorted(findings, key=lambda f: (f.step is None, f.step or 0, *_stage(f), _GRAVITY[f.severity], ranks_of(f)))
-
-
-def _stage(finding: Finding) -> tuple[int, int]:
-    """Return the stage of a step in which a violation arises, and its order within the stage.
-
-    A rule says which number is wrong, and a relation of the same stage why: the relation comes first.
-    """
-    if finding.rule in relation_names():
-        return STAGES.index(load_relation(finding.rule).STAGE), relation_names().index(finding.rule)
-    site, behind = finding.site, len(relation_names())
-    if site is None:
-        return len(STAGES), behind
-    slot = site.slot.split(".")[0]
-    if site.kind == "scalar":
-        return _OF_SCALARS.get(role_of(site.name) or "", STAGES.index("evaluation")), behind
-    places = (place for part, place in _OF_SLOTS if slot.startswith(part) or slot.endswith(part))
-    return next(places, STAGES.index("forward")), behind
-
-
-_GRAVITY = {"error": 0, "warning": 1, "info": 2}
-_OF_SCALARS = {
-    "loss": STAGES.index("forward"),
-    "loss scale": STAGES.index("backward"),
-    "gradient norm": STAGES.index("clipping"),
-    "learning rate": STAGES.index("rate"),
-}
-_OF_SLOTS = (  # the first that fits: how the slot begins or ends
-    ("_after", STAGES.index("update")),
-    ("update", STAGES.index("update")),
-    ("exp_avg", STAGES.index("update")),
-    ("grad_output", STAGES.index("backward")),
-    ("grad_input", STAGES.index("backward")),
-    ("grad_unreduced", STAGES.index("backward")),
-    (SCALED, STAGES.index("backward")),
-    ("grad_unclipped", STAGES.index("whole gradient")),
-    ("grad", STAGES.index("clipping")),
-)

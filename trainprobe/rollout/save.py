@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
-from trainprobe.engine.core.console import Console
+from trainprobe.engine.core.findings import Console
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.topology import place_from_environment
 from trainprobe.engine.storage.safe_files import open_private, private_folder, write_whole

@@ -2,13 +2,15 @@
 
 The programs share one tape: the *dump* (a plan's level, task and step), the *monitor* and the *audit* (its sections of these
 names). A step that several want is collected once. What is of one framework stands in its `TapMaker`.
+
+A plan may change while the run goes on, by a call or by the file `control.yaml`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from trainprobe.engine.capture.requests import (
     ModuleRequest,
@@ -18,10 +20,14 @@ from trainprobe.engine.capture.requests import (
     modules_of_plan,
     ops_of_plan,
 )
+from trainprobe.engine.core.flat_parameters import FLAT
 from trainprobe.engine.core.guard import Guard
-from trainprobe.engine.core.records import StepData
+from trainprobe.engine.core.records import Finding, StepData
+from trainprobe.engine.core.unmatched import Unmatched
 from trainprobe.engine.plan.detail import Detail
+from trainprobe.engine.plan.loading import load_plan
 from trainprobe.engine.plan.model import Plan
+from trainprobe.engine.plan.selection import Names
 from trainprobe.engine.program import Making, Program, Schedule
 from trainprobe.errors import PlanError
 from trainprobe.monitor.audit.plan import validate as audit_plan
@@ -29,6 +35,12 @@ from trainprobe.monitor.plan import MonitorPlan
 from trainprobe.monitor.plan import validate as monitor_plan
 from trainprobe.monitor.requests import flags_where, intervals_of, looks_when_asked, modules_of_monitor, no_flags
 from trainprobe.run.schedules import Parts, dumps_when_asked, guard_of, schedules
+
+if TYPE_CHECKING:
+    from trainprobe.engine.plan.control import ControlFile
+
+CAN_CHANGE = ("step", "monitor", "audit")
+MONITORED = ("activations", "activation_gradients", "parameters", "gradients", "optimizer_state", "update")  # by name
 
 
 class TapMaker(ABC):
@@ -120,6 +132,55 @@ def programs_of(making: Making) -> dict[str, Program]:
     for section, file in making.plan.programs.items():
         making.made[section] = file.program(making)
     return making.made
+
+
+def unmatched_names(plan: Plan, parts: Parts) -> Iterator[Unmatched]:
+    """Yield the selections of a plan, each with its patterns that match nothing in the model that the taps know."""
+    modules = [info.name for info in parts.naming.known.values()]
+    parameters = list(parts.naming.parameter_names.values())
+    if plan.level in ("L0", "mix"):
+        for field, names in (("modules", modules), ("parameters", parameters)):
+            yield Unmatched(field, plan.unmatched(names, field), must=True)
+    flat = any(name.endswith(FLAT) for name in parameters)  # the monitor names what they are made of
+    for kind in MONITORED if parts.monitor is not None else ():
+        collect = getattr(parts.monitor, kind)
+        of_modules = kind.startswith("activation")
+        if collect.on and (of_modules or not flat):
+            names = modules if of_modules else parameters
+            yield Unmatched(f"monitor.{kind}.names", Names(collect.names).unmatched(names), must=False)
+
+
+# ---- while a run goes on ----
+
+
+def changed_plan(plan: Plan, fields: Mapping[str, Any]) -> Plan:
+    """Return a plan with these fields laid over it. Raises PlanError for one that cannot change while a run goes on."""
+    changed = load_plan(plan, **{name: _merged(getattr(plan, name), value) for name, value in fields.items()})
+    fixed = [name for name in fields if name not in CAN_CHANGE]
+    if fixed:
+        raise PlanError(f"{fixed[0]}: while a run goes on, only step, monitor and audit can change")
+    return changed
+
+
+def follow_control_file(
+    control: ControlFile, step: int, change: Callable[..., None], report: Callable[[Finding], None], stopped: bool
+) -> None:
+    """Change the plan where `control.yaml` is new. stopped: this rank's tool has stopped and only looks with the others."""
+    try:
+        changes = control.look(step)
+        if changes is not None and not stopped:
+            change(**changes)
+            report(Finding("plan", "info", f"control.yaml changed the plan from step {step} on", step=step))
+    except PlanError as error:
+        report(Finding("plan", "warning", f"control.yaml cannot be used, the plan stays: {error}", step=step))
+
+
+def _merged(was: Any, value: Any) -> Any:
+    """Lay the keys of a section over those that it has; a section that was `true` had none."""
+    if not isinstance(value, Mapping):
+        return value
+    under = was if isinstance(was, Mapping) else {}
+    return {**under, **{key: _merged(under.get(key), inner) for key, inner in value.items()}}
 
 
 def changed_schedules(parts: Parts, plan: Plan, make: TapMaker) -> dict[str, Schedule]:

@@ -23,10 +23,16 @@ from trainprobe.engine.probe import Probe as EngineProbe
 from trainprobe.engine.program import Making, Schedule
 from trainprobe.errors import UsageError
 from trainprobe.run.backend import Backend
-from trainprobe.run.composition import changed_schedules, compose, programs_of
+from trainprobe.run.composition import (
+    changed_plan,
+    changed_schedules,
+    compose,
+    follow_control_file,
+    programs_of,
+    unmatched_names,
+)
 from trainprobe.run.schedules import Parts
 from trainprobe.run.torch_backend import TorchBackend
-from trainprobe.run.unmatched_names import unmatched_names
 
 if TYPE_CHECKING:
     from trainprobe.engine.core.sources import Source
@@ -110,14 +116,6 @@ class Probe(EngineProbe):
 
     # ---- the life of a run ---------------------------------------------------------------------------------------
 
-    def open(self, model: Any, optimizer: Any = None, place: Place | None = None) -> Probe:
-        """Learn the names of `model`, a module or a list of chunks.
-
-        Raises PlanError when a pattern of the plan matches nothing in it, OutputError when the output cannot be written.
-        """
-        super().open(model, optimizer, place)
-        return self
-
     def _open(self, model: Any, optimizer: Any, place: Place | None) -> None:
         self._place = place or self._place
         if self._place is None and not self._place_given:
@@ -157,8 +155,6 @@ class Probe(EngineProbe):
             self._end_reported = True
             self.console.line(f"step {step} begins after the probe was closed: it and later steps are not recorded")
         if self._control is not None and not self.closed:
-            from trainprobe.run.plan_changes import follow_control_file
-
             stopped = self.guard.tripped is not None
             self.guard.keep_on(follow_control_file, self._control, step, self.change, self.report, stopped)
         return super().begin_step(number)
@@ -170,16 +166,10 @@ class Probe(EngineProbe):
         if not ended and self.console.speaks and (self.begun or self.sentences):
             self.guard.keep_on(self._print_end)
 
-    def __exit__(self, *error: object) -> None:
-        """Close; an error that ends the training has the black box written out."""
-        if error and isinstance(error[1], BaseException):
-            self.interrupted(error[1])
-        super().__exit__(*error)
-
     def _repr_html_(self) -> str:
         """Return how many steps were watched so far and what was found, for a notebook."""
-        from trainprobe.engine.storage.html_page.finding_item import findings_for_notebook
-        from trainprobe.monitor.watcher import causes
+        from trainprobe.engine.core.findings import findings_for_notebook
+        from trainprobe.monitor.findings import causes
 
         return findings_for_notebook(f"{self._end_line()}.", causes(self.findings))
 
@@ -189,7 +179,7 @@ class Probe(EngineProbe):
         self.console.line(" ".join((f"{line}.", *self.sentences)) if self.sentences else line)
 
     def _end_line(self) -> str:
-        from trainprobe.monitor.end_line import Run, end_line
+        from trainprobe.monitor.findings import Run, end_line
 
         run = Run(
             steps=self.begun,
@@ -215,8 +205,6 @@ class Probe(EngineProbe):
         of the monitor all but `actions`, of the audit `every` and `relations`. From outside the program the file `control.yaml`
         does the same (see `Plan.control`). Raises PlanError, and changes nothing, for anything else.
         """
-        from trainprobe.run.plan_changes import changed_plan
-
         plan = changed_plan(self.plan, fields)
         self.settle()  # steps that have ended are judged by the plan that they ran under
         for name, schedule in changed_schedules(self.parts, plan, self._maker).items():

@@ -12,11 +12,9 @@ from trainprobe.engine.core.guard import Guard, PartGuard
 from trainprobe.engine.core.position import Position
 from trainprobe.engine.plan.detail import Detail
 from trainprobe.engine.plan.model import Plan
-from trainprobe.engine.plan.selection import parse_steps
 from trainprobe.engine.program import Schedule, Wants
 from trainprobe.monitor.audit.plan import AuditPlan
 from trainprobe.monitor.plan import MonitorPlan
-from trainprobe.monitor.requests import looks_when_asked
 
 _LEVELS = ("L0", "L1", "mix")  # those that record calls
 
@@ -88,67 +86,37 @@ def guard_of(guard: Guard, kind: type) -> PartGuard:
 
 def schedules(plan: Plan, parts: Parts) -> dict[str, Schedule]:
     """Return when the taps run, by the names of the programs that they belong to."""
-    found = {"dump": _of_dump(plan, parts)}
-    if parts.monitor is not None:
-        found["monitor"] = _of_monitor(plan, parts, parts.monitor)
-    if parts.audit_plan is not None:
-        found["audit"] = _of_audit(parts, parts.audit_plan)
-    return found
+    said = {name: file.schedule(plan, parts) for name, file in plan.programs.items() if hasattr(file, "schedule")}
+    return {"dump": _of_dump(plan, parts), **said}
 
 
 def _of_dump(plan: Plan, parts: Parts) -> Schedule:
     stepping = parts.stepping if plan.level in _LEVELS or parts.dumps_when_asked else None
     batches = parts.batches if parts.monitor is None else None
-    dump = _there(parts.awaited, parts.saved, parts.modules, parts.buffers, parts.ops, parts.collectives, stepping, batches)
-    opened = _there(parts.naming)  # and begun only where another schedule has it
+    dump = there(parts.awaited, parts.saved, parts.modules, parts.buffers, parts.ops, parts.collectives, stepping, batches)
+    opened = there(parts.naming)  # and begun only where another schedule has it
     taps = (*((tap, plan.wants_step) for tap in dump), *((tap, _never) for tap in opened))
     level = "" if not parts.dumps_when_asked else "mix" if parts.ops is not None else "L0"
     return Schedule(plan.wants_step, taps, asked=dump, level=level, dumps=True, waits=plan.level == "off")
 
 
-def _of_monitor(plan: Plan, parts: Parts, monitor: MonitorPlan) -> Schedule:
-    taps: list[tuple[Tap | None, Wants]] = []
-    kinds = [kind.every for kind in (monitor.activations, monitor.activation_gradients) if kind.on]
-    if kinds:
-        due = lambda n: any(n % every == 0 for every in kinds)  # noqa: E731
-        taps.append((parts.watched, _unless_dumped(due, plan, parts.modules)))
-    elif looks_when_asked(monitor):
-        taps.append((parts.watched, _unless_dumped(parts.forward_at.__contains__, plan, parts.modules)))
-    taps += [(parts.awaited, _always), (parts.states, _always), (parts.stepping, _always)]
-    taps.append((parts.exchanged, _unless_dumped(_each(monitor.collectives.every), plan, parts.collectives)))
-    taps.append((parts.batches, _each(monitor.batches.every)))
-    taps += [(tap, _always) for tap in (parts.clipping, parts.unreduced, parts.scaling, parts.features)]
-    twice = {parts.watched: parts.modules, parts.exchanged: parts.collectives}
-    replaced = _there(*(tap for tap, other in twice.items() if other is not None))
-    found = tuple((tap, wants) for tap, wants in taps if tap is not None)
-    return Schedule(parse_steps(monitor.step).__contains__, found, replaced=replaced)
-
-
-def _of_audit(parts: Parts, plan: AuditPlan) -> Schedule:
-    tap = parts.audit
-
-    def reads(n: int) -> bool:
-        return tap.awaits or plan.wants(n, "fingerprints")
-
-    taps = ((tap, _always), (parts.states, reads), (parts.clipping, _always), (parts.scaling, reads), (parts.stepping, _always))
-    found = tuple((one, wants) for one, wants in taps if one is not None)
-    return Schedule(lambda n: tap.awaits or plan.wants_step(n), found, looks=False)
-
-
-def _there(*taps: Tap | None) -> tuple[Tap, ...]:
+def there(*taps: Tap | None) -> tuple[Tap, ...]:
+    """Return the taps that a framework has."""
     return tuple(tap for tap in taps if tap is not None)
 
 
-def _unless_dumped(wants: Wants, plan: Plan, same: Tap | None) -> Wants:
+def unless_dumped(wants: Wants, plan: Plan, same: Tap | None) -> Wants:
     """Return when a tap of the monitor runs, where a tap of the dump that looks at the same may replace it."""
     return wants if same is None else lambda n: wants(n) and not plan.wants_step(n)
 
 
-def _each(every: int) -> Callable[[int], bool]:
+def each(every: int) -> Callable[[int], bool]:
+    """Return a function that wants every so-many-th step."""
     return lambda n: n % every == 0
 
 
-def _always(step: int) -> bool:
+def always(step: int) -> bool:
+    """Want each step."""
     return True
 
 

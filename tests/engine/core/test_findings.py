@@ -11,9 +11,8 @@ import orjson
 from trainprobe.cli import main
 from trainprobe.engine.core.findings import counted, merged, place_in_words, schema, schema_text, with_last_counts
 from trainprobe.engine.core.records import Finding, Place, Site
-from trainprobe.monitor.findings_of_run import all_findings
-from trainprobe.monitor.run_folder import finding_of, read_findings
-from trainprobe.monitor.watcher import causes, in_order
+from trainprobe.engine.storage.dumps.findings_file import finding_of, read_findings
+from trainprobe.monitor.findings import all_findings, causes, in_order
 
 DOCS = Path(__file__).parents[3] / "docs"
 GRAD = Site("parameter", "layers.0.weight", "grad")

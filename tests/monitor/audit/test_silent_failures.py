@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import trainprobe
-from trainprobe.monitor.watcher import causes
+from trainprobe.monitor.findings import causes
 
 STEPS = 72  # the default audits 0, 1, 23, 24, 46, 47, 69 and 70
 TOKENS, WIDTH = 20, 16

@@ -32,7 +32,7 @@ NEEDED = (  # imported once, by the parent
         "trainprobe.run.torch_taps",
         "trainprobe.engine.storage.sinks.jsonl",
         "trainprobe.engine.storage.writer",
-        "trainprobe.monitor.actions",
+        "trainprobe.monitor.findings",
     ),
     *("trainprobe.engine.capture.random_state", "trainprobe.monitor.black_box.box"),
 )

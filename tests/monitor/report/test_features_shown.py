@@ -36,7 +36,7 @@ def folder(tmp_path_factory):
 def test_each_feature_is_a_map_of_its_own_in_words(folder):
     histories = {}
     frames = list(collect_histories(read_frames(folder), histories))
-    metrics = {metric.name: metric for metric in view_of("run", histories, [], {}).metrics if metric.statistic == "value"}
+    metrics = {metric.name: metric for metric in view_of("run", histories, {}).metrics if metric.statistic == "value"}
     kinds = ("outputs", "gradients of outputs", "parameters", "gradients")
     assert set(metrics) == {
         *("attention entropy", "attention, largest logit", "attention, peak", "spectral norm", "stable rank"),

@@ -11,56 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from trainprobe.compiled import native
-
-Phase = Literal["forward", "recompute", "backward", "optimizer", "save", "step"]
-Kind = Literal["module", "op", "parameter", "state", "collective", "saved", "scalar", "feature"]
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """When: optimizer step number, micro-batch within it (None when it belongs to the whole step), and phase."""
-
-    number: int
-    micro: int | None = None
-    phase: Phase = "forward"
-
-
-MOST_RANKS = 1 << 22  # of a job; more stand in files that are damaged
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where in the job: global rank, world size, and (index, size) on each parallel axis.
-
-    `axes` keys are among dp, tp, pp, vpp, ep, cp, sp; an axis that is absent has size 1.
-    """
-
-    rank: int = 0
-    world_size: int = 1
-    axes: Mapping[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
-
-
-@dataclass(frozen=True, slots=True)
-class Site:
-    """Address of a value inside the model.
-
-    kind: what it belongs to. name: `layers.0.mlp` (module), `Functional.linear` (op), `layers.0.mlp.weight` (parameter),
-    `loss` (scalar). call: how often this name was called before in this step. slot: which of its values, as a path:
-    `input.0`, `kwargs.mask`, `output`, `parameters.weight`, `grad_output.0`, `grad_input.0`, `grad`, `exp_avg`, `value`.
-    cls: class name of a module, empty otherwise.
-    """
-
-    kind: Kind
-    name: str
-    slot: str
-    call: int = 0
-    cls: str = ""
+from trainprobe.engine.core.findings import Finding as Finding
+from trainprobe.engine.core.places import MOST_RANKS as MOST_RANKS
+from trainprobe.engine.core.places import Kind, Phase, Place, Site, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,46 +210,3 @@ class StepData:
         from trainprobe.engine.core.step_data import iterate_records
 
         return iterate_records(self)
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """What a rule, a relation of the audit or the probe itself has to report, with its evidence."""
-
-    __pydantic_config__: ClassVar[dict[str, bool]] = {
-        "use_attribute_docstrings": True
-    }  # for the schema, see engine.core.findings
-
-    rule: str
-    """Name of the rule or of the relation; `plan`, `probe`, `guard`, `writer`, `kernels` and `alerts` are the tool itself."""
-    severity: Literal["info", "warning", "error"]
-    """How grave it is; info is a note."""
-    message: str
-    """What, the value and where, in words."""
-    step: int | None = None
-    """The first step at which it was seen; null for what is about the whole run."""
-    place: Place | None = None
-    """The rank that saw it."""
-    site: Site | None = None
-    """The value that it is about; of several, the first."""
-    measured: float | str | None = None
-    """What was measured; null stands for NaN too."""
-    expected: float | str | None = None
-    """What it should have been."""
-    floor: float | None = None
-    """The difference below which nothing would have been reported."""
-    next: str | None = None
-    """What to do next."""
-    names: tuple[str, ...] = ()
-    """All parameters, modules or scalars that it is about, also where the message names only some of them."""
-    count: int = 1
-    """At how many steps it was seen, the first included."""
-    last_step: int | None = None
-    """The last step at which it was seen, where that is not the first."""
-    ranks: tuple[int, ...] = ()
-    """The ranks that saw it, where findings of several ranks were joined."""
-
-    def _repr_html_(self) -> str:
-        from trainprobe.engine.storage.html_page.finding_item import findings_for_notebook
-
-        return findings_for_notebook(f"{self.severity} {self.rule}", [self])

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainprobe.engine.core.console import Console
+from trainprobe.engine.core.findings import Console
 from trainprobe.engine.plan.file import read_plan_file
 from trainprobe.engine.plan.legacy import is_legacy
 from trainprobe.errors import PlanError

@@ -36,7 +36,7 @@ from trainprobe.engine.storage.dumps.findings_file import open_findings
 from trainprobe.engine.storage.dumps.layout import LOG_FILE, STEPS_FILE, existing_of_rank, has_run_log, log_folder
 from trainprobe.engine.storage.dumps.tensor_files import SavedTensor
 from trainprobe.engine.storage.safe_files import private_folder
-from trainprobe.engine.storage.sinks import BatchSink, ChoosingSink, ChunkSink, CountingSink, Sink, TensorSink, WarningSink
+from trainprobe.engine.storage.sinks import Sink
 from trainprobe.engine.storage.step_counts import StepCounts
 from trainprobe.errors import OutputError, PlanError, UsageError
 
@@ -104,13 +104,10 @@ class Writer:
     ) -> None:
         self.sinks = dict(sinks)
         self.counts = counts or StepCounts(sinks)
-        # asked once, because a protocol takes long to answer
-        self._gathering = {name: sink for name, sink in sinks.items() if isinstance(sink, BatchSink)}
-        self._tensors = {name: sink for name, sink in sinks.items() if isinstance(sink, TensorSink)}
-        self._chunks = {name: sink for name, sink in sinks.items() if isinstance(sink, ChunkSink)}
-        self._warning_sinks = {name: sink for name, sink in sinks.items() if isinstance(sink, WarningSink)}
-        self._counting = {name: sink for name, sink in sinks.items() if isinstance(sink, CountingSink)}
-        self._choosing = {name: sink for name, sink in sinks.items() if isinstance(sink, ChoosingSink)}
+        self._writing, self._choosing = self._that_have("write"), self._that_have("takes")
+        self._gathering, self._warning_sinks = self._that_have("flush"), self._that_have("warnings_made")
+        self._tensors, self._chunks = self._that_have("tensor"), self._that_have("chunk")
+        self._told = {"findings": self._that_have("findings"), "counts": self._that_have("counts")}
         self.takes_tensors = bool(self._tensors)
         self._place = place
         self._raise = on_error == "raise"
@@ -143,6 +140,9 @@ class Writer:
         if multiprocessing.parent_process() is not None:  # a process of `multiprocessing` that was forked skips atexit
             self._finalizer = multiprocessing.util.Finalize(None, self.close, (EXIT_SECONDS,), exitpriority=100)
 
+    def _that_have(self, method: str) -> dict[str, Any]:
+        return {name: sink for name, sink in self.sinks.items() if hasattr(sink, method)}
+
     def _start(self) -> threading.Thread:
         self._stopped = False
         thread = threading.Thread(target=self._run, name="trainprobe-writer", daemon=True)
@@ -159,7 +159,7 @@ class Writer:
 
     def submit(self, step_data: StepData) -> None:
         """Hand over a finished collected step; it must not be changed afterwards. Waits while the queue is full."""
-        names = [name for name in self.sinks if name not in self._choosing or self._choosing[name].takes(step_data)]
+        names = [name for name in self._writing if name not in self._choosing or self._choosing[name].takes(step_data)]
         self._put(_Job("write", (step_data,), 0, len(step_data.partials), step_data.step, names, time.monotonic()))
 
     def submit_tensor(self, step: int, key: str, data: Any) -> None:
@@ -338,14 +338,14 @@ class Writer:
         elif job.verb == "flush":
             self._flush_sinks()
         else:
-            for name, sink in (self._counting if job.verb == "counts" else self.sinks).items():
+            for name, sink in self._told[job.verb].items():
                 self._guarded(name, getattr(sink, job.verb), job.step, *job.arguments)
         for name in self._warning_sinks:
             self._collect(name)
 
     def _write(self, job: _Job) -> None:
         for name in job.names:
-            self._guarded(name, self.sinks[name].write, job.step, *job.arguments)
+            self._guarded(name, self._writing[name].write, job.step, *job.arguments)
             record = self._records[name]
             if record.lost == job.step:
                 record.lost = -1  # a run that goes back has a step of this number again
@@ -445,7 +445,7 @@ class Writer:
             self._findings.append(finding)
         if finding.severity != "info":
             say(finding.message, severity=finding.severity, finding=finding)
-        for name, sink in self.sinks.items() if threading.current_thread() is self._thread else ():
+        for name, sink in self._told["findings"].items() if threading.current_thread() is self._thread else ():
             self._guarded(name, sink.findings, -1, (finding,))
         if self._on_finding is not None:
             self._on_finding(finding)

@@ -14,7 +14,7 @@ from trainprobe.engine.core.ray_cluster import on_ray
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.core.words import counted
 from trainprobe.errors import UsageError
-from trainprobe.monitor.findings_of_run import JudgedFinding
+from trainprobe.monitor.findings import JudgedFinding
 from trainprobe.monitor.fleet.survey import survey
 from trainprobe.monitor.fleet.verdict import FleetVerdict, judge_fleet
 from trainprobe.monitor.remote_run import is_copy, origin

@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from trainprobe.engine.core.addresses import Address
-from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.frames import I64, SCALED, Frame, Series, as_slice
 from trainprobe.monitor.history import History
 from trainprobe.monitor.report.largest_jump import largest_jump
@@ -71,8 +70,8 @@ def _selected(series: Series) -> bool:
     return address.kind == "scalar" or (series.statistic in STATISTICS and address.phase != "recompute")
 
 
-def view_of(title: str, histories: dict[int, History], findings: Sequence[Finding], meta: dict[str, str]) -> RunView:
-    """Return the page's content for the series of a run."""
+def view_of(title: str, histories: dict[int, History], meta: dict[str, str]) -> RunView:
+    """Return the page's content for the series of a run, without its findings."""
     metrics = _metrics(histories)
     tables = [_worst_table(histories)]
     steps = [s.steps for s in histories.values() if s.steps.size]
@@ -88,7 +87,7 @@ def view_of(title: str, histories: dict[int, History], findings: Sequence[Findin
     scalars = _scalars(histories)
     loss = next((name for name in scalars if role_of(name) == "loss"), None)
     jump = largest_jump(loss, scalars[loss]) if loss is not None else ""
-    return RunView(title, facts, scalars, metrics, findings, [t for t in tables if t.rows], notes[:1], jump=jump)
+    return RunView(title, facts, scalars, metrics, tables=[t for t in tables if t.rows], notes=notes[:1], jump=jump)
 
 
 def _scalars(histories: dict[int, History]) -> dict[str, Curve]:

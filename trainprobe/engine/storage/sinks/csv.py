@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainprobe.engine.core.records import Feature, Finding, Phase, Place, Record, Site, StepData
+from trainprobe.engine.core.records import Feature, Phase, Place, Record, Site, StepData
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.storage.dumps.append import AppendedFile, make_room
 from trainprobe.engine.storage.dumps.layout import METRICS_FILE, log_folder
@@ -56,9 +56,6 @@ class TidyCsv:
             tail = (record.dtype, list(record.shape), step.phase)
             rows.writerows((*head, name, value, *tail)[: self._width] for name, value in record.values.items())
         self._file.write(text.getvalue().encode())
-
-    def findings(self, findings: Sequence[Finding]) -> None:
-        """Do nothing: the file holds numbers."""
 
     def close(self) -> None:
         """Close the file."""
@@ -152,9 +149,6 @@ class WideCsv:
     def _number(self, record: Record, statistic: str) -> Any:
         """Return what stands in that column."""
         return record.values.get(statistic, self.unknown)
-
-    def findings(self, findings: Sequence[Finding]) -> None:
-        """Do nothing: the files hold numbers."""
 
     def close(self) -> None:
         """Close the files."""

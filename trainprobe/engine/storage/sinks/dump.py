@@ -7,7 +7,6 @@ infinities are the strings "nan", "inf" and "-inf", which Python's `float` and e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -189,9 +188,6 @@ class DumpSink:
         if self._files is None:
             return None
         return str((folder.final if self._plan.tensor_format == "safetensors" else folder.final / DATA_FOLDER).absolute())
-
-    def findings(self, findings: Sequence[Finding]) -> None:
-        """Do nothing: a dump holds what was measured."""
 
     def warnings_made(self) -> list[Finding]:
         """Return what there is to say since the last call."""

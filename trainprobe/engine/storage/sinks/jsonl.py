@@ -6,10 +6,9 @@ Each line goes to the operating system as a whole when it is written, so a kille
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
-from trainprobe.engine.core.records import Finding, Place, StepData
+from trainprobe.engine.core.records import Place, StepData
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.storage.dumps.append import AppendedFile, make_room
 from trainprobe.engine.storage.dumps.layout import LOG_FILE, log_folder
@@ -25,9 +24,6 @@ class JsonlSink:
     def write(self, step_data: StepData) -> None:
         """Append one line."""
         self._log.write(encode(step_data))
-
-    def findings(self, findings: Sequence[Finding]) -> None:
-        """Findings have a file of their own."""
 
     def close(self) -> None:
         """Close the file."""

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainprobe.engine.core.guard import attempt
-from trainprobe.engine.core.records import Finding, Place, StepData
+from trainprobe.engine.core.records import Place, StepData
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.storage.dumps.append import make_room
 from trainprobe.engine.storage.dumps.layout import FULL_FILE, LIVE_FILE, find_segments, find_streams, log_folder
@@ -127,9 +126,6 @@ class ParquetSink:
 
     def _failed(self, fault: Exception) -> None:
         self._fault = fault
-
-    def findings(self, findings: Sequence[Finding]) -> None:
-        """Findings have a file of their own."""
 
     def close(self) -> None:
         """Make a segment of what is in the stream."""

@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from trainprobe.engine.core.records import Finding, Place, Record, Site, Step, StepData
+from trainprobe.engine.core.records import Place, Record, Site, Step, StepData
 from trainprobe.engine.core.step_data import slots
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.storage.safe_files import open_private
@@ -58,9 +58,6 @@ class TensorboardSink:
     def _write(self, event: Any) -> None:
         self._records.write(event.SerializeToString())
         self._file.flush()
-
-    def findings(self, findings: Sequence[Finding]) -> None:
-        """Do nothing: the file holds numbers."""
 
     def close(self) -> None:
         """Close the file."""
