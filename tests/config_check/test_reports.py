@@ -99,8 +99,9 @@ def test_a_browser_shows_what_a_pack_holds_as_text(tmp_path):
         browser.close()
 
 
-CUT = """[...document.querySelectorAll('table tr > *, h1, p')].filter((cell) => cell.checkVisibility()
-    && (cell.getBoundingClientRect().right > innerWidth || cell.scrollWidth > cell.clientWidth + 1)).map((cell) => cell.textContent)"""
+CUT = """[...document.querySelectorAll('table tr > *, h1, p')].filter((cell) => cell.checkVisibility() && (
+    cell.getBoundingClientRect().right > innerWidth || cell.scrollWidth > cell.clientWidth + 1
+)).map((cell) => cell.textContent)"""
 
 
 def test_ninety_weights_fit_a_phone_and_are_folded(tmp_path):
@@ -116,7 +117,8 @@ def test_ninety_weights_fit_a_phone_and_are_folded(tmp_path):
         assert browser.run("document.querySelector('.differs button.more').textContent") == "show 10 more of 80"
         browser.run("document.querySelector('.differs button.more').click()")
         assert browser.run(rows) == 20 and browser.run(CUT) == []
-        labels = "[...document.querySelectorAll('.differs tbody tr:first-child td')].map((cell) => [cell.dataset.label, cell.textContent])"
+        cells = "[...document.querySelectorAll('.differs tbody tr:first-child td')]"
+        labels = f"{cells}.map((cell) => [cell.dataset.label, cell.textContent])"
         assert ["weight", names[0]] in browser.run(labels)
         browser.screenshot(tmp_path / "shot.png", full=False)
         assert browser.errors == []

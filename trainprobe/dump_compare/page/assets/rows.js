@@ -125,7 +125,7 @@ function layOut() {
   tree.refresh();
   ROW = 24;
   if (narrow()) {
-    const wide = (line) => (tree.texts[tree.label[line]].length + (tree.call[line] < 0 ? 0 : inB(line).length)) * 8 / (view.clientWidth - 150 - tree.depth[line] * INDENT());
+    const wide = (line) => (tree.texts[tree.label[line]].length + (tree.call[line] < 0 || !inB(line) ? 0 : inB(line).length + 8)) * 8 / (view.clientWidth - 150 - tree.depth[line] * INDENT());
     ROW = 4 + 20 * Math.min(5, Math.ceil(tree.lines.reduce((most, line) => Math.max(most, wide(line)), 1)));
   }
   view.style.setProperty("--row", `${ROW}px`);
