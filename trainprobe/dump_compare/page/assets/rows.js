@@ -41,9 +41,8 @@ function drawSide(cell, line, side) {
   const fold = make("span", tree.hasChildren(line) ? `fold ${tree.open[line] ? "open" : ""}` : "fold none");
   const other = side === "b" && !part && tree.a[line] !== entry && tree.a[line] >= 0;
   const label = other ? tree.texts[entry] : tree.texts[tree.label[line]];
-  cell.append(indent, fold, make("span", `label ${other ? "renamed" : ""}`, ...marked(label)));
-  if (told) cell.append(make("span", "aside told", told));
-  else if (!other) cell.append(make("span", "aside", ...marked(tree.texts[tree.aside[line]])));
+  cell.append(indent, fold, make("span", `label ${other ? "renamed" : ""}`, ...marked(label), ...(told ? [make("span", "told", ` ${told}`)] : [])));
+  if (!other && !told) cell.append(make("span", "aside", ...marked(tree.texts[tree.aside[line]])));
   if (side === "a" && tree.linkOf.has(tree.call[line])) cell.append(make("span", "link", "⇄"));
 }
 
@@ -125,7 +124,7 @@ function layOut() {
   tree.refresh();
   ROW = 24;
   if (narrow()) {
-    const wide = (line) => (tree.texts[tree.label[line]].length + (tree.call[line] < 0 || !inB(line) ? 0 : inB(line).length + 8)) * 8 / (view.clientWidth - 150 - tree.depth[line] * INDENT());
+    const wide = (line) => (tree.texts[tree.label[line]].length + (tree.call[line] < 0 ? 0 : inB(line).length)) * 8 / (view.clientWidth - 150 - tree.depth[line] * INDENT());
     ROW = 4 + 20 * Math.min(5, Math.ceil(tree.lines.reduce((most, line) => Math.max(most, wide(line)), 1)));
   }
   view.style.setProperty("--row", `${ROW}px`);
