@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.record_findings import findings_of
+from trainprobe.cli import VERBS
 from trainprobe.monitor.audit.relations import load_relation, relation_names
 from trainprobe.monitor.rules import load_rule, rule_names
 
@@ -26,6 +27,7 @@ PACKAGE = Path(__file__).parents[1] / "trainprobe"
 PAGE, ALL = (PACKAGE.parent / "docs" / name for name in ("messages.md", "all_messages.md"))
 EXAMPLES = Path(__file__).with_name("message_examples.json")
 COMMAND = "python -m tests.messages_page"
+ANSWERS = ("verdict", "sentences", "conclusion", "trace", "compare", "end_line")  # files that say what a command comes to
 SPEAKERS = {"say", "line", "at_end", "_say", "_tell", "_complain", "_print", "finding", "Finding"}
 REFUSING = ("cli.py", "*command.py", "engine/plan/*.py", "monitor/*.py", "debugger.py", "composition.py", "integrations/r*.py")
 _WORD = re.compile(r"[A-Za-z]{2,}")
@@ -34,9 +36,8 @@ _WHOLE: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
 _PATTERN = re.compile(r"\(\?|\|\w|\[ ")  # a regular expression
 _HEAD = f"""# Messages
 
-What trainprobe prints, made by `{COMMAND}`. Each line below was printed in a test. A finding has at
-most two lines: what, the value and where; and what to do next. [All other texts](all_messages.md), errors and notes, are on a
-page of their own.
+What trainprobe prints, made by `{COMMAND}`: each line was printed in a test. A finding has at most two
+lines: what, the value and where; and what to do next. [All other texts](all_messages.md) are on a page of their own.
 """
 _ALL_HEAD = f"""# All texts
 
@@ -56,6 +57,10 @@ def page() -> str:
         parts.append(f"## {title}\n")
         for name in names:
             parts += [f"**{name}**\n", *map(_shown, known.get(name, {}).get("examples", ())[:1]), ""]
+    parts += [
+        "## Commands\n",
+        *(f"**{name}**\n\n{_shown(known[name]['examples'][0])}\n" for name in commands()),
+    ]
     return "\n".join(parts).rstrip() + "\n"
 
 
@@ -66,7 +71,6 @@ def _shown(example: dict[str, Any]) -> str:
 
 def all_texts() -> str:
     """Return the text of docs/all_messages.md."""
-    sources = _sources()
     parts = [
         _ALL_HEAD,
         "## While a training runs\n",
@@ -74,9 +78,9 @@ def all_texts() -> str:
         "\n## At the end of a run\n",
         *_listed([*_texts(PACKAGE / "monitor/findings.py"), *_of_names("monitor/watcher.py", "too_few_steps", "NO_LOSS")]),
         "\n## Findings of the rules\n",
-        *_by_name((name, sources[name]) for name in rule_names()),
+        *_by_name(rule_names()),
         "\n## Findings of the audit\n",
-        *_by_name((name, sources[name]) for name in relation_names()),
+        *_by_name(relation_names()),
         "\n## Refusals of commands and plans\n",
         *_listed(_refusals()),
     ]
@@ -88,10 +92,15 @@ def examples() -> dict[str, Any]:
     return json.loads(EXAMPLES.read_text("utf-8")) if EXAMPLES.is_file() else {}
 
 
+def commands() -> list[str]:
+    """Return the commands whose first line is an example, in the order of the test that makes them."""
+    return [name for name in examples() if name.startswith("trainprobe ")]
+
+
 @cache
 def words_of(name: str) -> str:
-    """Return the fingerprint of the texts of a rule or relation, which its examples are of."""
-    return hashlib.sha256("\n".join(_texts(_sources()[name])).encode()).hexdigest()[:16]
+    """Return the fingerprint of the texts of a rule, relation or command, which its examples are of."""
+    return hashlib.sha256("\n".join(_all_texts(name)).encode()).hexdigest()[:16]
 
 
 def record(tests: Iterable[str]) -> None:
@@ -103,7 +112,7 @@ def record(tests: Iterable[str]) -> None:
     found = findings_of(chosen) if chosen else []
     for name in sorted(sources):
         old = [] if name in stale else known.get(name, {}).get("examples", [])
-        if made := _distinct([*old, *(one for one in found if one["rule"] == name)], _texts(sources[name])):
+        if made := _distinct([*old, *(one for one in found if one["rule"] == name)], _all_texts(name)):
             known[name] = {"words": words_of(name), "examples": made}
     kept = {name: known[name] for name in sorted(known) if name in sources}
     EXAMPLES.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -120,16 +129,28 @@ def _distinct(found: Iterable[dict[str, Any]], texts: Iterable[str]) -> list[dic
 
 
 @cache
-def _sources() -> dict[str, Path]:
-    """Return rule or relation → its file."""
-    rules = {name: Path(str(load_rule(name).__file__)) for name in rule_names()}  # pyright: ignore[reportAttributeAccessIssue]
-    return rules | {name: Path(str(load_relation(name).__file__)) for name in relation_names()}  # pyright: ignore
+def _sources() -> dict[str, list[Path]]:
+    """Return rule, relation or command → its files: of a command its own, and those of its answer beside it."""
+    modules = {name: load_rule(name).__file__ for name in rule_names()}  # pyright: ignore[reportAttributeAccessIssue]
+    modules |= {name: load_relation(name).__file__ for name in relation_names()}  # pyright: ignore
+    files = {name: [Path(str(file))] for name, file in modules.items()}
+    for verb, (where, _) in VERBS.items():
+        file = PACKAGE.parent / f"{where.partition(':')[0].replace('.', '/')}.py"
+        file = file if file.is_file() else file.with_suffix("") / "__init__.py"
+        files[f"trainprobe {verb}"] = [
+            file,
+            *(beside for name in ANSWERS if (beside := file.with_name(f"{name}.py")).is_file()),
+        ]
+    return files
 
 
-def _by_name(files: Iterable[tuple[str, Path]]) -> Iterator[str]:
-    for name, file in files:
-        texts = [*_texts(file)]
-        if texts:
+def _all_texts(name: str) -> list[str]:
+    return [text for file in _sources()[name] for text in _texts(file)]
+
+
+def _by_name(names: Iterable[str]) -> Iterator[str]:
+    for name in names:
+        if texts := _all_texts(name):
             yield f"\n**{name}**\n"
             yield from _listed(texts)
 

@@ -122,21 +122,21 @@ def layer_made_anew(b):
 
 PLANTED = {
     merged_adapter: "differ: 3 matrices, such as layers.0.attention.proj.weight, differ by a matrix of rank 3, as a merged ",
-    rounded: "24 tensors, such as layers.0.mlp.experts.0.gate.weight, are rounded to float16 in B (stored as float32); ",
-    zeroed: "differ: 3 weight tensors are all zeros in B, such as layers.0.attention.v.weight; ",
-    layer_made_anew: "differ: only layer 2 differs (12 of its 12 tensors); ",
-    rotated_layers: "differ: layers 0, 1 and 2 of B hold layers 1, 2 and 0 of A; ",
-    exchanged_keys_and_values: "differ: k and v are exchanged in 3 layers; ",
-    exchanged_experts: "differ: experts 0 and 2 of layer 1 are exchanged; ",
-    rotated_experts: "differ: layers.1.mlp.experts are in another order; ",
-    exchanged_layers: "layers 0 and 1 are exchanged; ",
-    exchanged_gates: "gate and up are exchanged in 9 experts; ",
-    other_rotary_order: "in the other rotary order: halves in A, interleaved pairs in B (heads of 6); ",
+    rounded: "24 tensors, such as layers.0.mlp.experts.0.gate.weight, are rounded to float16 in B (stored as float32). ",
+    zeroed: "differ: 3 weight tensors are all zeros in B, such as layers.0.attention.v.weight. ",
+    layer_made_anew: "differ: only layer 2 differs (12 of its 12 tensors). ",
+    rotated_layers: "differ: layers 0, 1 and 2 of B hold layers 1, 2 and 0 of A. ",
+    exchanged_keys_and_values: "differ: k and v are exchanged in 3 layers. ",
+    exchanged_experts: "differ: experts 0 and 2 of layer 1 are exchanged. ",
+    rotated_experts: "differ: layers.1.mlp.experts are in another order. ",
+    exchanged_layers: "layers 0 and 1 are exchanged. ",
+    exchanged_gates: "gate and up are exchanged in 9 experts. ",
+    other_rotary_order: "in the other rotary order: halves in A, interleaved pairs in B (heads of 6). ",
     not_interleaved: "q, k and v hold each other's rows: one side is interleaved by query group and the other is not (",
-    permuted_router: "the same in another order of rows of the router; ",
-    zero_centred: "4 tensors, such as final_norm.weight, are zero-centred in B: one less than in the other; ",
-    scaled: "0.125 times as large in B as in A; ",
-    transposed: "transposed in B; ",
+    permuted_router: "the same in another order of rows of the router. ",
+    zero_centred: "4 tensors, such as final_norm.weight, are zero-centred in B: one less than in the other. ",
+    scaled: "0.125 times as large in B as in A. ",
+    transposed: "transposed in B. ",
 }
 
 
@@ -158,7 +158,7 @@ def test_the_first_line_names_the_cause(plant):
 def test_one_exchanged_parameter_is_not_said_to_be_its_layers():
     a, b = model(), model()
     swap(b, "layers.0.attention.q.weight", "layers.1.attention.q.weight")
-    assert judged(a, b).sentence.startswith("differ: attention.q.weight of layers 0 and 1 is exchanged; 2 of ")
+    assert judged(a, b).sentence.startswith("differ: attention.q.weight of layers 0 and 1 is exchanged. 2 of ")
 
 
 def test_masters_that_are_rounded_weights_are_named():
@@ -179,7 +179,7 @@ def test_moments_that_hold_each_other_s_values_are_named():
         checkpoint(*(tensor(k, v) for k, v in a.items()), *(tensor(k, s[k], slot=n) for n, s in moments.items() for k in a))
         for moments in ({"exp_avg": a, "exp_avg_sq": b}, {"exp_avg": b, "exp_avg_sq": a})
     ]
-    said = f"differ: exp_avg and exp_avg_sq are exchanged in {len(a)} parameters; "
+    said = f"differ: exp_avg and exp_avg_sq are exchanged in {len(a)} parameters. "
     assert verdict_of(compare(*sides)).sentence.startswith(said)
 
 
@@ -216,7 +216,7 @@ def test_norms_that_are_zero_centred_on_both_sides_are_told_apart_by_their_value
     """The squares of the side that is one less are the larger ones."""
     a = {k: v - 1 if "norm" in k else v for k, v in model().items()}
     b = {k: v - 1 if "norm" in k else v for k, v in a.items()}
-    assert "4 tensors, such as final_norm.weight, are zero-centred in B: one less than in the other; " in judged(a, b).sentence
+    assert "4 tensors, such as final_norm.weight, are zero-centred in B: one less than in the other. " in judged(a, b).sentence
 
 
 def test_a_matrix_of_another_shape_that_is_the_transpose_is_named():
@@ -233,4 +233,4 @@ def test_layers_of_a_model_that_no_map_knows_are_named():
     b = dict(a)
     for key in [k for k in b if ".layer.0." in k]:
         swap(b, key, key.replace(".layer.0.", ".layer.2."))
-    assert judged(a, b).sentence.startswith("differ: layers 0 and 2 are exchanged; ")
+    assert judged(a, b).sentence.startswith("differ: layers 0 and 2 are exchanged. ")

@@ -53,7 +53,7 @@ def test_layers_that_are_exchanged_as_well_are_not_identical():
     exchange(b, 0, 2)
     verdict, _ = judged(model(), newer(b))
     assert verdict.code == 2
-    assert verdict.sentence.startswith("differ: layers 0 and 2 are exchanged; 6 of 13 tensors")
+    assert verdict.sentence.startswith("differ: layers 0 and 2 are exchanged. 6 of 13 tensors")
 
 
 def test_a_renamed_tensor_that_differs_is_a_difference_and_not_a_missing_one():

@@ -99,6 +99,32 @@ def test_a_browser_shows_what_a_pack_holds_as_text(tmp_path):
         browser.close()
 
 
+CUT = """[...document.querySelectorAll('table tr > *, h1, p')].filter((cell) => cell.checkVisibility() && (
+    cell.getBoundingClientRect().right > innerWidth || cell.scrollWidth > cell.clientWidth + 1
+)).map((cell) => cell.textContent)"""
+
+
+def test_ninety_weights_fit_a_phone_and_are_folded(tmp_path):
+    names = [f"model.decoder.layers.{i}.self_attention.linear_query_key_value.lora_A.weight" for i in range(90)]
+    a, b = (rank_pack(weights={name: [start, 2.0] for name in names}) for start in (1.0, 1.5))
+    write_reports(compare(a, b), tmp_path, ["html"])
+    browser = Browser(require_chromium(), 390, 844)
+    try:
+        browser.open(tmp_path / "result.html")
+        assert browser.run(CUT) == []
+        rows = "[...document.querySelectorAll('.differs tbody tr')].length"
+        assert browser.run(rows) == 10
+        assert browser.run("document.querySelector('.differs button.more').textContent") == "show 10 more of 80"
+        browser.run("document.querySelector('.differs button.more').click()")
+        assert browser.run(rows) == 20 and browser.run(CUT) == []
+        cells = "[...document.querySelectorAll('.differs tbody tr:first-child td')]"
+        labels = f"{cells}.map((cell) => [cell.dataset.label, cell.textContent])"
+        assert ["weight", names[0]] in browser.run(labels)
+        assert browser.errors == []
+    finally:
+        browser.close()
+
+
 def test_the_page_loads_nothing_from_elsewhere(tmp_path):
     write_reports(different(), tmp_path, ["html"])
     assert not re.search(r"https?://|src=|@import|url\(", (tmp_path / "result.html").read_text(encoding="utf-8"))

@@ -217,6 +217,39 @@ def test_one_dump_alone_shows_what_is_not_finite(browser, tmp_path):
     until(browser, f"{PANEL}.includes('nan')", True)
 
 
+def test_deep_names_fit_a_phone(browser, tmp_path):
+    """The names of a dump without what is between them, what is on one side only, and twelve modules in one another."""
+    deep = [f"Module.{'.'.join(f'part{k}' for k in range(i + 1))}.Block.forward.0" for i in range(12)]
+    long = [
+        f"Module.model.decoder.layers.{i}.self_attention.linear_query_key_value.base_layer.Linear.forward.0" for i in (0, 1)
+    ]
+    entries = {name: {"input_args": [leaf()], "output": [leaf()]} for name in [*deep, *long]}
+    parents = dict(zip(deep[1:], deep, strict=False))
+    a = write_dump(tmp_path / "a", 0, entries, parents)
+    b = write_dump(tmp_path / "b", 0, {name: entry for name, entry in entries.items() if name != long[1]}, parents)
+    target = tmp_path / "page.html"
+    main(["dump-compare", str(a), str(b), "--html", str(target), "-q"])
+    browser.resize(390, 844)
+    try:
+        browser.open(target)
+        press(browser, "Home", "x")
+        parts = ", ".join(f".row:not([hidden]) {part}" for part in (".label", ".far .number"))
+        cut = f"[...document.querySelectorAll('{parts}')].filter((x) => x.checkVisibility()"
+        cut += " && (x.scrollWidth > x.clientWidth + 1 || x.scrollHeight > x.clientHeight + 1"
+        cut += " || x.getBoundingClientRect().bottom > x.closest('.row').getBoundingClientRect().bottom)"
+        cut += ").map((x) => x.textContent)"
+        assert browser.run(cut) == []
+        assert {"part0", "part5"} <= {*browser.run(LABELS)}
+        press(browser, "End")
+        assert browser.run(cut) == []
+        assert long[0].removeprefix("Module.").removesuffix(".Linear.forward.0") in browser.run(LABELS)
+        told = "[...document.querySelectorAll('.row:not([hidden]) .told')].map(x => x.parentNode.textContent)"
+        assert browser.run(told) == [f"{long[1][7:-17]} only in A"]
+        assert browser.run("document.documentElement.scrollWidth") == 390
+    finally:
+        browser.resize(1400, 900)
+
+
 def test_micro_batches_are_chosen(browser, tmp_path):
     entries = {f"Functional.x.{i}.forward": {"input_args": [leaf()], "output": [leaf()]} for i in range(4)}
     parents = {name: [None, i % 2] for i, name in enumerate(entries)}

@@ -130,4 +130,4 @@ def test_a_nan_that_the_loss_makes_is_blamed_on_the_loss_whatever_else_is_collec
                     probe.note("loss", loss.detach())
         found = [f for f in probe.findings if f.rule == "nonfinite"]
         assert [(f.step, f.site.name) for f in found] == [(2, "loss")]
-        assert "the forward pass was finite" in found[0].message
+        assert "The forward pass was finite" in found[0].message

@@ -74,7 +74,7 @@ def _differ_sentence(c: CheckpointComparison, differ: Sequence[TensorRow], copie
         what = f"{d.misplaced:,} misplaced NaN or infinity" if d.misplaced else f"relative error {d.relative_l2:.3g}"
         share = _share(worst)
         cause = headline(c.causes, {r.key: r for r in differ})
-        first = f"{cause}; {len(differ)}" if cause else len(differ)
+        first = f"{cause}. {len(differ)}" if cause else len(differ)
         besides = "".join(f"; also, {said}" for said in _lost([r for r in c.rows if r.verdict in INCOMPLETE]))
         return (
             f"differ: {first} of {len(c.rows)} tensors; worst is {worst.key}: {what}, {share}, largest{place}{where}{besides}"

@@ -61,7 +61,7 @@ def conclude(found: DumpChecked) -> Conclusion:
     if worst is None:
         return Conclusion(3, "no operator call was judged", details)
     if counts["bug"]:
-        return Conclusion(2, f"{said(worst)}; {whole}", details, worst)
+        return Conclusion(2, f"{said(worst)}. {whole}", details, worst)
     if unequal:
         first = unequal[0]
         text = f"{first.entry}{_where(first)} had the inputs of {first.same_inputs} and gave another result; {whole}"
@@ -75,7 +75,7 @@ def conclude(found: DumpChecked) -> Conclusion:
         return Conclusion(1, f"{said(worst)}; {whole}", details, worst)
     if counts["unspecified"] == len(rows):
         return Conclusion(3, f"nothing was judged: no call has a result that is specified; {whole}", details, worst)
-    return Conclusion(0, f"every operator is right within its own rounding: {whole}", details, worst)
+    return Conclusion(0, f"every operator is right, up to rounding: {whole}", details, worst)
 
 
 def _gravity(row: Row) -> tuple[int, float]:

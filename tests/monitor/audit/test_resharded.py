@@ -101,7 +101,7 @@ def test_data_that_begins_again_on_other_ranks_is_told_once(case):
     ("case", "why"),
     [
         ((2, "fsdp-ddp-unshared"), "have all ranks write to one folder that they share"),
-        ((1, "fsdp-plain-unshared"), "of the 2 ranks that saved at step 3, 1 left their fingerprints under this output"),
+        ((1, "fsdp-plain-unshared"), "Of the 2 ranks that saved at step 3, 1 left their fingerprints under this output"),
         ((2, "fsdp-ddp-apart"), "set `ranks: true` in the plan's `audit`"),
     ],
 )

@@ -88,7 +88,7 @@ def test_a_loss_that_is_not_finite_after_a_finite_forward_pass_is_the_origin_of_
     clipped = value("optimizer", "parameter", "a.w", "grad_unclipped", norm=NAN)
     (found,) = Bench("nonfinite").feed(*module("a", 1.0, 1.0), *backward, clipped, loss=NAN)
     assert found.site.name == "loss"
-    assert "the forward pass was finite" in found.message
+    assert "The forward pass was finite" in found.message
 
 
 def test_without_a_loss_a_gradient_that_comes_back_bad_is_told_as_coming_from_what_follows():
@@ -134,7 +134,7 @@ def test_a_run_whose_every_step_is_skipped_is_an_error_however_high_the_scale(ha
     for step in range(80):
         bench.feed(grad("w", math.inf), loss=1.0, loss_scale=2.0 ** (100 - step if halves else 20))
     assert [(f.step, f.severity) for f in bench.found] == [(0, "info"), (35, "error")]
-    assert "the loss scaler skipped the 35 steps before it too" in bench.found[1].message
+    assert "The loss scaler skipped the 35 steps before it too" in bench.found[1].message
 
 
 def test_a_loss_scale_that_is_raised_far_above_one_that_worked_is_an_error_as_any():
@@ -173,11 +173,11 @@ WEIGHT = value("forward", "parameter", "layers.2.w", "value", norm=1.0)  # all t
 def test_of_a_forward_pass_that_was_not_recorded_nothing_is_claimed(seen):
     (found,) = Bench("nonfinite").feed(*seen, grad("layers.2.w", NAN))
     assert (
-        "neither the forward pass nor the loss was recorded. The batch of step 0 on one of the 2 ranks had it, or"
+        "Neither the forward pass nor the loss was recorded. The batch of step 0 on one of the 2 ranks had it, or"
         in found.message
     )
     (found,) = Bench("nonfinite").feed(*seen, grad("layers.2.w", NAN), loss=1.0)
-    assert "the loss was finite, the backward pass made it" in found.message
+    assert "The loss was finite, the backward pass made it" in found.message
     (found,) = Bench("nonfinite").feed(*seen, grad("layers.2.w", NAN), loss=NAN)
     assert found.site.name == "loss" and "not recorded. The batch of step 0 on one of the 2 ranks had it, or" in found.message
 
@@ -220,7 +220,7 @@ def test_an_overflow_is_a_note_where_the_scaler_skips_the_step_and_an_error_wher
         assert live == again
         found[skips] = [(step, severity) for step, severity, _ in live]
         told = next(f for f in probe.findings if f.rule == "nonfinite")
-        assert ("the optimizer stepped all the same" in told.message) is not skips
+        assert ("The optimizer stepped all the same" in told.message) is not skips
         assert ("scaler.step(optimizer)" in (told.next or "")) is not skips
     assert found == {True: [(0, "info")], False: [(0, "error")]}
 
@@ -249,5 +249,5 @@ def test_a_nan_that_a_modules_own_code_makes_is_placed_between_its_parts(tmp_pat
     with trainprobe.watch(model, output=tmp_path, level="off", monitor=True, console=False) as probe, probe.step():
         model(torch.randn(8, 4))
     (found,) = [f for f in probe.findings if f.rule == "nonfinite"]
-    assert "is in module root, output: its inputs were finite" in found.message
+    assert "is in module root, output. Its inputs were finite" in found.message
     assert found.message.endswith("in its own code: third is the first submodule that gets it, behind second")

@@ -26,7 +26,9 @@ def write(comparison: PackComparison, path: Path) -> None:
         "consequences": markup.element("p", comparison.consequences, id="consequences")
         if comparison.consequences
         else markup.Markup(),
-        "summary": markup.table(("check", "verdict", "what differs"), summary, (None, None, "text"), id="summary"),
+        "summary": markup.table(
+            ("check", "verdict", "what differs"), summary, (None, None, "text"), id="summary", class_="stacks"
+        ),
         "tables": markup.joined(map(_written, tables)),
     }
     path.write_text(make_page("Config check", "config-check", parts, tables, written=written), encoding="utf-8")
@@ -39,7 +41,7 @@ def _written(table: dict[str, Any]) -> markup.Markup:
     return markup.element(
         "section",
         markup.element("h2", table["title"]),
-        markup.element("div", markup.table(table["columns"], rows), class_="scroll"),
+        markup.element("div", markup.table(table["columns"], rows, class_="stacks"), class_="scroll"),
         more,
         class_="card differs",
     )

@@ -40,7 +40,7 @@ _MAKERS = frozenset(
 _MASKING = frozenset({"masked_fill", "where", "fill", "triu", "tril", "index_fill", "scatter", "setitem", "copy"})
 _HIGHEST = 65536.0  # loss scale; where float16 ends
 _SEARCH = 32  # steps; a search from 2^32, the highest scale that trainers begin with, is over by then
-_STEPPED = "; the optimizer stepped all the same"
+_STEPPED = ". The optimizer stepped all the same"
 _SKIPS = "call scaler.step(optimizer), and not optimizer.step(): it skips a step whose gradients are not finite"
 _PASS = {"forward": "forward pass", "recompute": "recomputed forward pass", "backward": "backward pass"}
 
@@ -79,9 +79,9 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     if reported >= level and not (seen and memory.numbers.get("unseen", 0.0)):
         return []
     memory.numbers["unseen"] = float(not (seen or scaled or _is_in_weights(frame, bad)))
-    after = "; the loss scaler skips such a step and lowers the scale" if scaled else ""
+    after = ". The loss scaler skips such a step and lowers the scale" if scaled else ""
     if scaled and severe and before:
-        after = f"; the loss scaler skipped the {int(before)} steps before it too: nothing is learnt"
+        after = f". The loss scaler skipped the {int(before)} steps before it too: nothing is learnt"
     if not scaled and _was_not_skipped(frame, bad):
         after = f"{_STEPPED} and wrote it into weights, where a loss scaler skips such a step"
     return [_finding(frame, bad, options.severity if severe else "info", after)]
@@ -207,7 +207,7 @@ def _finding(frame: Frame, bad: Bools, severity: Severity, after: str) -> Findin
     address, how = find_origin(frame, bad)
     worst = frame.health[frame.addresses == frame.table.address(address)].max(initial=Health.INFINITE)
     what = "NaN" if worst == Health.NAN else "infinity"
-    text = f"the first {what} of step {frame.step} is in {describe(address)}: {how}{after}"
+    text = f"the first {what} of step {frame.step} is in {describe(address)}. {how[0].upper()}{how[1:]}{after}"
     return Finding(
         rule="nonfinite",
         severity=severity,
@@ -279,7 +279,7 @@ def find_origin(frame: Frame, chosen: Bools | None = None) -> tuple[Address, str
     if (lowest := _minus_infinity_before(frame, addresses, inner)) is not None:
         return lowest, "its inputs were finite and it returned minus infinity, which the following operations spread"
     if inner.kind == "op" and inner.phase == "forward" and addresses.index(inner) > _ends(addresses):
-        return inner, "made between the backward pass and the update: by clipping, or by what the optimizer prepares"
+        return inner, "it was made between the backward pass and the update: by clipping, or by what the optimizer prepares"
     how = _how(inner, next(entered for entered, result in ordered if result == inner), addresses, _batch_of(frame))
     return inner, how + _between_modules(inner, paired)
 
@@ -357,7 +357,7 @@ def _between_the_passes(paired: list[tuple[Address, bool]], first_bad: Address, 
     if loss is not None and not recorded:
         return loss, f"{seen}. {batch} had it, or the forward pass or the loss made it"
     if loss is not None:
-        return loss, f"{seen}: the loss made it"
+        return loss, f"{seen}, the loss made it"
     if first_bad.phase == "backward" and first_bad.slot.split(".")[0] in _ENTERS["backward"]:
         return first_bad, f"{seen}. The gradient that came from the loss or the next pipeline stage had it"
     return None

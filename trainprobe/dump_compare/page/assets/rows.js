@@ -1,5 +1,6 @@
 // Draws the lines that are to be seen, and no others: a long tree is a tall empty box with a few lines in it.
-const ROW = 24;
+let ROW = 24; // more where a name needs several lines, on a phone
+const INDENT = () => (narrow() ? 5 : 14);
 const view = $("view"), heightBox = $("height"), map = $("map");
 const pool = [];
 let tree = null, selected = -1, sought = "";
@@ -23,19 +24,25 @@ function marked(text) {
   return [text.slice(0, at), make("mark", "", text.slice(at, at + sought.length)), text.slice(at + sought.length)];
 }
 
+// On a phone there is no column of B: the line says beside the name of A what is other in B.
+function inB(line) {
+  const [a, b] = [tree.a[line], tree.b[line]];
+  return a === b || single || !narrow() ? "" : a < 0 ? "only in B" : b < 0 ? "only in A" : `in B ${tree.texts[b]}`;
+}
+
 function drawSide(cell, line, side) {
   const entry = tree[side][line];
-  const part = tree.call[line] < 0;
+  const part = tree.call[line] < 0, told = part || side === "b" ? "" : inB(line);
   cell.replaceChildren();
-  if (!part && entry < 0) { cell.classList.add("nothing"); return; }
-  cell.classList.remove("nothing");
+  cell.classList.toggle("nothing", !part && entry < 0 && !told);
+  if (cell.classList.contains("nothing")) return;
   const indent = make("span", "indent");
-  indent.style.width = `${Math.min(tree.depth[line], 30) * 14}px`;
+  indent.style.width = `${Math.min(tree.depth[line], 30) * INDENT()}px`;
   const fold = make("span", tree.hasChildren(line) ? `fold ${tree.open[line] ? "open" : ""}` : "fold none");
   const other = side === "b" && !part && tree.a[line] !== entry && tree.a[line] >= 0;
   const label = other ? tree.texts[entry] : tree.texts[tree.label[line]];
-  cell.append(indent, fold, make("span", `label ${other ? "renamed" : ""}`, ...marked(label)));
-  if (!other) cell.append(make("span", "aside", ...marked(tree.texts[tree.aside[line]])));
+  cell.append(indent, fold, make("span", `label ${other ? "renamed" : ""}`, ...marked(label), ...(told ? [make("span", "told", ` ${told}`)] : [])));
+  if (!other && !told) cell.append(make("span", "aside", ...marked(tree.texts[tree.aside[line]])));
   if (side === "a" && tree.linkOf.has(tree.call[line])) cell.append(make("span", "link", "⇄"));
 }
 
@@ -115,6 +122,12 @@ function drawWindow() {
 
 function layOut() {
   tree.refresh();
+  ROW = 24;
+  if (narrow()) {
+    const wide = (line) => (tree.texts[tree.label[line]].length + (tree.call[line] < 0 ? 0 : inB(line).length)) * 8 / (view.clientWidth - 150 - tree.depth[line] * INDENT());
+    ROW = 4 + 20 * Math.min(5, Math.ceil(tree.lines.reduce((most, line) => Math.max(most, wide(line)), 1)));
+  }
+  view.style.setProperty("--row", `${ROW}px`);
   heightBox.style.height = `${tree.lines.length * ROW}px`;
   drawMap();
   draw();

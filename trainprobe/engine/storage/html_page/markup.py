@@ -33,10 +33,16 @@ def verdict(name: str) -> Markup:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], kinds: Sequence[str | None] = (), **attributes: str) -> Markup:
-    """Return a table. rows: their cells. kinds: the class of the cells of each column (see page.css), for all or for none."""
+    """Return a table. rows: their cells. kinds: the class of the cells of each column (see page.css), for all or for none.
+
+    attributes: `class_="stacks"` puts the cells of a row one below the other on a phone, each beside its column's name."""
     kinds = kinds or [None] * len(columns)
     head = (element("th", name, scope="col", class_=kind) for name, kind in zip(columns, kinds, strict=True))
-    body = (element("tr", *(element("td", c, class_=k) for c, k in zip(row, kinds, strict=True))) for row in rows)
+    labels = columns if attributes.get("class_") == "stacks" else [None] * len(columns)
+    body = (
+        element("tr", *(element("td", c, class_=k, data_label=name) for c, k, name in zip(row, kinds, labels, strict=True)))
+        for row in rows
+    )
     return element("table", element("thead", element("tr", *head)), element("tbody", *body), **attributes)
 
 

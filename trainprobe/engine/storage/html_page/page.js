@@ -2,6 +2,7 @@
 const data = JSON.parse(document.getElementById("data").textContent);
 const unpacked = new Map();
 const theme = matchMedia("(prefers-color-scheme: dark)");
+const narrow = () => innerWidth <= 640; // a phone
 const $ = (id) => document.getElementById(id);
 
 async function inflate(text) {

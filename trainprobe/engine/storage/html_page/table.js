@@ -2,7 +2,7 @@
 class Table {
   // columns: [heading, class of its cells, what a row is sorted by]. cells: returns the texts or elements of a row. most: rows
   // that are shown at once. under: returns what stands on a line of its own below a row. pick: called with a row that is clicked.
-  constructor(table, columns, cells, { most = 50, under = null, pick = null } = {}) {
+  constructor(table, columns, cells, { most = narrow() ? 10 : 50, under = null, pick = null } = {}) {
     Object.assign(this, { table, columns, cells, most, under, pick, order: null, down: true });
     this.heads = columns.map(([name, kind, key]) => {
       const head = el("th", { scope: "col", class: [kind, key ? "sorts" : ""].filter(Boolean).join(" ") || null, title: key ? "sort" : null }, name);
@@ -42,7 +42,7 @@ class Table {
 
   lines(row) {
     const line = el("tr", this.pick ? { class: "picks", onclick: () => this.pick(row) } : {});
-    this.cells(row).forEach((cell, i) => line.append(make("td", this.columns[i][1], ...(Array.isArray(cell) ? cell : [cell]))));
+    this.cells(row).forEach((cell, i) => line.append(el("td", { class: this.columns[i][1] || null, "data-label": this.columns[i][0] }, ...(Array.isArray(cell) ? cell : [cell]))));
     const below = this.under?.(row);
     if (!below) return [line];
     line.classList.add("above");

@@ -52,14 +52,13 @@ def check(evidence: Evidence) -> list[Finding]:
     worst = max(taking, key=lambda c: mass[c])
     more = f" ({len(taking)} classes like it)" if len(taking) > 1 else ""
     text = (
-        f"class {worst}{more} was never a target of {shares.kind} ({shares.counts.sum():,.0f} targets of {shares.steps} "
-        f"audited steps were looked at), and still takes {mass[worst]:.2%} of the probability. An equal share of "
-        f"{len(shares.counts)} classes is {equal:.2%}. Its share no longer falls, though the mean -log p(target) fell from "
-        f"{shares.began:.3g} to {shares.surprise(latest=True):.3g}"
+        f"class {worst}{more} was never a target of {shares.kind} ({shares.counts.sum():,.0f} targets at {shares.steps} "
+        f"audited steps), and still takes {mass[worst]:.2%} of the probability (an equal share is {equal:.2%}). This no longer "
+        f"falls, though the mean -log p(target) fell from {shares.began:.3g} to {shares.surprise(latest=True):.3g}"
     )
     hint = (
-        "check that labels count from 0 and that the model has one output for each class. If its logits are bounded (a sigmoid "
-        "or tanh before the loss, cosines without a scale), remove the bound or scale them"
+        "check that labels count from 0, with one output for each class. If logits are bounded (by a sigmoid or tanh, or as "
+        "cosines), remove the bound or scale them"
     )
     return [
         evidence.finding(

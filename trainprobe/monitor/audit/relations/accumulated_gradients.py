@@ -31,7 +31,7 @@ def check(evidence: Evidence) -> list[Finding]:
     if overwritten:
         text = (
             f"the update of {and_more(overwritten, len(evidence.model.parameters))} used the gradient of an earlier "
-            "backward pass alone: what a later one of the same step brought was replaced by it, and is lost"
+            "backward pass alone. What a later one of the same step brought was replaced by it, and is lost"
         )
         hint = "add the gradients of the passes up: p.grad = p.grad + kept"
         more: dict[str, Any] = {"severity": "warning", "next": hint, "names": overwritten, "expected": "the sum of the passes"}

@@ -67,7 +67,7 @@ def _wrong(calls: tuple[LossCall, ...]) -> dict[str, tuple[str, float, str]]:
         hidden = token == call.number("hidden_high 1") and pairs - equal >= _FEWEST_HIDDEN
         if hidden and equal > pairs / 2 and not predicts_next(call):
             text = (
-                f"{equal:.0f} of {pairs:.0f} targets of {call.kind} stand in the input at their own places; at the others the "
+                f"{equal:.0f} of {pairs:.0f} targets of {call.kind} stand in the input at their own places. At the others the "
                 f"input is token {token:.0f}, which hides them: positions that were not hidden are trained too"
             )
             found["visible"] = text, equal / pairs, "set the labels to ignore_index (-100) where the input was not hidden"

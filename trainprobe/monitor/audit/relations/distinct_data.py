@@ -166,7 +166,7 @@ def _made_anew(evidence: Evidence) -> list[Finding]:
         return []
     text = (
         f"all of {len(seen) + 1} audited steps until step {evidence.step} train on the same batch, though the loader "
-        "has several: a new iterator of it is made for each step, and begins with the same batch"
+        "has several. A new iterator of it is made for each step, and begins with the same batch"
     )
     hint = "make the iterator once an epoch: for batch in loader"
     return [_finding(evidence, text, severity="warning", next=hint)]

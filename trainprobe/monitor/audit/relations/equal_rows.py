@@ -38,8 +38,8 @@ def check(evidence: Evidence) -> list[Finding]:
     if not names:
         return []
     text = (
-        f"all rows of {and_more(names, len(evidence.model.parameters))} that were compared are equal, and so are those of "
-        "its gradient, though updates have moved it. Its units compute the same and never become different"
+        f"all compared rows of {and_more(names, len(evidence.model.parameters))} and of its gradient are equal, though updates "
+        "have moved it. Its units never become different"
     )
     hint = "initialise the weights of this layer at random (kaiming_uniform_, normal_), and not with a constant"
     return [

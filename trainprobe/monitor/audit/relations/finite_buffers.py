@@ -34,8 +34,8 @@ def check(evidence: Evidence) -> list[Finding]:
         return []
     text = f"NaN in {and_more(bad)}, where there was none at step {before.step}"
     hint = (
-        f"look for a batch with a NaN between steps {before.step} and {evidence.step}. Test the input before the forward, not "
-        "the loss after it, and load these buffers from an earlier checkpoint"
+        f"look for a batch with a NaN between steps {before.step} and {evidence.step}. Test the input, not the loss, and "
+        "load these buffers from an earlier checkpoint"
     )
     return [
         evidence.finding(

@@ -137,7 +137,7 @@ def _finding(evidence: Evidence, copy: Followed, name: str, tensors: list[Follow
             "the sign of the update is wrong: average += (1 - decay) * (weight - average)",
         ),
         "memory": (
-            f"{whole} keeps {1 - rate:.3g} of itself in a step: its decay is so small that it averages nothing",
+            f"{whole} keeps {1 - rate:.3g} of itself in a step. Its decay is so small that it averages nothing",
             1 - rate,
             "a decay near 1",
             "decay and 1 - decay are exchanged: average = decay * average + (1 - decay) * weight",
@@ -155,7 +155,7 @@ def _finding(evidence: Evidence, copy: Followed, name: str, tensors: list[Follow
             "call eval() on the reference after it is copied",
         ),
         "rounded": (
-            f"{whole} is kept in {copy.dtype}, where its updates round away: most elements that differ from the weights stay",
+            f"{whole} is kept in {copy.dtype}, where its updates round away. Most elements that differ from the weights stay",
             max(t.moved for t in tensors),
             "all elements that differ",
             "keep the average in float32",

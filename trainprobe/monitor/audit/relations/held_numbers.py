@@ -58,7 +58,7 @@ def _rounded(evidence: Evidence) -> Iterator[tuple[str, str, str]]:
                 most = {"bfloat16": 256, "float16": 2048}[dtype]
                 text = (
                     f"the {above} whole numbers above {most} in the input {argument.name} are all even, and smaller "
-                    f"ones are not: they were rounded to {dtype} on their way, and different ones became equal"
+                    f"ones are not. They were rounded to {dtype} on their way, and different ones became equal"
                 )
                 yield argument.name, text, "read and keep indices as whole numbers"
     counts = remember(evidence)

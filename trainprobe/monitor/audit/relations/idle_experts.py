@@ -91,8 +91,8 @@ def _experts(evidence: Evidence) -> dict[str, dict[int, bool]]:
 def _finding(evidence: Evidence, layer: str, idle: list[int], of: int) -> Finding:
     many = len(idle) > 1
     text = (
-        f"{numbered('expert', idle)} of {of} in {layer} got no gradient at {_LOOKS} audited steps in a row, and the others "
-        f"did. Nothing is routed to {'them, and they do' if many else 'it, and it does'} not train"
+        f"{numbered('expert', idle)} of {of} in {layer} got no gradient at {_LOOKS} audited steps in a row: "
+        f"nothing is routed to {'them' if many else 'it'}"
     )
     hint = "look at the router: its weights, what is added to its logits, and the loss that balances the experts"
     name = next((p.name for p in evidence.model.parameters if p.name.startswith(f"{layer}.{idle[0]}.")), None)

@@ -108,7 +108,7 @@ def _randoms(evidence: Evidence, saved: Save) -> list[Finding]:
         return []
     text = (
         f"the random numbers begin again. At step {evidence.step}, after the load, the generator of "
-        f"{' and that of '.join(again)} is in the state of the run's first step; it had advanced when step "
+        f"{' and that of '.join(again)} is in the state of the run's first step. It had advanced when step "
         f"{saved.step} was saved. Dropout, shuffles and augmentation repeat those of the first steps"
     )
     known = evidence.own_loop and evidence.of(TrainingCalls).drawn and "torch" in again

@@ -37,8 +37,8 @@ def check(evidence: Evidence) -> list[Finding]:
     names = [r.name for r in worst if r.lost >= _MOST * r.total]
     dtype = evidence.tensors.dtypes.get((names[0], "value"), "16 bits")
     text = (
-        f"{share:.0%} of the update rounds away in {dtype}. {and_more(names, len(reruns))} mostly stays as it "
-        f"is: a change at the rate {rate:.3g} is less than half of the distance to the next number"
+        f"{share:.0%} of the update rounds away in {dtype} for {and_more(names, len(reruns))}. At the rate {rate:.3g} it is "
+        "less than half of the distance to the next number"
     )
     hint = "keep the weights in float32 and compute under autocast, or use an optimizer with master weights of float32"
     return [

@@ -93,23 +93,23 @@ def _over_layouts(evidence: Evidence, resharded: Resharded) -> list[Finding]:
         return []
     if evidence.place.world_size > 1 and not evidence.peers:
         return _unjudged(
-            evidence, "the ranks are not compared: set `ranks: true` in the plan's `audit`, and collect on all ranks"
+            evidence, "The ranks are not compared: set `ranks: true` in the plan's `audit`, and collect on all ranks"
         )
     saves = saves_of_all(resharded)
     if not saves:
         (step, world), there = newest(resharded)
-        why = f"of the {world} ranks that saved at step {step}, {there} left their fingerprints under this output"
+        why = f"Of the {world} ranks that saved at step {step}, {there} left their fingerprints under this output"
         return _unjudged(evidence, f"{why}: have all ranks write to one folder that they share")
     best = match(saves, resharded, evidence.peers)
     if best is None:
-        return _unjudged(evidence, "the pieces that the ranks told of do not make up whole tensors")
+        return _unjudged(evidence, "The pieces that the ranks told of do not make up whole tensors")
     step, world = best.moment
     when = f"at step {step} by {world} rank{'s' * (world > 1)} and loaded before step {resharded.step}"
     return _compare(evidence, best.saved, best.now, when) if best.share >= ENOUGH else []
 
 
 def _unjudged(evidence: Evidence, why: str) -> list[Finding]:
-    text = f"what was loaded is cut in another way than what was saved, and nothing of it was judged: {why}"
+    text = f"what was loaded is cut in another way than what was saved, and nothing of it was judged. {why}"
     hint = "`trainprobe ckpt-compare A B` compares the two checkpoints"
     return [evidence.finding("saved_and_loaded", text, severity="warning", next=hint)]
 

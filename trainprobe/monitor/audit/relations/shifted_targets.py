@@ -27,15 +27,15 @@ STAGE = "data"
 _FEWEST = 16
 _WRONG = {
     0: (
-        "the input tokens themselves: they are not shifted, and the model can copy them",
+        "the input tokens themselves. They are not shifted, and the model can copy them",
         "predict the token that comes next: logits[:, :-1] against tokens[:, 1:]",
     ),
     2: (
-        "the input token two places further: they are shifted twice, and the next token is never predicted",
+        "the input token two places further. They are shifted twice, and the next token is never predicted",
         "shift the labels once, in the data or in the model (models of transformers shift by themselves)",
     ),
     -1: (
-        "the input token one place before: they are shifted the wrong way, and the model has seen them",
+        "the input token one place before. They are shifted the wrong way, and the model has seen them",
         "predict the token that comes next: logits[:, :-1] against tokens[:, 1:]",
     ),
 }

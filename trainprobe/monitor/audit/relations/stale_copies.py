@@ -36,8 +36,8 @@ def check(evidence: Evidence) -> list[Finding]:
     if not stale:
         return []
     text = (
-        f"a copy of the model that is evaluated follows its weights, but not its running statistics. {and_more(stale)} of the "
-        "copy did not change while those of the model did. The copy normalises with old numbers"
+        f"a copy of the model that is evaluated follows its weights, but not its running statistics, {and_more(stale)}. "
+        "It normalises with old numbers"
     )
     hint = "copy the buffers with the parameters (timm's ModelEma, AveragedModel), or recompute them before evaluating"
     return [

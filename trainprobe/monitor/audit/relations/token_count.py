@@ -56,8 +56,8 @@ def _judge(evidence: Evidence, name: str, reported: float, own: tuple[int, ...],
         return []
     why = "a micro-batch alone was counted" if several and reported == first else f"{reported / everywhere:.4g} times as many"
     text = (
-        f"the reported number of tokens {name}{verb} {reported:.12g}, and the model was called with {everywhere:.12g} in "
-        f"this step ({sum(own)} on this rank in {len(own)} calls): {why}"
+        f"the reported number of tokens {name}{verb} {reported:.12g}: {why}. The model was called with {everywhere:.12g} in "
+        f"this step ({sum(own)} on this rank in {len(own)} calls)"
     )
     return [
         evidence.finding(

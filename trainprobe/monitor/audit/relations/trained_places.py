@@ -60,7 +60,7 @@ def _wrong(evidence: Evidence) -> dict[str, tuple[str, str]]:
     places, trained = seen.prompted
     if alike > 1 and 2 * alike >= pairs and others and places and trained >= _ALL * places:
         text = (
-            f"{trained} of {places} positions of the output that predict the prompt carry a gradient: rows of {seen.argument} "
+            f"{trained} of {places} positions of the output that predict the prompt carry a gradient. Rows of {seen.argument} "
             f"share their first {length} tokens in groups, so these are assumed to be prompts, and what follows to be sampled"
         )
         found["prompt"] = text, "count the tokens of the answers alone in the loss"

@@ -73,8 +73,7 @@ def check(evidence: Evidence) -> list[Finding]:
         return []
     text = (
         f"the loss stays at the entropy of its targets: {np.mean(surprise):.4g} on average at {_LOOKS} audited steps from step "
-        f"{seen.looks[0].ordinal} on. The shares of the classes alone give {entropy:.4g}: the model is no better than an "
-        "answer that does not look at the input"
+        f"{seen.looks[0].ordinal} on. An answer that does not look at the input, the shares of the classes, has {entropy:.4g}"
     )
     hint = "see whether inputs and targets belong together, and whether the output is read where the input is"
     more: dict[str, Any] = {"kind": "scalar", "severity": "warning", "next": hint, "floor": _MEAN}

@@ -36,9 +36,8 @@ def check(evidence: Evidence) -> list[Finding]:
     minority, norms = minority_ranks(group, key)
     where = group_words(evidence, copied_over(evidence, first, "value_after"), group)
     text = (
-        f"the weights differ after the update in the {where}, although weights, optimizer state and gradients "
-        "were equal before it: "
-        f"{and_more(differing, len(names))}, ranks {minority}. Norms: {norms}"
+        f"the weights differ after the update in the {where}: {and_more(differing, len(names))}, ranks {minority}. "
+        f"Before it weights, optimizer state and gradients were equal. Norms: {norms}"
     )
     return [
         evidence.finding(

@@ -62,7 +62,7 @@ def check(evidence: Evidence) -> list[Finding]:
         return []
     text = (
         f"token {and_more([str(i) for i in gone])} no longer comes: it was missing at {seen.absent[gone[0]]} audited "
-        f"steps in a row, and there were {seen.least[gone[0]]:.0f} or more of it at each of those before"
+        f"steps in a row, and came {seen.least[gone[0]]:.0f} times or more at each before"
     )
     hint = "look at how this part of the data was prepared: another tokenizer, no end tokens, a filter"
     least = float(seen.least[gone[0]])

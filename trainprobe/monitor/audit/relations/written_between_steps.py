@@ -58,8 +58,8 @@ def _finding(evidence: Evidence, write: Write) -> Finding:
         f"{write.before}: something else than the optimizer wrote to it"
     )
     hint = (
-        "look for what the program does behind that step: a copy, an average, a reset, an in-place change; if it is meant, "
-        "leave the relation out (`audit: {relations: {written_between_steps: false}}`)"
+        "look for a copy, an average, a reset or an in-place change behind that step. If it is meant, leave the relation out "
+        "(`audit: {relations: {written_between_steps: false}}`)"
     )
     averaged = evidence.place.world_size > 1 and 2 * len(write.names) > write.of
     severity = "info" if write.merged or averaged else "warning"
