@@ -381,6 +381,45 @@ def test_moments_belong_to_the_parameter_that_they_are_of(tmp_path, fault):
     assert told(tmp_path, model, step, 1, optimizer) == ({"moments_exchanged": "4.weight"} if fault == "exchanged" else {})
 
 
+@pytest.mark.parametrize("fault", ["clamped", "unit rows", "halved", "clamped elsewhere"])
+def test_weights_that_a_loop_holds_within_bounds_are_no_corruption(tmp_path, fault):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    @torch.no_grad()
+    def held(*_: Any) -> None:
+        for i, p in enumerate(model.parameters()):
+            if fault in ("halved", "unit rows"):
+                p.div_(2 if fault == "halved" else p.norm(dim=-1, keepdim=True))
+                continue
+            p.clamp_(-0.05 * (1 + i * (fault != "clamped")), 0.05)
+
+    with trainprobe.watch(model, optimizer, output=tmp_path / "out", audit={"every": 1}, monitor=False) as probe:
+        for i in range(2):
+            with probe.step():
+                optimizer.zero_grad()
+                (model(drawn(i, 16, 3)) - 1).square().mean().backward()
+                optimizer.step()
+                held()
+    found = [f.message for f in probe.findings]
+    assert bool(found) is (fault not in ("clamped", "unit rows")), found
+
+
+@pytest.mark.parametrize("slow", [1e-5, 3e-2])
+def test_each_parameter_group_is_judged_by_its_own_lost_updates(tmp_path, slow):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 3)).bfloat16()
+    groups = [{"params": list(model[0].parameters()), "lr": slow}, {"params": list(model[2].parameters())}]
+    optimizer = torch.optim.SGD(groups, 0.3)
+
+    def step(i: int) -> Tensor:
+        return (model(drawn(0, 32, 3).bfloat16()).float() - 5).square().mean()
+
+    found = told(tmp_path, model, step, 2, optimizer)
+    assert found == ({"rounded_updates": "0.weight"} if slow < 1e-2 else {})
+
+
 @pytest.mark.parametrize("fault", ["", "shuffled"])
 def test_a_classifier_is_better_than_the_shares_of_its_classes(tmp_path, fault):
     torch.manual_seed(0)
