@@ -12,9 +12,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import trainprobe
-from benchmarks.sight.language import ByteNet, NormalisedOverTime, Recurrent
+from benchmarks.sight.language import ByteNet, NormalisedOverTime, Recurrent, Rotary
 from benchmarks.sight.parts import Causal, Transformer, causal
-from trainprobe.engine.capture.dependence import attentions, graph_of, looked_up, reach
+from trainprobe.engine.capture.dependence import attentions, equal_places, graph_of, looked_up, reach
 
 VOCAB, TIME, ROWS = 20, 12, 4
 
@@ -108,6 +108,27 @@ def test_graphs_that_must_not_be_run_are_left_alone():
     out = freed.exp().sum(-1)
     freed.untyped_storage().resize_(0)
     assert graph_of(out) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotary_positions_that_became_equal_are_counted(dtype):
+    ids = torch.zeros(1, 300, dtype=torch.long)
+    numbers = [int(n) for n in equal_places(graph_of(Rotary(16, dtype)(ids)), 300, (256, 2048))]
+    rounded = torch.arange(300).to(dtype)
+    equal = int((rounded[256:] == rounded[255:-1]).sum())
+    assert numbers == [44, equal, 0, 0, 0, equal]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_positions_that_are_rounded_in_the_model_are_named(tmp_path, dtype):
+    torch.manual_seed(0)
+    model = Rotary(16, dtype)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    ids = torch.randint(0, 32, (2, 301), generator=torch.Generator().manual_seed(0))
+    with trainprobe.watch(model, optimizer, output=tmp_path / "out", audit={"every": 1}, monitor=False) as probe, probe.step():
+        functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).backward()
+        optimizer.step()
+    assert [f.rule for f in probe.findings] == (["held_numbers"] if dtype == torch.bfloat16 else [])
 
 
 def told(folder, model: nn.Module, forward: Callable[[Tensor], Tensor], audit: bool = True, steps: int = 1) -> list[Any]:

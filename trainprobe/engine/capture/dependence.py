@@ -19,7 +19,7 @@ from trainprobe.engine.arrays.torch_arrays import reason_without_statistics
 from trainprobe.engine.arrays.without_dispatch import without_dispatch
 
 Edge = tuple[Any, int]  # a node of the graph and the number of its output
-_MOST_NODES, _LONGEST = 20_000, 4096  # nodes of a graph, and places of a row, that are looked at
+_MOST_NODES, _LONGEST, _TABLES = 20_000, 4096, 16  # nodes of a graph, places of a row, and constants, that are looked at
 _ACCUMULATES = "torch::autograd::AccumulateGrad"
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -105,6 +105,34 @@ def attentions(nodes: Sequence[Any], time: int) -> tuple[int, int, list[Tensor],
             elif name in ("MaskedFillBackward0", "WhereBackward0"):
                 look("conditions", node._saved_mask if name[0] == "M" else node._saved_condition)
     return found, told, masks["given"], masks["shares"], masks["conditions"]
+
+
+def equal_places(nodes: Sequence[Any], time: int, bounds: Sequence[int]) -> list[Tensor]:
+    """Return of constants [time, features] that are multiplied with what has a gradient (rotary positions), for each bound:
+    how many rows from it on there are, but for the first, how many of them equal the row before, and how many do below it.
+
+    Of the constant with most such rows, int64 [].
+    """
+    found: list[Tensor] = []
+    with without_dispatch(), torch.no_grad():
+        kept = [t for node in nodes if node.name() == "MulBackward0" for t in _kept(node)]
+        tables = [
+            t for t in kept if t.dim() >= 2 and t.shape[-2] == time and t.shape[-1] > 1 and t.numel() == time * t.shape[-1]
+        ]
+        tables = list({(t.data_ptr(), t.shape): t for t in tables if not t.requires_grad}.values())[:_TABLES]
+        for bound in bounds if tables else ():
+            same = torch.stack([_equal_to_last(t.reshape(time, -1)) for t in tables])
+            late = same[:, max(0, bound - 1) :]
+            found += [
+                late.new_full((), late.shape[1], dtype=torch.int64),
+                late.sum(1).amax(),
+                same[:, : bound - 1].sum(1).amin(),
+            ]
+    return found
+
+
+def _equal_to_last(rows: Tensor) -> Tensor:
+    return (rows[1:] == rows[:-1]).all(1)
 
 
 def _triangular(matrix: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.modules.conv import _ConvNd  # pyright: ignore[reportPrivateUsage]
 
 from trainprobe.engine.arrays.without_dispatch import in_a_transform, without_dispatch
-from trainprobe.engine.capture.dependence import Edge, attentions, graph_of, looked_up, reach
+from trainprobe.engine.capture.dependence import Edge, attentions, equal_places, graph_of, looked_up, reach
 from trainprobe.engine.capture.features.feature import tensors_of
 from trainprobe.engine.core.guard import Guard, attempt
 from trainprobe.engine.core.library import Deferred
@@ -27,6 +27,7 @@ from trainprobe.monitor.audit.observers.model_calls import ModelCalls
 from trainprobe.monitor.audit.relations.dependence import OutputDependence, Reached
 
 _LOOKS = 2  # of a run: at the first step a layer of zeros may hide what is behind it
+_SHORT = {"bfloat16": 256, "float16": 2048}  # places up to these have different numbers
 _C: Any = torch._C
 _saving: Any = getattr(_C._autograd, "_top_saved_tensors_default_hooks", None)
 
@@ -97,7 +98,7 @@ class DependenceWatch(Observer):
             return OutputDependence()
         fact, reached, numbers = self._seen[0], self._seen[1], self._seen[2].numbers.tolist()
         at = len(reached) * 4
-        given, shares, conditions = (int(n) for n in numbers[at:])
+        given, shares, conditions, *equal = (int(n) for n in numbers[at:])
         seen = [
             replace(one, all=numbers[i], later=numbers[i + 1], others=numbers[i + 2], last=int(numbers[i + 3]))
             for one, i in zip(reached, range(0, at, 4), strict=True)
@@ -107,6 +108,7 @@ class DependenceWatch(Observer):
             causal=fact.causal + given + max(shares, conditions),
             inputs=tuple(one for one in seen if not one.name),
             outputs=tuple(one for one in seen if one.name),
+            equal=dict(zip(_SHORT, zip(equal[::3], equal[1::3], equal[2::3], strict=True), strict=False)),
         )
 
     def _look(self, out: Tensor) -> None:
@@ -124,6 +126,7 @@ class DependenceWatch(Observer):
         count, told, *masks = attentions(nodes, shape[1])
         with without_dispatch(), torch.no_grad():
             sums = [torch.stack(triangular).sum().float() if triangular else out.new_zeros(()).float() for triangular in masks]
+            sums += [count.float() for count in equal_places(nodes, shape[1], tuple(_SHORT.values()))]
             numbers = torch.cat([*(row for _, row in reached), torch.stack(sums)])
         fact = OutputDependence(name, shape[1], count, told)
         self._seen = fact, [one for one, _ in reached], self._tape.defer(numbers)

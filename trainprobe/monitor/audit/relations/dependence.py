@@ -17,8 +17,8 @@ that the model was meant to have, and is not reported.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from trainprobe.engine.core.records import Finding
@@ -68,6 +68,9 @@ class OutputDependence:
     """What embeddings looked up."""
     outputs: tuple[Reached, ...] = ()
     """Outputs of modules, in the order in which these returned."""
+    equal: Mapping[str, tuple[int, int, int]] = field(default_factory=dict[str, tuple[int, int, int]])
+    """Of constants by which places are turned, short dtype → how many places are above what it holds exactly, how many of these
+    have the numbers of the place before, and how many of the others do."""
 
 
 def check(evidence: Evidence) -> list[Finding]:
