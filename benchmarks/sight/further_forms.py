@@ -508,28 +508,39 @@ def states_of_eight_bits() -> None:
     plain(model, ShortStates(model.parameters(), 1e-3, eight_bits=True), classes(model, stream(222)))
 
 
+class Orthogonal(torch.optim.Optimizer):
+    """Muon: the momentum of a matrix, made orthogonal."""
+
+    def __init__(self, params: object, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "momentum": 0.9})
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                speed = self.state[p].setdefault("speed", torch.zeros_like(p))
+                speed.mul_(group["momentum"]).add_(p.grad)
+                x = speed / (speed.norm() + 1e-7)
+                for _ in range(5):
+                    x = 1.5 * x - 0.5 * x @ x.T @ x
+                p.sub_(group["lr"] * x)
+
+
 @form
 def orthogonal_updates() -> None:
-    """Muon by hand for matrices, AdamW for the rest."""
+    """Muon for the matrices of the blocks, AdamW for the rest."""
     draw, model = stream(223), Causal(24, 16)
-    hidden = [p for name, p in model.named_parameters() if p.dim() == 2 and "blocks" in name]
-    others = [p for p in model.parameters() if not any(p is h for h in hidden)]
-    adam = torch.optim.AdamW(others, 3e-3)
-    speed = [torch.zeros_like(p) for p in hidden]
-    with trainprobe.watch(model, adam) as probe:
+    hidden = {name for name, p in model.named_parameters() if p.dim() == 2 and "blocks" in name}
+    muon = Orthogonal([p for name, p in model.named_parameters() if name in hidden], 0.01)
+    adam = torch.optim.AdamW([p for name, p in model.named_parameters() if name not in hidden], 3e-3)
+    with trainprobe.watch(model, [muon, adam]) as probe:
         for _ in range(STEPS):
             ids = text(8, 17, 24, draw)
             with probe.step():
                 loss = next_token(model, ids)
                 model.zero_grad()
                 loss.backward()
-                with torch.no_grad():
-                    for p, v in zip(hidden, speed, strict=True):
-                        v.mul_(0.9).add_(p.grad)
-                        x = v / (v.norm() + 1e-7)
-                        for _ in range(5):
-                            x = 1.5 * x - 0.5 * x @ x.T @ x
-                        p.sub_(0.01 * x)
+                muon.step()
                 adam.step()
                 probe.note("loss", loss)
 

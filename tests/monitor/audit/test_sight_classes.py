@@ -442,6 +442,8 @@ def test_a_classifier_is_better_than_the_shares_of_its_classes(tmp_path, fault):
         (ranks.replicas, "weights_never_equal", "replicas"),
         (ranks.tokens, "mean_of_rank_means", "weighed_targets"),
         (ranks.tokens, "", ""),
+        (ranks.normalised, "statistics_without_gradient", "reduced_statistics"),
+        (ranks.normalised, "", ""),
         (ranks.halves, "", ""),  # a bias that begins equal beside a matrix that does not is no replica
     ],
 )
