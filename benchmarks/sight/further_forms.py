@@ -943,7 +943,7 @@ def deterministic_policy() -> None:
 @form
 def chosen_over_rejected() -> None:
     """A reward model on pairs of padded answers, read at the last token."""
-    draw, body, head = stream(241), Causal(25, 16), nn.Linear(32, 1)
+    draw, body, head = stream(241), Causal(25, 16), nn.Linear(32, 1, bias=False)
     model = nn.ModuleDict({"body": body, "head": head})
     body.head.requires_grad_(False)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 2e-3)
@@ -1114,7 +1114,13 @@ def translated_by_attention() -> None:
 def soft_prompts() -> None:
     """Learned vectors before the text of a frozen language model."""
     draw, base = stream(247), Causal(24, 20)
+    pretraining = torch.optim.AdamW(base.parameters(), 3e-3)
+    for _ in range(60):
+        pretraining.zero_grad()
+        next_token(base, text(8, 21, 24, draw)).backward()
+        pretraining.step()
     base.requires_grad_(False)
+    base.zero_grad()
     model = nn.ModuleDict({"base": base})
     model.register_parameter("prompt", nn.Parameter(0.1 * torch.randn(4, 32)))
 
