@@ -167,7 +167,7 @@ def test_the_module_that_looks_ahead_is_named(tmp_path):
     model = Causal(VOCAB, TIME)
     model.norm = NormalisedOverTime()
     (finding,) = told(tmp_path / "norm", model, model)
-    assert finding.site.name == "norm" and "through norm: " in finding.message
+    assert finding.site.name == "norm" and "through norm, " in finding.message
     model = Transformer(VOCAB, TIME)
     (finding,) = told(tmp_path / "ones", model, lambda ids: model(ids, causal(TIME).float()))
     assert finding.site.name == "blocks.1" and "blocks.1.qkv" in finding.message

@@ -87,12 +87,9 @@ def check(evidence: Evidence) -> list[Finding]:
     if (by_mask or near) and all(reached.later > _TOLERANCE * reached.all for reached in seen.inputs):
         where, through = _through(seen.outputs, "later")
         text = (
-            f"an output depends on later inputs of its row{through}: that of the first {seen.time // 2} places of "
-            f"{seen.argument} on place {ends}, though {why}. The model looks ahead"
+            f"outputs of the first {seen.time // 2} places of {seen.argument} depend on its place {ends}{through}, though {why}"
         )
-        hint = (
-            "look there for a mask that hides nothing, a norm or mean over time, or a convolution that is padded on both sides"
-        )
+        hint = "look there for a mask that hides nothing, a mean over time, or padding on both sides"
         return [evidence.finding("dependence", text, where, "output", next=hint, **more)]
     if (by_mask or by_targets) and all(reached.others > _TOLERANCE * reached.all for reached in seen.inputs):
         where, through = _through(seen.outputs, "others")

@@ -39,10 +39,7 @@ def check(evidence: Evidence) -> list[Finding]:
     gain, least, a, b = max(gains, default=(0.0, 0.0, "", ""))
     if gain < _BETTER or least < _OWN:
         return []
-    text = (
-        f"the state of {a} and {b} is exchanged: the exp_avg_sq with which each begins goes with the other's gradient, and not "
-        "with its own"
-    )
+    text = f"the state of {a} and {b} is exchanged: the exp_avg_sq of each goes with the gradient of the other"
     hint = "make the optimizer with its parameters in the order in which they were when its state was saved"
     return [
         evidence.finding(

@@ -25,7 +25,7 @@ def check(evidence: Evidence) -> list[Finding]:
     name = evidence.of(LossGraphs).normalised_twice
     if not name:
         return []
-    text = f"a softmax is taken of a softmax, behind {name}: probabilities are normalised twice, and come out nearly equal"
+    text = f"a softmax is taken of a softmax, behind {name}: probabilities come out nearly equal"
     hint = "take the softmax of the logits, once"
     return [
         evidence.finding(

@@ -40,10 +40,7 @@ def check(evidence: Evidence) -> list[Finding]:
     if before is None or not before.of(GradientPrecision).rounded or 2 * len(now.rounded) <= now.looked_at:
         return []
     names, dtype = [name for name, _ in now.rounded], now.rounded[0][1]
-    text = (
-        f"the gradient of {and_more(names, now.looked_at)} was rounded to {dtype} between the backward pass and the update: "
-        "it has float32, and none of the bits that the backward pass left below"
-    )
+    text = f"the gradient of {and_more(names, now.looked_at)} was rounded to {dtype} between the backward pass and the update"
     hint = "keep gradients in float32 from the backward pass to the update"
     more: dict[str, Any] = {"measured": dtype, "expected": "float32", "severity": "warning", "next": hint}
     return [evidence.finding("rounded_gradients", text, names[0], "grad", names=names, **more)]

@@ -47,8 +47,8 @@ def check(evidence: Evidence) -> list[Finding]:
         if len(both) < _LOOKS or _spread(factors) > tolerance or _spread(numbers) < 20 * tolerance:
             continue
         text = (
-            f"the loss holds {factors[-1]:.4g} times the reported {name}, which has no gradient there: it is detached or was "
-            "worked out under no_grad, counts in the loss, and trains nothing"
+            f"the loss holds {factors[-1]:.4g} times the reported {name}, which has no gradient there: it counts in the loss "
+            "and trains nothing"
         )
         hint = "add the tensor itself to the loss, with its graph; leave it out if it is for the record alone"
         measured: dict[str, Any] = {"measured": "no gradient", "expected": "a gradient"}
