@@ -15,7 +15,7 @@ import typer
 
 from benchmarks.sight.case import CLASSES, Case
 from benchmarks.sight.catalogue import CASES
-from benchmarks.sight.healthy import HEALTHY
+from benchmarks.sight.further_forms import HEALTHY
 from benchmarks.sight.judge import judged, told
 from benchmarks.sight.running import alarms, run
 

@@ -255,6 +255,75 @@ def test_an_update_uses_what_each_backward_pass_brought(tmp_path, fault):
     assert told(tmp_path, model, step, 2) == ({"accumulated_gradients": "weight"} if fault else {})
 
 
+@pytest.mark.parametrize("fault", ["", "bfloat16", "float16", "autocast", "signs"])
+def test_a_gradient_is_not_rounded_on_its_way(tmp_path, fault):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2))
+
+    def step(i: int) -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=fault == "autocast"):
+            loss = model(drawn(i, 16, 6)).float().square().mean()
+        loss.backward()
+        for p in model.parameters():
+            if fault in ("bfloat16", "float16"):
+                p.grad = p.grad.to(getattr(torch, fault)).float()
+            if fault == "signs":
+                p.grad.sign_()
+
+    found = told(tmp_path, model, step, 2)
+    assert found == ({"rounded_gradients": "0.weight"} if fault in ("bfloat16", "float16") else {})
+
+
+class Routed(nn.Module):
+    """Two experts and the logits of their router."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(6, 2), nn.ModuleList(nn.Linear(6, 3) for _ in range(2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.router(x)
+        said = torch.stack([expert(x) for expert in self.experts], 1)
+        return (said * logits.softmax(-1)[:, :, None]).sum(1), logits
+
+
+def routed(folder, fault: str) -> dict[str, str]:
+    """Train a mixture with a balance of its experts; the shares of the first come and go with the data."""
+    torch.manual_seed(0)
+    model = Routed()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    with trainprobe.watch(model, optimizer, output=folder / "out", audit={"every": 1}, monitor=False) as probe:
+        for i in range(6):
+            x = drawn(i, 64, 6) + (i % 3)
+            with probe.step():
+                said, logits = model(x)
+                share = logits.softmax(-1)
+                share = share.float().softmax(-1) if fault == "twice" else share.softmax(0) if fault == "across" else share
+                balance = 2 * share.mean(0).square().sum()
+                term = balance if fault != "detached" else balance.detach()
+                loss = functional.cross_entropy(said, x.argmax(1) % 3) + 0.05 * term
+                loss = loss + 1.0 if fault == "constant" else loss
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                probe.note("balance", float(balance.detach()) if fault == "constant" else term)
+    return {f.rule: f.site.name for f in probe.findings if f.severity != "info"}
+
+
+@pytest.mark.parametrize(
+    ("fault", "found"),
+    [
+        ("", {}),
+        ("across", {}),  # over the batch, behind one over the experts
+        ("constant", {}),
+        ("twice", {"normalised_twice": "router.bias"}),
+        ("detached", {"terms_without_gradient": "balance"}),
+    ],
+)
+def test_the_balance_of_experts_trains_them(tmp_path, fault, found):
+    assert routed(tmp_path, fault) == found
+
+
 # ---- copies, groups, the trivial answer ------------------------------------------------------------------------------
 
 
@@ -289,6 +358,68 @@ def test_groups_learn_at_the_rates_that_they_were_made_with(tmp_path, fault):
     assert told(tmp_path, model, step, 5, optimizer) == ({"rates_of_groups": "lr"} if fault else {})
 
 
+@pytest.mark.parametrize("fault", ["", "exchanged", "fresh"])
+def test_moments_belong_to_the_parameter_that_they_are_of(tmp_path, fault):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(12, 12), nn.ReLU())), nn.Linear(12, 2))
+
+    def step(i: int) -> Tensor:
+        x = drawn(i, 64, 12)
+        return functional.cross_entropy(model(x), (x[:, 0] > 0).long())
+
+    order = list(model.parameters())
+    optimizer = torch.optim.AdamW(order, 3e-3)
+    for i in range(20):
+        optimizer.zero_grad()
+        step(100 + i).backward()
+        optimizer.step()
+    if fault == "exchanged":
+        order[2], order[4] = order[4], order[2]
+    saved, optimizer = optimizer.state_dict(), torch.optim.AdamW(order, 3e-3)
+    if fault != "fresh":
+        optimizer.load_state_dict(saved)
+    assert told(tmp_path, model, step, 1, optimizer) == ({"moments_exchanged": "4.weight"} if fault == "exchanged" else {})
+
+
+@pytest.mark.parametrize("fault", ["clamped", "unit rows", "halved", "clamped elsewhere"])
+def test_weights_that_a_loop_holds_within_bounds_are_no_corruption(tmp_path, fault):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    @torch.no_grad()
+    def held(*_: Any) -> None:
+        for i, p in enumerate(model.parameters()):
+            if fault in ("halved", "unit rows"):
+                p.div_(2 if fault == "halved" else p.norm(dim=-1, keepdim=True))
+                continue
+            p.clamp_(-0.05 * (1 + i * (fault != "clamped")), 0.05)
+
+    with trainprobe.watch(model, optimizer, output=tmp_path / "out", audit={"every": 1}, monitor=False) as probe:
+        for i in range(2):
+            with probe.step():
+                optimizer.zero_grad()
+                (model(drawn(i, 16, 3)) - 1).square().mean().backward()
+                optimizer.step()
+                held()
+    found = [f.message for f in probe.findings]
+    assert bool(found) is (fault not in ("clamped", "unit rows")), found
+
+
+@pytest.mark.parametrize("slow", [1e-5, 3e-2])
+def test_each_parameter_group_is_judged_by_its_own_lost_updates(tmp_path, slow):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 3)).bfloat16()
+    groups = [{"params": list(model[0].parameters()), "lr": slow}, {"params": list(model[2].parameters())}]
+    optimizer = torch.optim.SGD(groups, 0.3)
+
+    def step(i: int) -> Tensor:
+        return (model(drawn(0, 32, 3).bfloat16()).float() - 5).square().mean()
+
+    found = told(tmp_path, model, step, 2, optimizer)
+    assert found == ({"rounded_updates": "0.weight"} if slow < 1e-2 else {})
+
+
 @pytest.mark.parametrize("fault", ["", "shuffled"])
 def test_a_classifier_is_better_than_the_shares_of_its_classes(tmp_path, fault):
     torch.manual_seed(0)
@@ -311,6 +442,8 @@ def test_a_classifier_is_better_than_the_shares_of_its_classes(tmp_path, fault):
         (ranks.replicas, "weights_never_equal", "replicas"),
         (ranks.tokens, "mean_of_rank_means", "weighed_targets"),
         (ranks.tokens, "", ""),
+        (ranks.normalised, "statistics_without_gradient", "reduced_statistics"),
+        (ranks.normalised, "", ""),
         (ranks.halves, "", ""),  # a bias that begins equal beside a matrix that does not is no replica
     ],
 )

@@ -12,7 +12,12 @@ def parameters_behind(t: Any, names: Mapping[int, str]) -> Iterator[str]:
     """Yield the parameters that a tensor depends on, nearest first, of its nearest nodes. names: id of parameter → name."""
     if id(t) in names:
         yield names[id(t)]
-    nodes, seen = [t.grad_fn], set[Any]()
+    yield from parameters_behind_node(t.grad_fn, names)
+
+
+def parameters_behind_node(node: Any, names: Mapping[int, str]) -> Iterator[str]:
+    """Yield the parameters that the output of a node depends on: see `parameters_behind`."""
+    nodes, seen = [node], set[Any]()
     for node in nodes:
         if node is None or node in seen or len(seen) >= _MOST:
             continue

@@ -33,6 +33,18 @@ class LossScales:
 
 
 @dataclass(frozen=True, slots=True)
+class LossGraphs:
+    """The graph of the loss from which the first backward pass of a step began."""
+
+    normalised_twice: str = ""
+    """The parameter nearest to a softmax of a softmax; empty where there is none."""
+    graded: int = 0
+    """Terms that were added up last and have a gradient."""
+    ungraded: int = 0
+    """Those that have none, or are plain numbers."""
+
+
+@dataclass(frozen=True, slots=True)
 class UsedGradients:
     """Which parameters got a gradient, which update used it, and which gradients were thrown away."""
 

@@ -4,12 +4,15 @@ Relation, none of it by a threshold of size:
 
     of whole numbers that the model is called with, some of 24 or more that a short dtype does not hold exactly (above 256 in
     bfloat16, 2048 in float16) are odd, if any of those are that it does hold
+    of the places of a row, by which constants turn features (rotary positions), fewer than a quarter of 16 or more that a short
+    dtype does not hold exactly have the numbers of the place before, if none of the others do
     of more than 272 classes, one above 255 is a target in 500 targets, if those from 224 to 255 are, and the targets are not
     the next token (bytes of a text may have classes of their own beside them)
 
 Reported as warnings. Usually caused by indices that went through a column of half floats or bytes: places that were different
 are then equal. 24 numbers that were never rounded are all even once in 16 million times.
-What a model converts by itself is not seen: a method of `Tensor` that is replaced changes what modes of functions are given.
+What else a model converts by itself is not seen: a method of `Tensor` that is replaced changes what modes of functions are
+given.
 """
 
 from __future__ import annotations
@@ -22,13 +25,14 @@ import numpy as np
 from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
 from trainprobe.monitor.audit.facts.calls import GivenNumbers, LossCalls
+from trainprobe.monitor.audit.relations.dependence import OutputDependence
 from trainprobe.monitor.audit.relations.shifted_targets import predicts_next
 
 COST = frozenset({"host"})
-OBSERVERS = frozenset({"given_numbers", "loss_inputs"})
+OBSERVERS = frozenset({"dependence", "given_numbers", "loss_inputs"})
 EVERY = 10
 STAGE = "data"
-_FEWEST, _TARGETS = 24, 500
+_FEWEST, _TARGETS, _PLACES = 24, 500, 16
 _BYTE, _MARGIN, _LAST = 256, 16, 32  # classes: of a byte, how many more there must be, and the last of a byte that must come
 
 
@@ -61,6 +65,14 @@ def _rounded(evidence: Evidence) -> Iterator[tuple[str, str, str]]:
                     f"ones are not. They were rounded to {dtype} on their way, and different ones became equal"
                 )
                 yield argument.name, text, "read and keep indices as whole numbers"
+    for dtype, (above, same, below) in evidence.of(OutputDependence).equal.items():
+        if above >= _PLACES and 4 * same >= above and not below:
+            most = {"bfloat16": 256, "float16": 2048}[dtype]
+            text = (
+                f"{same} of {above} positions above {most} have the rotary numbers of the position before, and none below: "
+                f"positions were rounded to {dtype}, and different ones became equal"
+            )
+            yield "root", text, "work positions and their angles out in float32, and convert cosines and sines"
     counts = remember(evidence)
     if counts is not None and counts.sum() >= _TARGETS and not counts[_BYTE:].any() and counts[_BYTE - _LAST : _BYTE].any():
         text = f"no target of {counts.sum():.0f} is above 255, and there are {len(counts)} classes: they went through a byte"

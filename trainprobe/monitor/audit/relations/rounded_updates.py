@@ -1,9 +1,9 @@
 """Updates do not round away in weights of 16 bits.
 
-Relation: of the change that the rule of torch's Adam, AdamW or SGD gives, summed over the elements of all weights of 16 bits
-that were worked out again, less than half belongs to elements that stayed as they were, at one of two steps in a row at which
-this is looked at. Steps at which the learning rate is still rising, or below a tenth of its largest, are not judged. Reported
-as a warning.
+Relation: of the change that the rule of torch's Adam, AdamW or SGD gives, summed over the elements of all weights of 16 bits of
+a parameter group that were worked out again, less than half belongs to elements that stayed as they were, at one of two steps
+in a row at which this is looked at. Groups whose rate is still rising, or below a tenth of its largest, are not judged.
+Reported as a warning.
 Usually caused by a model that was made bfloat16 as a whole (`model.bfloat16()`, `torch_dtype=torch.bfloat16`) and is trained
 at a small rate: a number of bfloat16 has eight bits, so a change below about 1/256 of a weight is lost, and with it most of the
 training. Weights of float32 under autocast, and an optimizer with master weights, cannot violate this.
@@ -25,20 +25,27 @@ _LOW_RATE = 0.1  # of the largest: at the end of a schedule the last small updat
 
 
 def check(evidence: Evidence) -> list[Finding]:
-    """Find weights that stay as they are because their updates are too small for their format."""
-    share, rate = remember(evidence)
-    reruns = evidence.of(Reruns).reruns
-    before, rate_before = evidence.remembered("rounded_updates", (0.0, 0.0))
-    if not reruns or not share >= _MOST or not before >= _MOST or rate > rate_before:
+    """Find the parameter group whose weights stay most as they are because their updates are too small for their format."""
+    now, before, peaks = remember(evidence), evidence.remembered("rounded_updates", {}), evidence.history.peaks
+    judged = {
+        group: share
+        for group, (share, rate) in now.items()
+        if share >= _MOST
+        and group in before
+        and before[group][0] >= _MOST
+        and rate <= before[group][1]
+        and rate >= _LOW_RATE * (peaks[group] if group < len(peaks) else 0.0)
+    }
+    groups, reruns = evidence.of(UsedGroups).groups, [r for r in evidence.of(Reruns).reruns if r.total]
+    if not judged or not reruns:
         return []
-    if rate < _LOW_RATE * max(evidence.history.peaks, default=0.0):
-        return []
-    worst = sorted((r for r in reruns if r.total), key=lambda r: r.lost / r.total, reverse=True)
-    names = [r.name for r in worst if r.lost >= _MOST * r.total]
+    worst = max(judged, key=lambda group: judged[group])
+    own = [r for r in reruns if len(groups) < 2 or r.name in groups[worst].names]
+    names = [r.name for r in sorted(own, key=lambda r: r.lost / r.total, reverse=True) if r.lost >= _MOST * r.total]
     dtype = evidence.tensors.dtypes.get((names[0], "value"), "16 bits")
     text = (
-        f"{share:.0%} of the update rounds away in {dtype} for {and_more(names, len(reruns))}. At the rate {rate:.3g} it is "
-        "less than half of the distance to the next number"
+        f"{judged[worst]:.0%} of the update{' of a parameter group' if len(groups) > 1 else ''} rounds away in {dtype} for "
+        f"{and_more(names, len(own))}. At the rate {now[worst][1]:.3g} it is less than half of the distance to the next number"
     )
     hint = "keep the weights in float32 and compute under autocast, or use an optimizer with master weights of float32"
     return [
@@ -47,7 +54,7 @@ def check(evidence: Evidence) -> list[Finding]:
             text,
             names[0],
             "update",
-            measured=share,
+            measured=judged[worst],
             expected=f"below {_MOST:g}",
             floor=_MOST,
             severity="warning",
@@ -57,9 +64,16 @@ def check(evidence: Evidence) -> list[Finding]:
     ]
 
 
-def remember(evidence: Evidence) -> tuple[float, float]:
-    """Return which share of the update was lost when it was last looked at, and the largest rate then."""
+def remember(evidence: Evidence) -> dict[int, tuple[float, float]]:
+    """Return which share of the update of each group was lost when it was last looked at, and its rate then."""
     reruns = [r for r in evidence.of(Reruns).reruns if r.total > 0]
+    known: dict[int, tuple[float, float]] = evidence.remembered("rounded_updates", {})
     if not reruns or not evidence.of(UpdateCounts).once:
-        return evidence.remembered("rounded_updates", (0.0, 0.0))
-    return sum(r.lost for r in reruns) / sum(r.total for r in reruns), max(evidence.of(UsedGroups).rates, default=0.0)
+        return known
+    groups, rates = evidence.of(UsedGroups).groups, evidence.of(UsedGroups).rates
+    found = dict(known)
+    for i, rate in enumerate(rates):
+        own = [r for r in reruns if len(groups) < 2 or (i < len(groups) and r.name in groups[i].names)]
+        if own:
+            found[i] = sum(r.lost for r in own) / sum(r.total for r in own), rate
+    return found

@@ -8,7 +8,8 @@ many batches in each of them (`num_batches_tracked`) as in each audited step, of
 Frozen parameters that something moves from the start (the average of a student), those that no optimizer holds and no loss
 reaches, with the statistics of their layers, and those that other ranks hand over are left out, and so is state that neither of
 the two updates changed of any parameter: it is not the update's own, but kept there for something else (the weights from before
-an ascent). Tolerance zero. For weights that are turned into others and back it is 1e-5
+an ascent). So are weights that were cut off at bounds which they share (the critic of Arjovsky et al., 2017), and weights that
+have unit length now (prototypes on a sphere). Tolerance zero. For weights that are turned into others and back it is 1e-5
 of the norm, in norm, max and min: for an ascent in this step, or by an optimizer whose groups have a `train_mode`
 (schedule-free ones do so for an evaluation).
 Usually caused by state that was lost, reset or mixed up in saving and loading, by weights that were overwritten in place, by
@@ -22,7 +23,7 @@ from typing import Any
 
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.core.words import and_more, plural
-from trainprobe.monitor.audit.evidence import Evidence, averaged_parameters, is_part_of, untrained_parameters
+from trainprobe.monitor.audit.evidence import Evidence, Tensors, averaged_parameters, is_part_of, untrained_parameters
 from trainprobe.monitor.audit.facts.gradients import UsedGradients
 from trainprobe.monitor.audit.facts.updates import BufferStates, UpdateCounts, UsedGroups
 
@@ -51,6 +52,8 @@ def check(evidence: Evidence) -> list[Finding]:
         held = [name for name in evidence.tensors.with_slot(slot) if name not in copied]
         turned = _turned_back(evidence, before, held) if slot == "value" else ()
         changed = [name for name in held if name not in turned and _changed(evidence, before, name, slot)]
+        if slot == "value" and (_are_clamped(evidence, before, changed) or _are_normalised(evidence, changed)):
+            continue
         if changed and (slot in _WEIGHTS or _is_updated(evidence, slot) or _is_updated(before, slot)):
             found.append(_finding(evidence, before, slot, changed))
     found += _statistics(evidence, before)
@@ -140,6 +143,29 @@ def _is_about_the_same(evidence: Evidence, before: Evidence, name: str) -> bool:
         for tensors, slot in ((before.tensors, "value_after"), (evidence.tensors, "value"))
     )
     return all(abs(x - y) <= tolerance for x, y in zip(was, now, strict=True))
+
+
+def _are_clamped(evidence: Evidence, before: Evidence, names: list[str]) -> bool:
+    """Tell whether all that changed was cut off at two bounds, which several tensors share or which differ by the sign."""
+
+    def sides(tensors: Tensors, slot: str) -> list[tuple[float, float]]:
+        return [(tensors.number(name, slot, "min"), tensors.number(name, slot, "max")) for name in names]
+
+    was, now = sides(before.tensors, "value_after"), sides(evidence.tensors, "value")
+    low, high = min((a for a, _ in now), default=0.0), max((b for _, b in now), default=0.0)
+    shared = low == -high or sum((a == low) + (b == high) for a, b in now) > 2
+    return shared and now == [(min(max(a, low), high), max(min(b, high), low)) for a, b in was]
+
+
+def _are_normalised(evidence: Evidence, names: list[str]) -> bool:
+    """Tell whether all that changed has unit length now: as a whole, in each row or in each column."""
+    shapes = {p.name: p.shape for p in evidence.model.parameters}
+
+    def has_unit_length(name: str) -> bool:
+        square, shape = evidence.tensors.number(name, "value", "norm") ** 2, shapes.get(name, ())
+        return any(abs(square - count) <= _TURNED_BACK * count for count in (1, *shape[:2]))
+
+    return all(map(has_unit_length, names))
 
 
 def _statistics(evidence: Evidence, before: Evidence) -> list[Finding]:
