@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -90,8 +89,23 @@ def without_autocast() -> Generator[None]:
 
 
 ROUNDING = frozenset({"round", "round_", "sign", "floor", "ceil", "argmin", "sgn", "heaviside", "trunc"})
-LOSSES = frozenset(
-    name
-    for name in dir(functional)
-    if name.endswith("_loss") or name in ("cross_entropy", "kl_div", "log_softmax", "logsumexp")
+RANDOM = frozenset(
+    {
+        *(
+            "rand",
+            "randn",
+            "randint",
+            "randperm",
+            "rand_like",
+            "randn_like",
+            "randint_like",
+            "bernoulli",
+            "bernoulli_",
+            "normal",
+        ),
+        *("multinomial", "poisson", "normal_", "uniform_", "exponential_", "random_", "log_normal_", "geometric_", "cauchy_"),
+    }
+)
+REDUCTIONS = frozenset(
+    {"LogSoftmax", "Softmax", "NllLoss", "Logsumexp", "Exp", "Log", "Sum", "Mean", "MseLoss", "BinaryCrossEntropyWithLogits"}
 )

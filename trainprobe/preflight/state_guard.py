@@ -58,12 +58,11 @@ class StateGuard:
                     del module.__dict__[name]
                 module.__dict__.update(held)
             module.training = held["training"]
-        if attributes:
-            for generator, state in zip(self._own, self._own_states, strict=True):
-                generator.set_state(state)
         for parameter, *_, wanted in self._gradients:
             parameter.requires_grad_(wanted)
         _set_random_states(self._random)
+        if attributes:
+            self.rewind_random()
         _set_modes(self._modes)
 
     def restore(self) -> None:
@@ -73,6 +72,21 @@ class StateGuard:
     def rewind_random(self) -> None:
         """Set the random states to what they were."""
         _set_random_states(self._random)
+        for generator, state in zip(self._own, self._own_states, strict=True):
+            generator.set_state(state)
+
+    def drawn(self) -> bool:
+        """Return whether random numbers were drawn since the last rewind."""
+        own = [g.get_state() for g in self._own]
+        return not _same([_random_states(), own], [self._random, self._own_states])
+
+    def reseed(self, seed: int) -> None:
+        """Seed every generator that is known."""
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+        for generator in self._own:
+            generator.manual_seed(seed)
 
     def clear_gradients(self) -> None:
         """Give every parameter no gradient; those of the user wait for `restore`."""
@@ -129,6 +143,15 @@ def _devices() -> list[Any]:
 def _random_states() -> tuple[Any, ...]:
     on_devices = [(device, device.get_rng_state_all()) for device in _devices()]
     return random.getstate(), np.random.get_state(), torch.get_rng_state(), on_devices
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Return whether two nests of random states are equal."""
+    if isinstance(a, Tensor | np.ndarray):
+        return bool((a == b).all())
+    if isinstance(a, tuple | list):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return a is b or a == b
 
 
 def _set_random_states(states: tuple[Any, ...]) -> None:

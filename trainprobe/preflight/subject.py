@@ -17,9 +17,10 @@ from torch.utils._pytree import tree_flatten
 from trainprobe.engine.core.guard import attempt
 from trainprobe.errors import UsageError
 from trainprobe.preflight.batches import Batch
-from trainprobe.preflight.modes import Quiet, Reordered
+from trainprobe.preflight.modes import RANDOM, Quiet, Reordered
 from trainprobe.preflight.state_guard import StateGuard
 
+_MOST_NODES = 200  # of autograd's graph behind the logits
 MARGIN = 32  # times the measured floor
 _DROPS = ("droppath", "drop_path", "stochasticdepth", "dropblock")
 
@@ -31,6 +32,7 @@ class Seen:
     loss: its value. gradients: parameter → gradient, of those that have one. logits: the last output of a module with rows,
     through which the loss has a gradient; slope: that gradient. outputs: (module, its first tensor with rows), in order of the
     calls, where asked for. calls: modules that ran. names: function of torch → calls; dtypes: function → those of its results.
+    reductions: operation between the logits and the loss → dtype of its result.
     """
 
     loss: float
@@ -41,6 +43,7 @@ class Seen:
     calls: set[str] = field(default_factory=set)
     names: dict[str, int] = field(default_factory=dict)
     dtypes: dict[str, set[torch.dtype]] = field(default_factory=dict)
+    reductions: dict[str, torch.dtype] = field(default_factory=dict)
 
     @property
     def finite(self) -> bool:
@@ -70,13 +73,17 @@ class Subject:
         self.passes = 0
         self.deadline = float("inf")
         self.base = Seen(0.0)
+        self.draws = ""  # the functions whose random numbers change the step, dropout apart
         self.floor = self.loss_floor = self.logits_floor = 0.0
 
     def measure(self) -> None:
         """Run the step as it is, and with another order of sums: how far both are apart is what rounding does here."""
         self.base = self.run()
+        drawn = self.guard.drawn()
         if not self.base.finite:
             return
+        if drawn and self.differs(self.run(seed=1)):
+            self.draws = ", ".join(sorted(RANDOM & self.base.names.keys())) or "outside of torch's functions"
         again = attempt(lambda: self.run(modes=Reordered()), otherwise=lambda _: None) or self.run(self.reversed_rows())
         self.floor, self.loss_floor = apart(self.base, again), relative(self.base.loss, again.loss)
         self.logits_floor = distance(self.base.logits, again.logits) if _alike(self.base.logits, again.logits) else 0.0
@@ -127,7 +134,8 @@ class Subject:
         if training is not None:
             self.model.train(training)
         if seed is not None:
-            torch.manual_seed(seed)
+            self.guard.reseed(seed)
+        reductions: dict[str, torch.dtype] = {}
         quiet, watch = Quiet(dropout), _Watch(self.names, (batch or self.batch).rows, outputs)
         with ExitStack() as stack:
             stack.enter_context(_paths_kept(self.model) if not dropout else nullcontext())
@@ -139,10 +147,13 @@ class Subject:
             if backward:
                 if not loss.requires_grad:
                     raise UsageError("the loss has no graph: it depends on no parameter that is trained")
+                reductions = watch.behind_the_logits(loss)
                 loss.backward()
         gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
         self.guard.clear_gradients()
-        return watch.seen(Seen(float(loss.detach()), gradients, names=dict(quiet.names), dtypes=quiet.dtypes))
+        return watch.seen(
+            Seen(float(loss.detach()), gradients, names=dict(quiet.names), dtypes=quiet.dtypes, reductions=reductions)
+        )
 
     def accumulate(self, micros: list[Batch]) -> tuple[float | None, dict[str, Tensor]]:
         """Run the micro-batches as the trainer does: the loss that it reports and the gradients that it leaves."""
@@ -153,7 +164,7 @@ class Subject:
             reported = (self.step or self._mean_of)(self.model, [micro.tree() for micro in micros])
         gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
         self.guard.clear_gradients()
-        value = attempt(scalar_of, reported, otherwise=lambda _: None) if isinstance(reported, Tensor) else reported
+        value = attempt(scalar_of, reported.detach(), otherwise=lambda _: None) if isinstance(reported, Tensor) else reported
         return (None if value is None else float(value)), gradients
 
     def _mean_of(self, model: Any, micros: list[Any]) -> float:
@@ -215,6 +226,22 @@ class _Watch:
             self._last = found
         elif not torch.is_grad_enabled():
             self._last = found
+
+    def behind_the_logits(self, loss: Tensor) -> dict[str, torch.dtype]:
+        """Return operation → dtype of its result, of those from the logits to the loss."""
+        if self._last is None:
+            return {}
+        end, found, open_nodes = self._last.grad_fn, dict[str, torch.dtype](), [loss.grad_fn]
+        for _ in range(_MOST_NODES):
+            if not open_nodes or (node := open_nodes.pop()) is end:
+                break
+            if node is not None:
+                given = getattr(node, "_input_metadata", None)
+                found.setdefault(
+                    node.name().removesuffix("0").removesuffix("Backward"), given[0].dtype if given else loss.dtype
+                )
+                open_nodes.extend(parent for parent, _ in node.next_functions)
+        return found
 
     def seen(self, seen: Seen) -> Seen:
         last = self._last

@@ -37,7 +37,7 @@ def targets_of(seen: Seen) -> tuple[Tensor, Tensor] | None:
     if seen.logits is None or seen.slope is None or seen.logits.shape[-1] < 2:
         return None
     slope = seen.slope.double()
-    used = slope.abs().amax(-1) > 0
+    used = slope.abs().amax(-1) > 1e-6 * slope.abs().max()  # else ignored, or certain already
     if not bool(used.any()):
         return None
     lone = ((slope < 0).sum(-1) == 1)[used].double().mean()
@@ -110,11 +110,23 @@ def _changed(subject: Subject, tokens: Tensor, where: Tensor, looked_at: Tensor)
     at = looked_at[:, : before.shape[1]]
     if after is None or after.shape != before.shape or not bool(at.any()):
         return "", None
-    gap = distance(before[at], after[at])
+    if distance(before[at], after[at]) <= subject.tolerance(subject.logits_floor):
+        return "", None
+    row = int((where.any(1) & at.any(1)).nonzero()[0])  # what other rows change is no matter of time
+    alone, at = torch.zeros_like(where), torch.zeros_like(looked_at)
+    alone[row], at[row] = where[row], looked_at[row]
+    other = batch.with_role("tokens", batch.other_tokens(alone))
+    seen, looked_at = subject.run(other, backward=False), at
+    at = at[:, : before.shape[1]]
+    assert seen.logits is not None
+    gap = distance(before[at], seen.logits[at])
     if gap <= subject.tolerance(subject.logits_floor):
         return "", None
 
     def same(x: Tensor, _: int) -> Tensor | None:
-        return x[looked_at] if x.dim() > 2 and x.shape[:2] == tokens.shape else None
+        if x.dim() > 2 and x.shape[:2] == tokens.shape:
+            return x[looked_at]
+        turned = x.dim() == 3 and (x.shape[0], x.shape[2]) == tuple(tokens.shape) != tuple(x.shape[:2])
+        return x.transpose(1, 2)[looked_at] if turned else None
 
     return subject.first_difference(batch, other, same), gap

@@ -45,6 +45,7 @@ class _Slopes:
 
     def __init__(self, subject: Subject, batch: Batch) -> None:
         self.subject, self.batch = subject, batch
+        subject.guard.rewind_random()
         self.seen = subject.run(batch, rewind=None)
         self.parameters = subject.parameters
         self.sizes = {name: float(p.detach().double().pow(2).mean().sqrt()) or 0.02 for name, p in self.parameters.items()}

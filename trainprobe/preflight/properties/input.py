@@ -37,9 +37,10 @@ def _is_unused(subject: Subject, i: int) -> bool:
     if bool((turned == batch.leaves[i]).all()):
         return False
     seen, base = subject.run(batch.with_leaves({i: turned}), backward=False), subject.base
-    if seen.logits is not None and base.logits is not None and seen.logits.shape == base.logits.shape:
-        return distance(seen.logits, base.logits) <= subject.eps
-    return relative(seen.loss, base.loss) <= subject.eps
+    alike = seen.logits is not None and base.logits is not None and seen.logits.shape == base.logits.shape
+    if alike and distance(seen.logits, base.logits) > subject.eps:
+        return False
+    return relative(seen.loss, base.loss) <= subject.eps  # where only the loss changes, it is a target
 
 
 def _twins(content: list[Tensor]) -> tuple[int, int] | None:

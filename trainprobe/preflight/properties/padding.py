@@ -32,6 +32,8 @@ def examine(subject: Subject) -> Outcome:
                 return broken(
                     f"padding counts: other labels where the mask is 0 change {_change(subject, seen)}", loss=seen.loss
                 )
+    if subject.draws:
+        return not_applicable(f"the step draws random numbers ({subject.draws}), other ones with more padding")
     left = bool(hidden[:, 0].any())
     more = batch.padded(COLUMNS, left)
     seen = attempt(subject.run, more, otherwise=fault_text)
@@ -63,7 +65,14 @@ def _under_the_mask(subject: Subject, hidden: Tensor) -> Outcome | None:
         return None
     place = subject.first_difference(batch, other, lambda x, _: _shown(x, ~hidden))
     found = f"; first in {place}" if place else ""
+    if not place and _predicted_from_padding(batch, hidden):
+        found = ": the first target behind the padding is predicted from padding, whose label should be ignored"
     return broken(f"other tokens where the mask is 0 change {_change(subject, seen)}{found}", loss=seen.loss)
+
+
+def _predicted_from_padding(batch: Batch, hidden: Tensor) -> bool:
+    labels = batch.text_labels
+    return labels is not None and bool((hidden[:, :-1] & ~hidden[:, 1:] & (labels[:, 1:] != IGNORED)).any())
 
 
 def _shown(x: Tensor, mask: Tensor) -> Tensor | None:
@@ -76,7 +85,9 @@ def _change(subject: Subject, seen: Seen) -> str:
         return f"the loss to {seen.loss}"
     before = subject.base.loss
     if abs(before - seen.loss) > subject.tolerance(subject.loss_floor) * abs(before):
-        return f"the loss by the factor {seen.loss / before:.4g} ({before:.5g} to {seen.loss:.5g})" if before else "the loss"
+        factor = seen.loss / before if before else float("inf")
+        by = f"the factor {factor:.4g}" if abs(factor - 1) > 1e-3 else f"{factor - 1:.1e} of its value"
+        return f"the loss by {by} ({before:.7g} to {seen.loss:.7g})"
     return f"the gradient by {apart(subject.base, seen):.2g} of its norm"
 
 

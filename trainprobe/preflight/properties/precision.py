@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from trainprobe.preflight.modes import LOSSES, without_autocast
+from trainprobe.preflight.modes import REDUCTIONS, without_autocast
 from trainprobe.preflight.report import Outcome, broken, holds, not_applicable
 from trainprobe.preflight.subject import Seen, Subject, apart, relative
 
@@ -23,7 +23,7 @@ def examine(subject: Subject) -> Outcome:
     rounded = _rounded(subject, kind)
     gap, floor = apart(full, subject.base), apart(full, rounded)
     name = LOW[kind]
-    reduced = sorted(n for n, kinds in subject.base.dtypes.items() if n in LOSSES and kinds & LOW.keys())
+    reduced = sorted(n for n, used_there in subject.base.reductions.items() if n in REDUCTIONS and used_there in LOW)
     lost = _lost(subject.base, full)
     figures = {"gap": gap, "floor": floor, "lost": lost}
     if lost > LOST:

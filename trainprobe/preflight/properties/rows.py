@@ -18,6 +18,8 @@ def examine(subject: Subject) -> Outcome:
     batch = subject.batch
     if batch.rows < 2:
         return not_applicable("the batch has one row")
+    if subject.draws:
+        return not_applicable(f"the step draws random numbers ({subject.draws}), other ones for each row")
     turned = subject.run(subject.reversed_rows())
     if subject.differs(turned):
         factor = turned.loss / subject.base.loss if subject.base.loss else float("nan")
@@ -27,6 +29,9 @@ def examine(subject: Subject) -> Outcome:
     inputs = [i for i in batch.by_row if i != batch.roles.get("labels")]
     other = batch.with_leaves({i: _with_last(batch.leaves[i]) for i in inputs})
     seen = subject.run(other)
+    if not seen.finite:
+        other = batch.take([*range(last), 0])
+        seen = subject.run(other)
     before, after = _by_row(subject.base.logits, batch.rows), _by_row(seen.logits, batch.rows)
     if before is None or after is None or before.shape != after.shape:
         return holds("their order does not matter; no output has rows, so what one does to another was not seen")
@@ -41,6 +46,8 @@ def examine(subject: Subject) -> Outcome:
 def _with_last(x: Tensor) -> Tensor:
     changed = x.clone()
     changed[-1] = x[0]
+    if x.is_floating_point():  # a row of another size: what is taken from the largest one is seen
+        changed[-1] += 2 * x.abs().max()
     return changed
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainprobe.preflight.batches import Batch
+from trainprobe.preflight.batches import IGNORED, Batch
 from trainprobe.preflight.report import Outcome, broken, by_design, holds, not_applicable
 from trainprobe.preflight.subject import Seen, Subject, apart, dot, relative
 
@@ -21,6 +21,8 @@ def examine(subject: Subject) -> Outcome:
     count = max(subject.micro_batches, 2)
     if subject.batch.rows < count:
         return not_applicable(f"a batch of {subject.batch.rows} rows has no {count} micro-batches")
+    if subject.draws:
+        return not_applicable(f"the step draws random numbers ({subject.draws}), other ones for each micro-batch")
     micros = subject.batch.split(count)
     reported, gradients = subject.accumulate(micros)
     whole, sum_of = subject.base, Seen(subject.base.loss, gradients)
@@ -47,8 +49,7 @@ def _reported(subject: Subject, micros: list[Batch], reported: float | None, gap
     losses = [subject.run(micro, backward=False).loss for micro in micros]
     share = reported / subject.base.loss
     text = f"the gradient holds, but the reported loss is {share:.3g} times that of the batch"
-    last = subject.batch.rows and any(relative(reported, losses[-1] * w) < CLOSE for w in _shares(micros)[0].values())
-    last = last or any(relative(reported, losses[-1] * weights[-1]) < CLOSE for weights in _lists(micros).values())
+    last = any(relative(reported, losses[-1] * shares[-1]) < CLOSE for shares in _shares(micros).values())
     return broken(f"{text}{': that of the last micro-batch alone' if last else ''}", factor=share)
 
 
@@ -73,31 +74,25 @@ def _weights(gradients: dict[str, Tensor], parts: list[Seen]) -> tuple[list[floa
     return weights, apart(left, Seen(0.0, made)) if size else 0.0
 
 
-def _shares(micros: list[Batch]) -> tuple[dict[str, float], dict[str, list[float]]]:
+def _shares(micros: list[Batch]) -> dict[str, list[float]]:
+    """Return what may be counted → the share of each micro-batch in it."""
     counts = {
         "targets": [m.targets() for m in micros],
         "tokens": [m.tokens() for m in micros],
         "rows": [m.rows for m in micros],
     }
-    shifted = [m.text_labels for m in micros]
-    if all(labels is not None for labels in shifted):
-        counts = {
-            "targets": [int((x[:, 1:] != -100).sum()) for x in shifted if x is not None],
-            **{"labels": counts["targets"]},
-            **{k: v for k, v in counts.items() if k != "targets"},
-        }
-    lists = {name: [c / max(sum(held), 1) for c in held] for name, held in counts.items()}
-    return {name: held[-1] for name, held in lists.items()}, {**lists, "micro-batches": [1 / len(micros)] * len(micros)}
-
-
-def _lists(micros: list[Batch]) -> dict[str, list[float]]:
-    return _shares(micros)[1]
+    labels = [m.text_labels for m in micros]
+    shifted = [int((x[:, 1:] != IGNORED).sum()) for x in labels if x is not None]
+    if len(shifted) == len(micros):
+        counts = {**counts, "targets": shifted, "labels": counts["targets"]}
+    counts["micro-batches"] = [1] * len(micros)
+    return {name: [c / max(sum(held), 1) for c in held] for name, held in counts.items()}
 
 
 def _named(weights: list[float], micros: list[Batch]) -> str:
     """Return what the weights count: targets, tokens, rows or micro-batches; by a scale or as they are."""
     total = sum(weights) or 1.0
-    for name, shares in _lists(micros).items():
+    for name, shares in _shares(micros).items():
         if all(relative(w / total, s) < CLOSE for w, s in zip(weights, shares, strict=True)):
             return name
     return "content"
@@ -115,7 +110,9 @@ def _sentence(factors: list[float], actual: list[float], right: list[float], mic
     told = ", ".join(f"{f:.3g}" for f in factors)
     scale = sum(actual)
     whole = f", and all of it times {_number(scale)}" if relative(scale, sum(right)) > CLOSE else ""
-    text = f"micro-batches count by {_named(actual, micros)}, in the whole batch they count by {_named(right, micros)}"
+    alike = all(relative(a, actual[0]) < CLOSE for a in actual)
+    counted = "alike" if alike else f"by {_named(actual, micros)}"
+    text = f"micro-batches count {counted}, in the whole batch they count by {_named(right, micros)}"
     return f"{text}: their gradients are {told} times what they should be, a factor of up to {_extreme(factors):.3g}{whole}"
 
 
