@@ -60,6 +60,7 @@ STOREYS = {
     "trainprobe.integrations": 6,
     "trainprobe.demo": 7,
     "trainprobe.parity": 7,
+    "trainprobe.preflight.script": 7,
     "trainprobe.self_test": 8,
     "trainprobe.cli": 8,
     "trainprobe.__main__": 8,

@@ -38,7 +38,7 @@ def preflight(
     accumulates. optimizer: one or a list. only, skip: names of properties. seconds: after which no further property begins.
     Raises UsageError for arguments that have no meaning, and what the loss itself raises.
     """
-    wanted = _wanted(only, skip)
+    wanted = checked(only, skip)
     optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [] if optimizer is None else [optimizer]
     if not callable(getattr(model, "named_parameters", None)):
         raise UsageError(f"the model is a {type(model).__name__}, not a torch.nn.Module: preflight(loss, model, batch)")
@@ -53,7 +53,8 @@ def preflight(
     return Report(lines, subject.passes, round(time.monotonic() - start, 3), subject.floor)
 
 
-def _wanted(only: Collection[str], skip: Collection[str]) -> list[str]:
+def checked(only: Collection[str], skip: Collection[str]) -> list[str]:
+    """Return the properties that are wanted. Raises UsageError for a name that none has."""
     for name in (*only, *skip):
         if name not in ORDER:
             raise UsageError(f"there is no property {name!r}{did_you_mean(name, list(ORDER))} (there are {', '.join(ORDER)})")

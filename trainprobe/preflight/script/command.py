@@ -1,0 +1,98 @@
+"""`trainprobe preflight train.py`."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from trainprobe.comparison.files import write_json
+from trainprobe.comparison.terminal import say
+from trainprobe.engine.core.log_lines import say as log
+from trainprobe.errors import ProbeError, UsageError
+from trainprobe.preflight.examine import checked, preflight
+from trainprobe.preflight.report import Report
+from trainprobe.preflight.script.first_update import FirstUpdate, joined
+from trainprobe.preflight.script.frameworks import Training
+
+
+def preflight_script(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="SCRIPT [ARGUMENTS]", help="The script and what it is given.", show_default=False),
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="After which no further property begins.")] = 60.0,
+    only: Annotated[list[str] | None, typer.Option(help="A property to test; may be given again.")] = None,
+    skip: Annotated[list[str] | None, typer.Option(help="A property to leave out; may be given again.")] = None,
+    json: Annotated[Path | None, typer.Option(help="File for the answer (docs/preflight.schema.json).")] = None,
+) -> int:
+    """Run a script up to its first update, test its loss and model on that batch, print what holds, and end the script there.
+
+    Nothing is trained, and nothing behind the first update runs: no checkpoint, no `finally`. Exit code: 0 nothing is broken,
+    2 something is, 3 nothing could be tested.
+    """
+    script = list(words or [])
+    if script and script[0] == "--":
+        script.pop(0)
+    if not script:
+        raise UsageError("nothing to run: give the script, as in `trainprobe preflight train.py --lr 3e-4`")
+    path = Path(script[0])
+    if not path.is_file():
+        raise UsageError(f"{path} is no file: give the script, as in `trainprobe preflight train.py --lr 3e-4`")
+    checked(only or (), skip or ())
+
+    def end(training: Training, optimizers: list[Any]) -> None:
+        """Test, print, and leave the process at once: what a script does at its end belongs to a training."""
+        try:
+            report = preflight(
+                training.loss,
+                training.model,
+                joined(training.micros),
+                step=training.step,
+                micro_batches=len(training.micros),
+                optimizer=optimizers,
+                only=only or (),
+                skip=skip or (),
+                seconds=seconds,
+            )
+            code = _told(report, json)
+        except ProbeError as error:
+            log(str(error), severity="error")
+            code = 3
+        _leave(code)
+
+    sys.argv = script
+    sys.path.insert(0, str(path.resolve().parent))
+    with FirstUpdate(end) as first:
+        try:
+            runpy.run_path(str(path), run_name="__main__")
+        except ProbeError as error:
+            log(str(error), severity="error")
+            _leave(3)
+    log(f"{path} ended without an update of an optimizer of torch{first.remark}: nothing was tested", severity="error")
+    return 3
+
+
+preflight_script.context_settings = {"ignore_unknown_options": True, "allow_interspersed_args": False}  # type: ignore[attr-defined]
+
+
+def _told(report: Report, json: Path | None) -> int:
+    console = Console()
+    for line in report.lines:
+        say(console, str(line), line.colour)
+    verdict = report.verdict
+    say(console, verdict.sentence, verdict.colours[verdict.code])
+    if json is not None:
+        write_json(report.as_json(), json)
+    return verdict.code
+
+
+def _leave(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
