@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +14,7 @@ from rich.console import Console
 
 from trainprobe.comparison.files import write_json
 from trainprobe.comparison.terminal import say
+from trainprobe.engine.core.guard import attempt, fault_text
 from trainprobe.engine.core.log_lines import say as log
 from trainprobe.errors import ProbeError, UsageError
 from trainprobe.preflight.examine import checked, preflight
@@ -49,18 +51,7 @@ def preflight_script(
     def end(training: Training, optimizers: list[Any]) -> None:
         """Test, print, and leave the process at once: what a script does at its end belongs to a training."""
         try:
-            report = preflight(
-                training.loss,
-                training.model,
-                joined(training.micros),
-                step=training.step,
-                micro_batches=len(training.micros),
-                optimizer=optimizers,
-                only=only or (),
-                skip=skip or (),
-                seconds=seconds,
-            )
-            code = _told(report, json)
+            code = _told(_tested(training, optimizers, {"only": only or (), "skip": skip or (), "seconds": seconds}), json)
         except ProbeError as error:
             log(str(error), severity="error")
             code = 3
@@ -79,6 +70,22 @@ def preflight_script(
 
 
 preflight_script.context_settings = {"ignore_unknown_options": True, "allow_interspersed_args": False}  # type: ignore[attr-defined]
+
+
+def _tested(training: Training, optimizers: list[Any], options: dict[str, Any]) -> Report:
+    """Test the micro-batches as one batch; the first alone where the loss cannot be made of all."""
+    micros = training.micros
+    test = partial(preflight, training.loss, training.model, optimizer=optimizers, **options)
+    if len(micros) == 1:
+        return test(micros[0], step=training.step)
+    whole = attempt(lambda: test(joined(micros), step=training.step, micro_batches=len(micros)), otherwise=fault_text)
+    if not isinstance(whole, str):
+        return whole
+    log(
+        f"the loss of {len(micros)} micro-batches in one cannot be made ({whole}): the first of them is tested",
+        severity="warning",
+    )
+    return test(micros[0])
 
 
 def _told(report: Report, json: Path | None) -> int:

@@ -46,6 +46,8 @@ class FirstUpdate:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        if self._over:
+            return
         self._over = True
         self._tape.__exit__(*exc)
         self._call.remove()

@@ -95,6 +95,8 @@ class Tape(TorchFunctionMode):
         self._names: dict[int, str] = {}
         self._modules: dict[int, nn.Module] = {}
         self._lost = ""
+        self._sources: dict[int, tuple[Any, Any, Any, Any]] = {}  # id of a tensor that no model made → the call that made it
+        self._first: torch.Size | None = None  # shape of what a model was given first
 
     def __enter__(self) -> Any:
         self._handles = [
@@ -110,8 +112,11 @@ class Tape(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if self._depth == 0 and self._calls and torch.is_grad_enabled() and self._knows(args, kwargs) and tensors_of(out):
-            self._record(func, args, kwargs or {}, out)
+        if self._depth == 0 and torch.is_grad_enabled() and (made := tensors_of(out)):
+            if self._knows(args, kwargs):
+                self._record(func, args, kwargs or {}, out)
+            elif tensors_of((args, kwargs or {})):
+                self._sources.update({id(tensor): (func, args, kwargs or {}, out) for tensor in made})
         return out
 
     def micro(self, loss: Tensor) -> Micro:
@@ -134,7 +139,7 @@ class Tape(TorchFunctionMode):
         return found
 
     def _enters(self, module: nn.Module, args: Any) -> None:
-        if self._depth == 0 and len(self._calls) > _MOST:
+        if self._depth == 0 and len(self._calls) + len(self._sources) > _MOST:
             self.forget()
         self._depth += 1
 
@@ -145,6 +150,8 @@ class Tape(TorchFunctionMode):
         trained = any(p.requires_grad for p in module.parameters())
         if trained:
             self._modules.setdefault(id(module), module)
+            given = tensors_of((args, kwargs))
+            self._first = self._first or (given[0].shape if given else None)
         if trained or self._knows(args, kwargs):
             self._record(module, args, kwargs, output)
 
@@ -170,6 +177,9 @@ class Tape(TorchFunctionMode):
             return self._made[id(x)]
         if isinstance(x, nn.Parameter) or (x.is_leaf and x.requires_grad):
             return x
+        if self._is_from_rows(x):
+            self._record(*self._sources[id(x)])
+            return self._made[id(x)]
         if x.requires_grad:
             self._lost = f"as {names.get(id(x), 'a tensor')} comes from a function that was not seen"
             return x
@@ -180,6 +190,19 @@ class Tape(TorchFunctionMode):
             self._batch[name] = x.detach().clone()
             self._held.append(x)
         return Given(self._names[id(x)])
+
+    def _is_from_rows(self, x: Tensor) -> bool:
+        """Tell whether a tensor was made of one with the rows of the batch, and has lost them or its shape; then it is made again.
+
+        So labels are taken before the loop flattens them, and a number of targets is counted again.
+        """
+        source, first = self._sources.get(id(x)), self._first
+        if source is None or not first:
+            return False
+        given = tensors_of(source[1:3])
+        if x.shape[:1] == first[:1]:
+            return any(t.shape == first and not t.is_floating_point() for t in given) and x.shape != first
+        return any(t.shape[:1] == first[:1] or self._is_from_rows(t) for t in given)
 
 
 def tensors_of(x: Any) -> list[Tensor]:
