@@ -37,7 +37,17 @@ class Batch:
         if not sizes:
             raise UsageError(f"the batch is a {type(tree).__name__} without a tensor: give tensors, or a dict or tuple of them")
         self.rows = max(sizes, key=lambda size: (sizes[size], size))
+        self.no_rows = ""  # why there are none
         self.by_row = [i for i, x in enumerate(self.leaves) if isinstance(x, Tensor) and x.dim() and x.shape[0] == self.rows]
+
+        if self._is_time_first():
+            self.rows, self.by_row, self.no_rows = 0, [], "the first dimension of its tokens is time"
+
+    def _is_time_first(self) -> bool:
+        """Tell whether the labels of whole numbers are the tokens one place further along the first dimension."""
+        texts = [self.leaves[i] for i in self.by_row if self._is_text(i)]
+        later = ((x, y) for x in texts for y in texts if x is not y and x.shape == y.shape and len(x) > 2)
+        return any(torch.equal(x[1:], y[:-1]) for x, y in later)
 
     def tree(self) -> Any:
         """Return the containers again, with copies of the tensors."""

@@ -22,7 +22,16 @@ from trainprobe.preflight.state_guard import StateGuard
 
 _MOST_NODES = 200  # of autograd's graph behind the logits
 MARGIN = 32  # times the measured floor
-_DROPS = ("droppath", "drop_path", "stochasticdepth", "dropblock")
+_DROPS = (
+    "dropout",
+    "alphadropout",
+    "featurealphadropout",
+    "stabledropout",
+    "droppath",
+    "drop_path",
+    "stochasticdepth",
+    "dropblock",
+)
 
 
 @dataclass(slots=True)
@@ -205,6 +214,7 @@ class _Watch:
         self._last: Tensor | None = None
         self._outputs: list[tuple[str, Tensor]] = []
         self._calls: set[str] = set()
+        self._over = False
 
     def __enter__(self) -> _Watch:
         self._handle = register_module_forward_hook(self._returned)
@@ -214,6 +224,8 @@ class _Watch:
         self._handle.remove()
 
     def _returned(self, module: nn.Module, _: Any, output: Any) -> None:
+        if self._over:
+            return
         name = self._names.get(id(module), "")
         self._calls.add(name)
         found = _main_tensor(output, self._rows)
@@ -228,7 +240,8 @@ class _Watch:
             self._last = found
 
     def behind_the_logits(self, loss: Tensor) -> dict[str, torch.dtype]:
-        """Return operation → dtype of its result, of those from the logits to the loss."""
+        """Return operation → dtype of its result, of those from the logits to the loss; what is called later is not seen."""
+        self._over = True  # a checkpointed layer is called again in the backward
         if self._last is None:
             return {}
         end, found, open_nodes = self._last.grad_fn, dict[str, torch.dtype](), [loss.grad_fn]
@@ -255,13 +268,13 @@ def _main_tensor(output: Any, rows: int) -> Tensor | None:
     """Return the logits of an output, else its first tensor of numbers with rows."""
     logits = getattr(output, "logits", None)
     flat = [logits] if isinstance(logits, Tensor) else [output] if isinstance(output, Tensor) else tree_flatten(output)[0]
-    fits = (t for t in flat if isinstance(t, Tensor) and t.is_floating_point() and t.dim() >= 1 and t.numel() >= rows)
-    return next((t for t in fits if t.dim() > 1 and t.shape[0] % rows == 0), None)
+    fits = (t for t in flat if isinstance(t, Tensor) and t.is_floating_point() and t.dim() > 1 and t.numel())
+    return next((t for t in fits if not rows or t.shape[0] % rows == 0), None)
 
 
 @contextmanager
 def _paths_kept(model: nn.Module) -> Generator[None]:
-    """Let no layer that drops whole paths drop one."""
+    """Let no layer drop elements or paths; beside `Quiet`, which checkpointed layers that are called again do not see."""
     layers = [m for m in model.modules() if type(m).__name__.lower().startswith(_DROPS) and m.training]
     for layer in layers:
         layer.training = False

@@ -15,7 +15,7 @@ def examine(subject: Subject) -> Outcome:
     """Give each row the input of its neighbour, one tensor after the other, and look whether the outputs change."""
     batch = subject.batch
     if batch.rows < 2:
-        return not_applicable("the batch has one row")
+        return not_applicable(batch.no_rows or "the batch has one row")
     others = {i for role, i in batch.roles.items() if role in _NO_CONTENT}
     content = [i for i in batch.by_row if i not in others and batch.leaves[i].dim() > 1]
     unused = [batch.paths[i] for i in content if _is_unused(subject, i)]

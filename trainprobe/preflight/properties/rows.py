@@ -17,7 +17,7 @@ def examine(subject: Subject) -> Outcome:
     """Run the rows in reverse order, then put the first row in the place of the last."""
     batch = subject.batch
     if batch.rows < 2:
-        return not_applicable("the batch has one row")
+        return not_applicable(batch.no_rows or "the batch has one row")
     if subject.draws:
         return not_applicable(f"the step draws random numbers ({subject.draws}), other ones for each row")
     turned = subject.run(subject.reversed_rows())

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainprobe.engine.core.words import counted
 from trainprobe.preflight.batches import IGNORED, Batch
 from trainprobe.preflight.report import Outcome, broken, by_design, holds, not_applicable
 from trainprobe.preflight.subject import Seen, Subject, apart, dot, relative
@@ -20,7 +21,8 @@ def examine(subject: Subject) -> Outcome:
     told = subject.step is not None or subject.micro_batches > 1
     count = max(subject.micro_batches, 2)
     if subject.batch.rows < count:
-        return not_applicable(f"a batch of {subject.batch.rows} rows has no {count} micro-batches")
+        why = subject.batch.no_rows or f"a batch of {counted(subject.batch.rows, 'row')} has no {count} micro-batches"
+        return not_applicable(why)
     if subject.draws:
         return not_applicable(f"the step draws random numbers ({subject.draws}), other ones for each micro-batch")
     micros = subject.batch.split(count)
@@ -111,8 +113,8 @@ def _sentence(factors: list[float], actual: list[float], right: list[float], mic
     scale = sum(actual)
     whole = f", and all of it times {_number(scale)}" if relative(scale, sum(right)) > CLOSE else ""
     alike = all(relative(a, actual[0]) < CLOSE for a in actual)
-    counted = "alike" if alike else f"by {_named(actual, micros)}"
-    text = f"micro-batches count {counted}, in the whole batch they count by {_named(right, micros)}"
+    count_by = "alike" if alike else f"by {_named(actual, micros)}"
+    text = f"micro-batches count {count_by}, in the whole batch they count by {_named(right, micros)}"
     return f"{text}: their gradients are {told} times what they should be, a factor of up to {_extreme(factors):.3g}{whole}"
 
 

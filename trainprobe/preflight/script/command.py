@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+import traceback
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -48,24 +50,39 @@ def preflight_script(
         raise UsageError(f"{path} is no file: give the script, as in `trainprobe preflight train.py --lr 3e-4`")
     checked(only or (), skip or ())
 
-    def end(training: Training, optimizers: list[Any]) -> None:
+    options = {"only": only or (), "skip": skip or (), "seconds": seconds}
+
+    def end(learnt: Callable[[], tuple[Training, list[Any]]]) -> None:
         """Test, print, and leave the process at once: what a script does at its end belongs to a training."""
-        try:
-            code = _told(_tested(training, optimizers, {"only": only or (), "skip": skip or (), "seconds": seconds}), json)
-        except ProbeError as error:
-            log(str(error), severity="error")
-            code = 3
-        _leave(code)
+        answer = attempt(lambda: _told(_tested(*learnt(), options), json), otherwise=_untested)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(answer)
 
     sys.argv = script
     sys.path.insert(0, str(path.resolve().parent))
     with FirstUpdate(end) as first:
-        try:
-            runpy.run_path(str(path), run_name="__main__")
-        except ProbeError as error:
-            log(str(error), severity="error")
-            _leave(3)
-    log(f"{path} ended without an update of an optimizer of torch{first.remark}: nothing was tested", severity="error")
+        ended = attempt(lambda: _run(path), otherwise=_told_fault)
+    log(f"{path} {ended} without an update of an optimizer of torch{first.remark}: nothing was tested", severity="error")
+    return 3
+
+
+def _run(path: Path) -> str:
+    try:
+        runpy.run_path(str(path), run_name="__main__")
+    except SystemExit:
+        return "ended"
+    return "ended"
+
+
+def _told_fault(fault: Exception) -> str:
+    """Show what the script itself raised."""
+    traceback.print_exception(fault)
+    return "failed"
+
+
+def _untested(fault: Exception) -> int:
+    log(str(fault) if isinstance(fault, ProbeError) else f"the step cannot be run again: {fault_text(fault)}", severity="error")
     return 3
 
 
@@ -97,9 +114,3 @@ def _told(report: Report, json: Path | None) -> int:
     if json is not None:
         write_json(report.as_json(), json)
     return verdict.code
-
-
-def _leave(code: int) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

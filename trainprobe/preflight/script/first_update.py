@@ -18,17 +18,21 @@ from trainprobe.preflight.batches import Batch
 from trainprobe.preflight.script.frameworks import Found, Training, running_step
 from trainprobe.preflight.script.tape import Micro, Tape
 
-Ends = Callable[[Training, list[Any]], None]
+Ends = Callable[[Callable[[], tuple[Training, list[Any]]]], None]
 
 
 class FirstUpdate:
-    """Calls `ends(training, optimizers)` before an optimizer steps for the first time, behind its backward passes."""
+    """Calls `ends(learnt)` before an optimizer steps for the first time, behind its backward passes.
+
+    learnt: returns the training and the optimizers. Raises UsageError where the loss cannot be made again.
+    """
 
     def __init__(self, ends: Ends) -> None:
         self._ends = ends
         self._tape = Tape()
         self._micros: list[Micro | UsageError] = []
         self._found: list[Found] = []
+        self._before: list[tuple[Tensor, Tensor]] = []  # two of the weights as they were at the first backward
         self._over = False
 
     def __enter__(self) -> FirstUpdate:
@@ -60,15 +64,26 @@ class FirstUpdate:
         return f" ({len(self._micros)} backward passes were seen)" if self._micros else ""
 
     def _called(self, module: Any, args: Any) -> None:
+        if self._is_updated():
+            self._end(None)
         if self._over or not torch.is_grad_enabled() or (found := running_step()) is None:
             return
         if not self._found or self._found[-1].call != found.call or len(self._found) == len(self._micros):
             self._found.append(found)
 
+    def _is_updated(self) -> bool:
+        """Tell whether weights changed since the first backward: the loop itself, or another optimizer, has updated them."""
+        if self._over or not self._before:
+            return False
+        return any(not torch.equal(p.detach(), value) for p, value in self._before)
+
     def _backward(self, tensors: Any) -> None:
         loss = tensors if isinstance(tensors, Tensor) else next(iter(tensors), None)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             return
+        if not self._before:
+            trained = [p for module in self._tape.modules for p in module.parameters() if p.requires_grad]
+            self._before = [(p, p.detach().clone()) for p in (*trained[:1], *trained[-1:])]
         self._micros.append(attempt(self._tape.micro, loss, otherwise=_refused))
         del self._found[len(self._micros) :]
         self._tape.forget()
@@ -94,8 +109,11 @@ class FirstUpdate:
         if self._over or not self._micros:
             return
         self.__exit__(None, None, None)
+        self._ends(lambda: self._learnt(optimizer))
+
+    def _learnt(self, optimizer: Any) -> tuple[Training, list[Any]]:
         training = self._training()
-        self._ends(training, _holders(training.model, optimizer))
+        return training, _holders(training.model, optimizer)
 
     def _training(self) -> Training:
         if self._found:
@@ -108,7 +126,7 @@ class FirstUpdate:
 
 def _holders(model: nn.Module, first: Any) -> list[Any]:
     """Return the optimizer that steps and all others that hold parameters of a model; what wraps one of them is not counted."""
-    ours, found = {id(p) for p in model.parameters()}, [first]
+    ours, found = {id(p) for p in model.parameters()}, [] if first is None else [first]
     gc.collect()
     for optimizer in live_optimizers():
         groups = optimizer.param_groups

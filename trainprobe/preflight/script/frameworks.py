@@ -53,6 +53,8 @@ def _of_frame(module: str, held: dict[str, Any]) -> tuple[Any, Callable[[list[An
         return _copied(held["inputs"]), partial(_of_transformers, held["self"], held["model"])
     if module.startswith(("lightning.pytorch.strategies", "pytorch_lightning.strategies")) and held.get("args"):
         batch, *rest = held["args"]
+        if not held["self"].lightning_module.automatic_optimization:
+            return None  # a loop of its own within the step
         return _copied(batch), partial(_of_lightning, held["self"].lightning_module, rest)
     return None
 
@@ -92,4 +94,4 @@ def _of_lightning(module: Any, rest: list[Any], micros: list[Any]) -> Training:
             part.backward()
         return float(torch.stack([part.detach() for part in parts]).sum())
 
-    return Training(loss, step if module.automatic_optimization else None, module, micros)
+    return Training(loss, step, module, micros)

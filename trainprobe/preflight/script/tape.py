@@ -21,6 +21,7 @@ from trainprobe.engine.core.guard import attempt
 from trainprobe.errors import UsageError
 
 _MOST = 5000  # calls without a backward, after which those before are forgotten
+_DEEPEST = 8  # calls between the rows of the batch and what a model or a loss is given
 _SCALES = {"div": True, "__truediv__": True, "true_divide": True, "mul": False, "__mul__": False, "__rmul__": False}
 
 
@@ -115,9 +116,14 @@ class Tape(TorchFunctionMode):
         if self._depth == 0 and torch.is_grad_enabled() and (made := tensors_of(out)):
             if self._knows(args, kwargs):
                 self._record(func, args, kwargs or {}, out)
-            elif tensors_of((args, kwargs or {})):
+            elif (given := {id(tensor) for tensor in tensors_of((args, kwargs or {}))}) and given.isdisjoint(map(id, made)):
                 self._sources.update({id(tensor): (func, args, kwargs or {}, out) for tensor in made})
         return out
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The outermost modules with weights that were called."""
+        return list(self._modules.values())
 
     def micro(self, loss: Tensor) -> Micro:
         """Return what led to a loss, and begin a new micro-batch. Raises UsageError where that was not seen."""
@@ -127,7 +133,7 @@ class Tape(TorchFunctionMode):
             raise UsageError(
                 f"the loss of this loop cannot be made again, {why}: write trainprobe.preflight(loss, model, batch)"
             )
-        found = Micro(self._calls, made, self._batch, modules=list(self._modules.values()))
+        found = Micro(self._calls, made, self._batch, modules=self.modules)
         last = self._calls[made.call]
         divides = _SCALES.get(getattr(last.function, "__name__", ""))
         if divides is not None and len(last.args) == 2 and isinstance(last.args[0], Made):
@@ -191,18 +197,18 @@ class Tape(TorchFunctionMode):
             self._held.append(x)
         return Given(self._names[id(x)])
 
-    def _is_from_rows(self, x: Tensor) -> bool:
-        """Tell whether a tensor was made of one with the rows of the batch, and has lost them or its shape; then it is made again.
+    def _is_from_rows(self, x: Tensor, deepest: int = _DEEPEST) -> bool:
+        """Tell whether a tensor was made of one with the rows of the batch and has lost them; then it is made again.
 
         So labels are taken before the loop flattens them, and a number of targets is counted again.
         """
         source, first = self._sources.get(id(x)), self._first
-        if source is None or not first:
+        if source is None or not first or not deepest:
             return False
         given = tensors_of(source[1:3])
         if x.shape[:1] == first[:1]:
             return any(t.shape == first and not t.is_floating_point() for t in given) and x.shape != first
-        return any(t.shape[:1] == first[:1] or self._is_from_rows(t) for t in given)
+        return any(t.shape[:1] == first[:1] or self._is_from_rows(t, deepest - 1) for t in given)
 
 
 def tensors_of(x: Any) -> list[Tensor]:
