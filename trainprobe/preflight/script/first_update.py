@@ -92,7 +92,7 @@ class FirstUpdate:
         if self._over:
             return None
         position, closure = next(((i, a) for i, a in enumerate(args) if callable(a)), (None, kwargs.get("closure")))
-        if closure is None or self._micros:
+        if closure is None:
             self._end(optimizer)
             return None
 

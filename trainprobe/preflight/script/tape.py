@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from trainprobe.engine.core.guard import attempt
 from trainprobe.errors import UsageError
+from trainprobe.preflight.modes import RANDOM
 
 _MOST = 5000  # calls without a backward, after which those before are forgotten
 _DEEPEST = 8  # calls between the rows of the batch and what a model or a loss is given
@@ -149,10 +150,11 @@ class Tape(TorchFunctionMode):
             self.forget()
         self._depth += 1
 
-    def _leaves(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _leaves(self, module: nn.Module, args: Any, *rest: Any) -> None:
         self._depth -= 1
-        if self._depth or not torch.is_grad_enabled():
+        if self._depth or not torch.is_grad_enabled() or len(rest) < 2:  # one where the module raised an error
             return
+        kwargs, output = rest
         trained = any(p.requires_grad for p in module.parameters())
         if trained:
             self._modules.setdefault(id(module), module)
@@ -206,6 +208,8 @@ class Tape(TorchFunctionMode):
         if source is None or not first or not deepest:
             return False
         given = tensors_of(source[1:3])
+        if all(id(t) in self._names for t in given) and getattr(source[0], "__name__", "") not in RANDOM:
+            return True
         if x.shape[:1] == first[:1]:
             return any(t.shape == first and not t.is_floating_point() for t in given) and x.shape != first
         return any(t.shape[:1] == first[:1] or self._is_from_rows(t, deepest - 1) for t in given)
