@@ -229,5 +229,6 @@ def _names(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[int, st
     for name, value in bound.items():
         named = value.items() if isinstance(value, dict) else [(name, value)]
         for key, item in named:
-            found.update({id(t): str(key) for t in tensors_of(item)})
+            for tensor in tensors_of(item):
+                found.setdefault(id(tensor), str(key))
     return found
