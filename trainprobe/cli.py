@@ -102,7 +102,7 @@ EXAMPLES = {
     "rollout-compare": "trainprobe rollout-compare saved_a saved_b",
     "floor": "trainprobe floor plan.yaml -- train.py",
     "parity": "trainprobe parity --layout 'tp=2 --tp 2' --layout dp=2 -- train.py",
-    "preflight": "trainprobe preflight train.py --lr 3e-4",
+    "preflight": "trainprobe preflight -- train.py --lr 3e-4",
     "run": "trainprobe run -- train.py --lr 3e-4",
 }
 

@@ -114,10 +114,6 @@ class Batch:
         """Return the tensor of a role, None where the batch has none."""
         return self.leaves[self.roles[role]] if role in self.roles else None
 
-    def name_of(self, role: str) -> str:
-        """Return the name of the tensor of a role."""
-        return self.paths[self.roles[role]]
-
     @property
     def text_labels(self) -> Tensor | None:
         """The labels where they stand beside the tokens, [rows, time]."""

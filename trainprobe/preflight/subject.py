@@ -111,9 +111,9 @@ class Subject:
         """Return what a relative distance may be: a multiple of the floor, which is at least the resolution of the dtype."""
         return MARGIN * max(measured, self.eps)
 
-    def differs(self, seen: Seen, other: Seen | None = None) -> bool:
-        """Tell whether the gradients or losses of two runs differ by more than rounding; the base by default."""
-        base = self.base if other is None else other
+    def differs(self, seen: Seen) -> bool:
+        """Tell whether the gradients or losses of a run differ from those of the base by more than rounding."""
+        base = self.base
         return relative(base.loss, seen.loss) > self.tolerance(self.loss_floor) or (
             bool(seen.gradients) and apart(base, seen) > self.tolerance(self.floor)
         )
@@ -122,7 +122,6 @@ class Subject:
         self,
         batch: Batch | None = None,
         *,
-        step: Callable[[Any, Any], Any] | None = None,
         backward: bool = True,
         rewind: bool | None = True,
         dropout: bool = False,
@@ -133,7 +132,7 @@ class Subject:
     ) -> Seen:
         """Run the step once and return what it gave.
 
-        step: makes the loss, by default the user's. rewind: None leaves all state as it is, False the attributes of modules.
+        rewind: None leaves all state as it is, False the attributes of modules.
         dropout: leave it on. training: mode of the model, by default its own. outputs: keep those of all modules.
         """
         self.passes += 1
@@ -152,7 +151,7 @@ class Subject:
             stack.enter_context(modes or nullcontext())
             stack.enter_context(quiet)
             stack.enter_context(torch.enable_grad() if backward else torch.no_grad())
-            loss = scalar_of((step or self.loss)(self.model, (batch or self.batch).tree()))
+            loss = scalar_of(self.loss(self.model, (batch or self.batch).tree()))
             if backward:
                 if not loss.requires_grad:
                     raise UsageError("the loss has no graph: it depends on no parameter that is trained")

@@ -7,6 +7,7 @@ import runpy
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -68,10 +69,8 @@ def preflight_script(
 
 
 def _run(path: Path) -> str:
-    try:
+    with suppress(SystemExit):
         runpy.run_path(str(path), run_name="__main__")
-    except SystemExit:
-        return "ended"
     return "ended"
 
 
