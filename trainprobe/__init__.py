@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from trainprobe.engine.plan.model import Plan as Plan
     from trainprobe.op_check.saved_calls import compare_for_single_op as compare_for_single_op
     from trainprobe.op_check.saved_calls import nan_inf_track_for_single_op as nan_inf_track_for_single_op
+    from trainprobe.preflight import preflight as preflight
     from trainprobe.rollout import SingleComparator as SingleComparator
     from trainprobe.rollout import SingleSave as SingleSave
     from trainprobe.watching import Probe as Probe
@@ -41,6 +42,7 @@ _PUBLIC = {
     "compare_for_single_op": "trainprobe.op_check.saved_calls",
     "nan_inf_track_for_single_op": "trainprobe.op_check.saved_calls",
     "open_module_tracker": "trainprobe.compare_with_cpu",
+    "preflight": "trainprobe.preflight",
     "watch": "trainprobe.watching",
 }
 
@@ -59,6 +61,7 @@ __all__ = [
     "compare_for_single_op",
     "nan_inf_track_for_single_op",
     "open_module_tracker",
+    "preflight",
     "watch",
 ]
 

@@ -66,6 +66,10 @@ VERBS: dict[str, tuple[str, str]] = {
         "run a training again with other rounding, to measure what rounding does",
     ),
     "parity": ("trainprobe.parity.command:parity", "run one script in several layouts and compare what they compute"),
+    "preflight": (
+        "trainprobe.preflight.script.command:preflight_script",
+        "test the loss and the model of a script on its first batch, and train nothing",
+    ),
     "run": ("trainprobe.integrations.run_command:run", "run a training script under a plan, with no edit"),
 }
 
@@ -98,6 +102,7 @@ EXAMPLES = {
     "rollout-compare": "trainprobe rollout-compare saved_a saved_b",
     "floor": "trainprobe floor plan.yaml -- train.py",
     "parity": "trainprobe parity --layout 'tp=2 --tp 2' --layout dp=2 -- train.py",
+    "preflight": "trainprobe preflight -- train.py --lr 3e-4",
     "run": "trainprobe run -- train.py --lr 3e-4",
 }
 

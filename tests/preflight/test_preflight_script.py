@@ -1,0 +1,325 @@
+"""A script up to its first update: the loss that is made again is the loop's own, to the bit, and nothing is trained."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jsonschema
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import trainprobe
+from trainprobe.errors import UsageError
+from trainprobe.preflight.script.first_update import FirstUpdate, joined
+from trainprobe.preflight.subject import scalar_of
+
+SCHEMA = json.loads((Path(__file__).parents[2] / "docs/preflight.schema.json").read_text())
+V = 13
+
+
+class Enough(Exception):  # noqa: N818
+    """Ends a loop where the command leaves the process."""
+
+
+class Text(nn.Module):
+    """A language model that returns its loss, too, where it is given targets."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.drop, self.head = nn.Embedding(V, 8), nn.Dropout(0.0), nn.Linear(8, V)
+
+    def forward(self, idx, targets=None):
+        logits = self.head(self.drop(self.embed(idx)).cumsum(1))
+        return logits if targets is None else (logits, cross_entropy(logits.view(-1, V), targets.reshape(-1)))
+
+
+def learnt(loop):
+    """Run a loop up to its first update; return what was learnt of it, and the losses that it computed itself."""
+    torch.manual_seed(0)
+    own, found = [], []
+
+    def end(learn):
+        try:
+            found.append(learn())
+        except UsageError as error:
+            found.append(error)
+        raise Enough
+
+    with FirstUpdate(end), pytest.raises(Enough):
+        loop(own)
+    if isinstance(found[0], UsageError):
+        raise found[0]
+    return (*found[0], own)
+
+
+def tokens(rows=3):
+    whole = torch.randint(0, V, (rows, 8))
+    return whole[:, :-1], whole[:, 1:]
+
+
+def of_model(own):
+    model = Text()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = tokens()
+    _, loss = model(x, y)
+    own.append(loss.detach().clone())
+    loss.backward()
+    optimizer.step()
+
+
+def of_criterion(own):
+    model, criterion = Text(), nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = tokens()
+    logits = model(x)
+    loss = criterion(logits.reshape(-1, V), y.reshape(-1)) * 2.0
+    own.append(loss.detach().clone())
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+def of_counted_targets(own):
+    model = Text()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = tokens()
+    y = y.masked_fill(torch.rand(y.shape) < 0.3, -100)
+    count = (y != -100).sum()
+    loss = cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum") / count
+    own.append(loss.detach().clone())
+    loss.backward()
+    optimizer.step()
+
+
+def of_two_models(own):
+    encoder, head = nn.Linear(4, 6), nn.Linear(6, 2)
+    optimizer = torch.optim.SGD([*encoder.parameters(), *head.parameters()], lr=0.1)
+    x, y = torch.randn(5, 4), torch.randn(5, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = head(torch.tanh(encoder(x)))
+    loss = ((out - y) ** 2).mean()
+    own.append(loss.detach().clone())
+    loss.backward()
+    optimizer.step()
+
+
+def of_closure(own):
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+    x, y = torch.randn(5, 4), torch.randn(5, 1)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), y)
+        own.append(loss.detach().clone())
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+def of_no_optimizer(own):
+    model = nn.Linear(4, 1)
+    x, y = torch.randn(5, 4), torch.randn(5, 1)
+    for _ in range(2):
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        for p in model.parameters():
+            p.data.add_(p.grad, alpha=-0.1)
+            p.grad = None
+    own.append(nn.functional.mse_loss(model(x), y))
+
+
+@pytest.mark.parametrize("loop", [of_model, of_criterion, of_counted_targets, of_two_models, of_closure])
+def test_the_loss_is_that_of_the_loop_to_the_bit(loop):
+    training, optimizers, own = learnt(loop)
+    assert len(training.micros) == len(optimizers) == 1
+    with torch.no_grad():
+        assert torch.equal(scalar_of(training.loss(training.model, training.micros[0])), own[0])
+
+
+def test_targets_are_taken_before_they_are_flattened_and_counted_again():
+    training, *_ = learnt(of_counted_targets)
+    (batch,) = training.micros
+    assert [list(x.shape) for x in batch.values()] == [[3, 7], [3, 7]]
+    halves = [{name: x[rows] for name, x in batch.items()} for rows in (slice(0, 2), slice(2, 3))]
+    counts = [int((x["target"] != -100).sum()) if "target" in x else int((list(x.values())[1] != -100).sum()) for x in halves]
+    with torch.no_grad():
+        parts = [float(training.loss(training.model, half)) for half in halves]
+        whole = float(training.loss(training.model, batch))
+    assert sum(p * c for p, c in zip(parts, counts, strict=True)) / sum(counts) == pytest.approx(whole, rel=1e-5)
+
+
+def test_an_update_that_no_optimizer_makes_ends_it_too():
+    training, optimizers, own = learnt(of_no_optimizer)
+    assert (len(training.micros), optimizers, own) == (1, [], [])
+
+
+def accumulated(divisor, uneven=False):
+    def loop(own):
+        model = Text()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for number in range(2):
+            x, y = tokens()
+            if uneven and number:
+                y = y.masked_fill(torch.arange(7) > 2, -100)
+            loss = cross_entropy(model(x).view(-1, V), y.reshape(-1)) / divisor
+            loss.backward()
+        optimizer.step()
+
+    return loop
+
+
+@pytest.mark.parametrize(("divisor", "uneven", "status", "told"), [
+    (2, False, "holds", ""), (1.0, False, "BROKEN", "factor 2"), (4, False, "BROKEN", "factor 1/2"),
+    (2, True, "BROKEN", "alike"),
+])  # fmt: skip
+def test_how_a_loop_accumulates(divisor, uneven, status, told):
+    training, optimizers, _ = learnt(accumulated(divisor, uneven))
+    assert len(training.micros) == 2
+    report = trainprobe.preflight(
+        training.loss, training.model, joined(training.micros), step=training.step, micro_batches=2, optimizer=optimizers,
+        only=["split", "causality"], seconds=600,
+    )  # fmt: skip
+    split, causality = report.lines
+    assert split.status == status and told in split.text, split
+    assert causality.status == "holds", causality
+
+
+def test_what_cannot_be_followed_is_refused():
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 2
+
+    def loop(own):
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        Twice.apply(model(torch.randn(3, 4))).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(UsageError, match=r"cannot be made again.*write trainprobe.preflight\(loss, model, batch\)"):
+        learnt(loop)
+
+
+def test_torch_is_left_as_it_was():
+    before = torch.autograd.backward, torch.nn.Module._call_impl
+    learnt(of_model)
+    assert (torch.autograd.backward, torch.nn.Module._call_impl) == before
+    assert torch.overrides._get_current_function_mode_stack() == []
+
+
+def test_the_trainer_of_hugging_face(tmp_path):
+    import transformers
+
+    config = transformers.GPT2Config(vocab_size=V, n_embd=8, n_layer=1, n_head=2, n_positions=8, bos_token_id=1, eos_token_id=2)
+    rows = [
+        {"input_ids": x, "labels": x.masked_fill(torch.arange(8) > 2 + i, -100)}
+        for i, x in enumerate(torch.randint(0, V, (4, 8)))
+    ]
+
+    def loop(own):
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=1, report_to="none",
+            use_cpu=True, save_strategy="no", disable_tqdm=True,
+        )  # fmt: skip
+        transformers.Trainer(transformers.GPT2LMHeadModel(config), arguments, train_dataset=rows).train()
+
+    training, optimizers, _ = learnt(loop)
+    assert len(training.micros) == 2 and len(optimizers) == 1
+    report = trainprobe.preflight(
+        training.loss, training.model, joined(training.micros), step=training.step, micro_batches=2, optimizer=optimizers,
+        only=["split", "start", "update"], seconds=600,
+    )  # fmt: skip
+    assert report.broken == [] and report.lines[0].status == "holds", str(report)
+
+
+def test_lightning():
+    import lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Linear(4, 3)
+
+        def training_step(self, batch, index):
+            loss = cross_entropy(self.net(batch[0]), batch[1])
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    def loop(own):
+        data = torch.utils.data.TensorDataset(torch.randn(8, 4), torch.randint(0, 3, (8,)))
+        trainer = lightning.Trainer(
+            max_steps=1, accelerator="cpu", accumulate_grad_batches=2, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(Module(), torch.utils.data.DataLoader(data, batch_size=4))
+
+    training, optimizers, _ = learnt(loop)
+    assert len(training.micros) == 2 and len(optimizers) == 1
+    report = trainprobe.preflight(
+        training.loss, training.model, joined(training.micros), step=training.step, micro_batches=2, optimizer=optimizers,
+        only=["split", "rows", "start", "update"], seconds=600,
+    )  # fmt: skip
+    assert [line.status for line in report.lines] == ["holds"] * 4, str(report)
+
+
+SCRIPT = """
+import sys, torch
+from torch import nn
+model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=float(sys.argv[1]))
+model[2] = nn.Linear(8, 3)
+try:
+    for _ in range(3):
+        x, y = torch.randn(6, 4), torch.randint(0, 3, (6,))
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+finally:
+    open("weights", "w").write("never")
+"""
+
+
+def test_the_command(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    command = [
+        sys.executable,
+        "-m",
+        "trainprobe",
+        "preflight",
+        "--json",
+        "answer.json",
+        "--skip",
+        "gradient",
+        "train.py",
+        "0.1",
+    ]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2, done.stderr
+    assert "start        BROKEN: no optimizer holds 2.weight and 1 more" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("broken: start (1 of ")
+    answer = json.loads((tmp_path / "answer.json").read_text())
+    jsonschema.validate(answer, SCHEMA)
+    assert answer["code"] == 2 and len(answer["properties"]) == 9
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["answer.json", "train.py"]
+
+
+def test_a_script_that_fails_before_its_first_update(tmp_path):
+    (tmp_path / "train.py").write_text("import torch\nprint(1 / 0)")
+    command = [sys.executable, "-m", "trainprobe", "preflight", "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 3 and "ZeroDivisionError" in done.stderr, done.stderr
+    assert "train.py failed without an update" in done.stderr

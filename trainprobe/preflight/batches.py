@@ -1,0 +1,183 @@
+"""A batch of whatever form: which of its tensors have rows, what each is, and how rows, padding and tokens are changed."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
+
+from trainprobe.errors import UsageError
+
+IGNORED = -100
+_NAMES = {
+    "mask": r"(attention|padding|pad|src|input|encoder_attention)?_?mask",
+    "labels": r"(.*_)?(labels?|targets?|lm_labels|ys?)",
+    "positions": r"position_?(ids?|s)?|positions",
+    "documents": r"(doc(ument)?|segment|seq(uence)?)_?(ids?|idx|s)",
+    "types": r"token_type_ids",
+    "tokens": r"(.*_)?(input_ids|tokens?|idx|ids|xs?|inputs?)",
+}
+
+
+class Batch:
+    """A batch of tensors in nested containers. rows: how many samples it has, 0 where no tensor has a dimension of rows."""
+
+    def __init__(self, tree: Any) -> None:
+        flat, self._form = tree_flatten_with_path(_plain(tree))
+        self.paths = [_name(path) for path, _ in flat]
+        self.leaves = [leaf for _, leaf in flat]
+        sizes = Counter(x.shape[0] for x in self.leaves if isinstance(x, Tensor) and x.dim())
+        if not sizes:
+            raise UsageError(f"the batch is a {type(tree).__name__} without a tensor: give tensors, or a dict or tuple of them")
+        self.rows = max(sizes, key=lambda size: (sizes[size], size))
+        self.no_rows = ""  # why there are none
+        self.by_row = [i for i, x in enumerate(self.leaves) if isinstance(x, Tensor) and x.dim() and x.shape[0] == self.rows]
+
+        if self._is_time_first():
+            self.rows, self.by_row, self.no_rows = 0, [], "the first dimension of its tokens is time"
+
+    def _is_time_first(self) -> bool:
+        """Tell whether the labels of whole numbers are the tokens one place further along the first dimension."""
+        texts = [self.leaves[i] for i in self.by_row if self._is_text(i)]
+        later = ((x, y) for x in texts for y in texts if x is not y and x.shape == y.shape and len(x) > 2)
+        return any(torch.equal(x[1:], y[:-1]) for x, y in later)
+
+    def tree(self) -> Any:
+        """Return the containers again, with copies of the tensors."""
+        leaves = [x.detach().clone() if isinstance(x, Tensor) else x for x in self.leaves]
+        return tree_unflatten(leaves, self._form)
+
+    def with_leaves(self, changed: Mapping[int, Tensor]) -> Batch:
+        """Return a batch in which some tensors are others."""
+        leaves = [changed.get(i, leaf) for i, leaf in enumerate(self.leaves)]
+        return Batch(tree_unflatten(leaves, self._form))
+
+    def to(self, dtype: torch.dtype) -> Batch:
+        """Return a batch whose floating-point tensors have this dtype."""
+        return self.with_leaves(
+            {i: x.to(dtype) for i, x in enumerate(self.leaves) if isinstance(x, Tensor) and x.is_floating_point()}
+        )
+
+    # ---- rows ----------------------------------------------------------------------------------------------------------
+
+    def take(self, rows: Sequence[int]) -> Batch:
+        """Return some of the rows, in this order."""
+        return self.with_leaves({i: self.leaves[i][list(rows)] for i in self.by_row})
+
+    def split(self, count: int) -> list[Batch]:
+        """Return so many micro-batches of neighbouring rows, whose sizes differ by one row at most."""
+        bounds = [self.rows * i // count for i in range(count + 1)]
+        return [self.take(range(a, b)) for a, b in pairwise(bounds)]
+
+    # ---- what the tensors are ------------------------------------------------------------------------------------------
+
+    @cached_property
+    def roles(self) -> dict[str, int]:
+        """Return role → place of the tensor: tokens, labels, mask, positions, documents, types."""
+        found: dict[str, int] = {}
+        for role, pattern in _NAMES.items():
+            for i in self.by_row:
+                last = re.split(r"[.\[\]]+", self.paths[i].rstrip("]"))[-1]
+                if (
+                    role not in found
+                    and i not in found.values()
+                    and re.fullmatch(pattern, last.lower())
+                    and self._may_be(role, i)
+                ):
+                    found[role] = i
+        if "tokens" not in found:
+            whole = [i for i in self.by_row if i not in found.values() and self._is_text(i)]
+            found |= {"tokens": whole[0]} if whole else {}
+        if "labels" not in found:
+            left = [i for i in self.by_row if i not in found.values() and not _is_float(self.leaves[i])]
+            found |= {"labels": left[0]} if len(left) == 1 and len(self.by_row) > 1 else {}
+        return found
+
+    def _may_be(self, role: str, i: int) -> bool:
+        x = self.leaves[i]
+        if role == "mask":
+            return x.dim() == 2 and bool(((x == 0) | (x == 1)).all())
+        return not _is_float(x) and x.dim() == 2 if role != "labels" else True
+
+    def _is_text(self, i: int) -> bool:
+        x = self.leaves[i]
+        return x.dim() == 2 and not _is_float(x) and x.dtype != torch.bool and x.shape[1] > 1
+
+    def of(self, role: str) -> Tensor | None:
+        """Return the tensor of a role, None where the batch has none."""
+        return self.leaves[self.roles[role]] if role in self.roles else None
+
+    @property
+    def text_labels(self) -> Tensor | None:
+        """The labels where they stand beside the tokens, [rows, time]."""
+        tokens, labels = self.of("tokens"), self.of("labels")
+        return labels if tokens is not None and labels is not None and labels.shape == tokens.shape else None
+
+    def targets(self) -> int:
+        """Return how many labels are not ignored; the rows where labels do not stand in time."""
+        labels = self.of("labels")
+        return (
+            int((labels != IGNORED).sum()) if labels is not None and labels.dim() > 1 and not _is_float(labels) else self.rows
+        )
+
+    def tokens(self) -> int:
+        """Return how many tokens the mask lets through; all of them without one."""
+        mask, tokens = self.of("mask"), self.of("tokens")
+        return int(mask.sum()) if mask is not None else tokens.numel() if tokens is not None else self.rows
+
+    # ---- what is changed -----------------------------------------------------------------------------------------------
+
+    def with_role(self, role: str, tensor: Tensor) -> Batch:
+        """Return a batch in which the tensor of a role is another one."""
+        return self.with_leaves({self.roles[role]: tensor})
+
+    def other_tokens(self, where: Tensor, seed: int = 0) -> Tensor:
+        """Return the tokens with other ones, of those that the batch has, in these places, a mask [rows, time]."""
+        tokens = self.leaves[self.roles["tokens"]]
+        known = tokens.unique()
+        generator = torch.Generator().manual_seed(seed)
+        step = torch.randint(1, max(len(known), 2), tokens.shape, generator=generator).to(tokens.device)
+        at = torch.searchsorted(known, tokens)
+        return torch.where(where, known[(at + step) % len(known)], tokens)
+
+    def padded(self, columns: int, left: bool) -> Batch:
+        """Return a batch with so many more columns of padding: the mask is 0 there and labels are ignored."""
+        tokens, mask = self.of("tokens"), self.of("mask")
+        assert tokens is not None
+        pad = tokens[mask == 0][0] if mask is not None and bool((mask == 0).any()) else tokens.flatten()[0]
+        changed: dict[int, Tensor] = {}
+        for i in self.by_row:
+            x = self.leaves[i]
+            if x.dim() < 2 or x.shape[1] != tokens.shape[1]:
+                continue
+            role = next((name for name, place in self.roles.items() if place == i), "")
+            edge = x[:, :1] if left else x[:, -1:]
+            fill = {"tokens": pad, "labels": IGNORED, "mask": 0}.get(role)
+            more = edge.expand(-1, columns, *x.shape[2:]).clone()
+            more = more if fill is None else torch.full_like(more, int(fill))
+            changed[i] = torch.cat([more, x] if left else [x, more], dim=1)
+        return self.with_leaves(changed)
+
+
+def _is_float(x: Any) -> bool:
+    return x.is_floating_point() or x.is_complex()
+
+
+def _plain(tree: Any) -> Any:
+    """Return mappings as dicts, which every class of batches of a tokenizer is."""
+    if isinstance(tree, Mapping):
+        return {key: _plain(value) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(_plain(value) for value in tree)
+    return tree
+
+
+def _name(path: Any) -> str:
+    return re.sub(r"\['?|'?\]", ".", keystr(path)).replace("..", ".").strip(".") or "batch"

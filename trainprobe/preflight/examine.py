@@ -1,0 +1,85 @@
+"""The order of a preflight: keep the state, measure the floor, test one property after the other, give the state back."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable, Collection
+from typing import Any
+
+from trainprobe.engine.core.guard import attempt, fault_text
+from trainprobe.errors import UsageError, did_you_mean
+from trainprobe.preflight.properties import ORDER
+from trainprobe.preflight.report import NOT_REACHED, Line, Outcome, Report, broken, not_applicable
+from trainprobe.preflight.state_guard import kept
+from trainprobe.preflight.subject import Subject
+
+UNREPEATABLE = 1e-2  # relative distance of two runs of one step above which nothing can be told from another
+
+
+def preflight(
+    loss: Callable[[Any, Any], Any],
+    model: Any,
+    batch: Any,
+    *,
+    step: Callable[[Any, list[Any]], Any] | None = None,
+    micro_batches: int = 1,
+    optimizer: Any = None,
+    only: Collection[str] = (),
+    skip: Collection[str] = (),
+    seconds: float = 60.0,
+) -> Report:
+    """Test what a loss and a model do on one batch, and give back every bit of their state.
+
+    loss: `loss(model, batch)` returns the scalar whose gradient is trained, or something with it as `loss`. model: a module in
+    the mode in which it is trained. batch: tensors in dicts, tuples or lists, rows first. step: `step(model, micro_batches)`
+    runs forward and backward of each micro-batch as the trainer does, without the update, and returns the loss that is
+    reported; by default every loss is divided by the number of micro-batches. micro_batches: how many of them the trainer
+    accumulates. optimizer: one or a list. only, skip: names of properties. seconds: after which no further property begins.
+    Raises UsageError for arguments that have no meaning, and what the loss itself raises.
+    """
+    wanted = checked(only, skip)
+    optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [] if optimizer is None else [optimizer]
+    if not callable(getattr(model, "named_parameters", None)):
+        raise UsageError(f"the model is a {type(model).__name__}, not a torch.nn.Module: preflight(loss, model, batch)")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise UsageError("the model has no parameter that is trained: preflight(loss, model, batch)")
+    start = time.monotonic()
+    with kept(model, optimizers) as guard:
+        subject = Subject(loss, model, batch, guard, step=step, micro_batches=micro_batches, optimizers=optimizers)
+        subject.deadline = start + seconds
+        subject.measure()
+        lines = [_tested(name, subject) for name in ORDER if name in wanted]
+    return Report(lines, subject.passes, round(time.monotonic() - start, 3), subject.floor)
+
+
+def checked(only: Collection[str], skip: Collection[str]) -> list[str]:
+    """Return the properties that are wanted. Raises UsageError for a name that none has."""
+    for name in (*only, *skip):
+        if name not in ORDER:
+            raise UsageError(f"there is no property {name!r}{did_you_mean(name, list(ORDER))} (there are {', '.join(ORDER)})")
+    return [name for name in ORDER if (not only or name in only) and name not in skip]
+
+
+def _tested(name: str, subject: Subject) -> Line:
+    base = subject.base
+    if not base.finite:
+        what = (
+            f"the loss is {base.loss}"
+            if base.loss != base.loss or abs(base.loss) == float("inf")
+            else "a gradient is not finite"
+        )
+        outcome = broken(what) if name == "start" else not_applicable(what)
+    elif subject.floor > UNREPEATABLE and name not in ("start", "determinism", "update"):
+        outcome = not_applicable(f"two runs of this step from one state differ by {subject.floor:.1%}: see determinism")
+    elif not subject.in_time():
+        return Line(name, NOT_REACHED, "the time was over: --seconds")
+    else:
+        examine = importlib.import_module(f"trainprobe.preflight.properties.{name}").examine
+        outcome = attempt(examine, subject, otherwise=_untested)
+        subject.guard.rewind()
+    return Line(name, outcome.status, outcome.text, outcome.figures)
+
+
+def _untested(fault: Exception) -> Outcome:
+    return not_applicable(f"it could not be tested, {fault_text(fault)}")

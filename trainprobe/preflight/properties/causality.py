@@ -1,0 +1,132 @@
+"""Causality and documents: no token sees a later one or another document, and the label of each is the next token."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trainprobe.preflight.report import Outcome, broken, holds, not_applicable
+from trainprobe.preflight.subject import Seen, Subject, distance
+
+MOST = 0.9  # share of the targets that are a neighbouring token of the batch
+
+
+def examine(subject: Subject) -> Outcome:
+    """Read the targets off the gradient of the logits, change the later tokens of each row, then single documents."""
+    tokens, logits = subject.batch.of("tokens"), subject.base.logits
+    if tokens is None or logits is None or logits.dim() != 3:
+        return not_applicable("the loss is not that of a text: no tokens [rows, time] with logits [rows, time, vocabulary]")
+    if logits.shape[0] != tokens.shape[0] or not 0 <= tokens.shape[1] - logits.shape[1] <= 1:
+        return not_applicable(f"the logits {list(logits.shape)} do not stand beside the tokens {list(tokens.shape)}")
+    shift = shift_of(subject.base, tokens)
+    if shift is None:
+        return not_applicable("the targets are not the next tokens of the batch")
+    if shift == 0:
+        return broken("the target of each token is the token itself: labels are not shifted", shift=0)
+    if shift != 1:
+        what = "labels are shifted twice" if shift == 2 else "labels are shifted the wrong way"
+        return broken(f"{what}: the target at t is the token at t{shift:+d}", shift=shift)
+    return _later(subject, tokens) or _documents(subject, tokens) or holds("later tokens change nothing before them")
+
+
+def targets_of(seen: Seen) -> tuple[Tensor, Tensor] | None:
+    """Return the class that each row of logits is trained to, [...], and where it is; None where the loss is another.
+
+    The gradient of a cross entropy with respect to logits is negative for the target and for nothing else.
+    """
+    if seen.logits is None or seen.slope is None or seen.logits.shape[-1] < 2:
+        return None
+    slope = seen.slope.double()
+    used = slope.abs().amax(-1) > 1e-6 * slope.abs().max()  # else ignored, or certain already
+    if not bool(used.any()):
+        return None
+    lone = ((slope < 0).sum(-1) == 1)[used].double().mean()
+    return (slope.argmin(-1), used) if lone > MOST else None
+
+
+def shift_of(seen: Seen, tokens: Tensor) -> int | None:
+    """Return by how many places the targets are ahead of the tokens, None where they are others."""
+    found = targets_of(seen)
+    if found is None:
+        return None
+    wanted, used = found
+    time = wanted.shape[1]
+    for shift in (1, 0, 2, -1):
+        at = torch.arange(time, device=tokens.device) + shift
+        inside = used & ((at >= 0) & (at < tokens.shape[1])).to(used.device)
+        ahead = tokens[:, at.clamp(0, tokens.shape[1] - 1)].to(wanted.device)
+        if int(inside.sum()) >= 0.5 * int(used.sum()) and float((wanted == ahead)[inside].double().mean()) > MOST:
+            return shift
+    return None
+
+
+def _later(subject: Subject, tokens: Tensor) -> Outcome | None:
+    rows, time = tokens.shape
+    edge = torch.tensor([1 + (row * 7 + time // 2) % max(time - 2, 1) for row in range(rows)], device=tokens.device)
+    later = torch.arange(time, device=tokens.device) > edge.unsqueeze(1)
+    if (mask := subject.batch.of("mask")) is not None and mask.shape == tokens.shape:
+        later &= mask.bool()
+    place, gap = _changed(subject, tokens, later, torch.arange(time, device=tokens.device) <= edge.unsqueeze(1))
+    if gap is None:
+        return None
+    return broken(
+        f"tokens see later ones: changing those changes outputs before them, first in {place or 'the logits'}", gap=gap
+    )
+
+
+def _documents(subject: Subject, tokens: Tensor) -> Outcome | None:
+    begins = begins_of(subject)
+    if begins is None:
+        return None
+    number = begins.cumsum(1)
+    for changed, looked_at in ((number == 0, number > 0), (number == number.amax(1, keepdim=True), number == 0)):
+        place, gap = _changed(subject, tokens, changed & (number.amax(1, keepdim=True) > 0), looked_at)
+        if gap is not None:
+            return broken(f"a document of a packed row changes another document, first in {place or 'the logits'}", gap=gap)
+    return holds("later tokens change nothing before them, packed documents nothing in each other")
+
+
+def begins_of(subject: Subject) -> Tensor | None:
+    """Return where a document begins behind another one in its row, [rows, time]; None where no row holds several."""
+    positions, documents = subject.batch.of("positions"), subject.batch.of("documents")
+    if positions is not None and positions.dim() == 2:
+        begins = torch.zeros_like(positions, dtype=torch.bool)
+        begins[:, 1:] = (positions[:, 1:] == 0) & (positions[:, :-1] > 0)
+    elif documents is not None and documents.dim() == 2:
+        begins = torch.zeros_like(documents, dtype=torch.bool)
+        begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    else:
+        return None
+    return begins if bool(begins.any()) else None
+
+
+def _changed(subject: Subject, tokens: Tensor, where: Tensor, looked_at: Tensor) -> tuple[str, float | None]:
+    """Return the first module that shows the change of some tokens where it must not be seen, and by how much it does."""
+    batch = subject.batch
+    other = batch.with_role("tokens", batch.other_tokens(where))
+    seen = subject.run(other, backward=False)
+    before, after = (subject.base.logits, seen.logits)
+    assert before is not None
+    at = looked_at[:, : before.shape[1]]
+    if after is None or after.shape != before.shape or not bool(at.any()):
+        return "", None
+    if distance(before[at], after[at]) <= subject.tolerance(subject.logits_floor):
+        return "", None
+    row = int((where.any(1) & at.any(1)).nonzero()[0])  # what other rows change is no matter of time
+    alone, at = torch.zeros_like(where), torch.zeros_like(looked_at)
+    alone[row], at[row] = where[row], looked_at[row]
+    other = batch.with_role("tokens", batch.other_tokens(alone))
+    seen, looked_at = subject.run(other, backward=False), at
+    at = at[:, : before.shape[1]]
+    assert seen.logits is not None
+    gap = distance(before[at], seen.logits[at])
+    if gap <= subject.tolerance(subject.logits_floor):
+        return "", None
+
+    def same(x: Tensor, _: int) -> Tensor | None:
+        if x.dim() > 2 and x.shape[:2] == tokens.shape:
+            return x[looked_at]
+        turned = x.dim() == 3 and (x.shape[0], x.shape[2]) == tuple(tokens.shape) != tuple(x.shape[:2])
+        return x.transpose(1, 2)[looked_at] if turned else None
+
+    return subject.first_difference(batch, other, same), gap

@@ -1,0 +1,132 @@
+"""The gradient is the gradient: what autograd returns is the slope of the loss, by central differences."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from trainprobe.engine.core.guard import attempt
+from trainprobe.preflight.batches import Batch
+from trainprobe.preflight.modes import ROUNDING
+from trainprobe.preflight.report import Outcome, broken, by_design, holds, not_applicable
+from trainprobe.preflight.subject import Seen, Subject
+
+STEPS = 1e-3, 4e-3, 1.6e-2  # of the central differences, relative to the size of each weight
+SHARE = 2e-3  # of the gradient's size along a direction that may be wrong
+DIRECTIONS = 2
+
+
+def examine(subject: Subject) -> Outcome:
+    """Measure the slope along two random directions of all weights; where it is not autograd's, find the parameter."""
+    with _in_float64(subject) as (batch, doubled):
+        slopes = _Slopes(subject, batch)
+        if not slopes.seen.finite:
+            return not_applicable("the loss is not finite in float64")
+        wrong = [probe for probe in (slopes.probe(seed) for seed in range(DIRECTIONS)) if probe is not None]
+        if len(wrong) < DIRECTIONS:
+            kind = "float64" if doubled else "its own precision"
+            return (
+                holds(f"as measured in {kind}") if slopes.sharp else not_applicable("the loss is not smooth enough to measure")
+            )
+        name, measured, told = slopes.worst()
+    text = f"the loss falls along {name} by {measured:.3g}, autograd says {told:.3g}"
+    rounding = sorted(ROUNDING & subject.base.names.keys())
+    if rounding:
+        return by_design(f"a straight-through estimator ({rounding[0]}): {text}")
+    asides = f"; all weights together: {wrong[0][0]:.4g} for {wrong[0][1]:.4g}"
+    return broken(f"{text}{asides}. A part that is detached on purpose does this too", measured=measured, autograd=told)
+
+
+class _Slopes:
+    """Slopes of the loss along random directions."""
+
+    def __init__(self, subject: Subject, batch: Batch) -> None:
+        self.subject, self.batch = subject, batch
+        subject.guard.rewind_random()
+        self.seen = subject.run(batch, rewind=None)
+        self.parameters = subject.parameters
+        self.sizes = {name: float(p.detach().double().pow(2).mean().sqrt()) or 0.02 for name, p in self.parameters.items()}
+        self.sharp = False
+
+    def probe(self, seed: int, names: list[str] | None = None, steps: tuple[float, ...] = STEPS) -> tuple[float, float] | None:
+        """Return the measured slope and autograd's where they differ. names: parameters that are moved, by default all."""
+        moved = self.direction(seed, names)
+        told = sum(float((self.seen.gradients[n].double() * d).sum()) for n, d in moved.items() if n in self.seen.gradients)
+        size = (
+            sum(
+                float((self.seen.gradients[n].double() * self.sizes[n]).pow(2).sum()) for n in moved if n in self.seen.gradients
+            )
+            ** 0.5
+        )
+        before = None
+        for step in steps:
+            slope = self.slope(moved, step)
+            if before is not None:
+                error = abs(slope - before)
+                if abs(before - told) <= max(SHARE * size, 3 * error):
+                    self.sharp = self.sharp or error < 0.1 * max(size, abs(told))
+                    return None
+                if error < 0.05 * abs(before - told):
+                    self.sharp = True
+                    return before, told
+            before = slope
+        return None
+
+    def direction(self, seed: int, names: list[str] | None) -> dict[str, Tensor]:
+        """Return parameter → a random direction of its size, in float64."""
+        generator = torch.Generator().manual_seed(seed)
+        drawn = {n: torch.randn(p.shape, generator=generator, dtype=torch.float64) for n, p in self.parameters.items()}
+        return {n: drawn[n].to(self.parameters[n].device) * self.sizes[n] for n in names or drawn}
+
+    def slope(self, moved: dict[str, Tensor], step: float) -> float:
+        """Return the central difference of the loss."""
+        ends = [self.loss_at(moved, sign * step) for sign in (1.0, -1.0)]
+        return (ends[0] - ends[1]) / (2 * step)
+
+    def loss_at(self, moved: dict[str, Tensor], step: float) -> float:
+        """Return the loss with moved weights, which are put back to the bit."""
+        held = {name: self.parameters[name].detach().clone() for name in moved}
+        state = self.subject.guard
+        try:
+            with torch.no_grad():
+                for name, by in moved.items():
+                    self.parameters[name].add_((by * step).to(self.parameters[name].dtype))
+            state.rewind_random()
+            return self.subject.run(self.batch, rewind=None, backward=False).loss
+        finally:
+            with torch.no_grad():
+                for name, value in held.items():
+                    self.parameters[name].copy_(value)
+
+    def worst(self) -> tuple[str, float, float]:
+        """Return the parameter along which the slope is most wrong, found by halving, and both slopes."""
+        names = list(self.parameters)
+        while len(names) > 1:
+            halves = names[: len(names) // 2], names[len(names) // 2 :]
+            names = max(halves, key=lambda half: abs(self._error(half)))
+        moved = self.direction(0, names)
+        told = sum(float((self.seen.gradients[n].double() * d).sum()) for n, d in moved.items() if n in self.seen.gradients)
+        return names[0], self.slope(moved, STEPS[0]), told
+
+    def _error(self, names: list[str]) -> float:
+        moved = self.direction(0, names)
+        told = sum(float((self.seen.gradients[n].double() * d).sum()) for n, d in moved.items() if n in self.seen.gradients)
+        return self.slope(moved, STEPS[0]) - told
+
+
+@contextmanager
+def _in_float64(subject: Subject) -> Generator[tuple[Batch, bool]]:
+    """Give the batch in float64 while the model is in float64, where the loss works so; else both as they are."""
+    subject.guard.rewind()
+    subject.model.double()
+    batch = subject.batch.to(torch.float64)
+    seen = attempt(lambda: subject.run(batch, rewind=None), otherwise=lambda _: None)
+    if isinstance(seen, Seen):
+        yield batch, True
+    else:
+        subject.guard.rewind()
+        yield subject.batch, False
+    subject.guard.rewind()

@@ -1,0 +1,53 @@
+"""Input: the model uses what it is given, and no two rows are the same."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trainprobe.preflight.report import Outcome, broken, holds, not_applicable
+from trainprobe.preflight.subject import Subject, distance, relative
+
+_NO_CONTENT = ("labels", "mask", "positions", "documents", "types")
+
+
+def examine(subject: Subject) -> Outcome:
+    """Give each row the input of its neighbour, one tensor after the other, and look whether the outputs change."""
+    batch = subject.batch
+    if batch.rows < 2:
+        return not_applicable(batch.no_rows or "the batch has one row")
+    others = {i for role, i in batch.roles.items() if role in _NO_CONTENT}
+    content = [i for i in batch.by_row if i not in others and batch.leaves[i].dim() > 1]
+    unused = [batch.paths[i] for i in content if _is_unused(subject, i)]
+    if unused:
+        return broken(f"{unused[0]} is not used: rows that are given that of another row have the same outputs")
+    if (same := _twins([batch.leaves[i] for i in content])) is not None:
+        return broken(f"rows {same[0]} and {same[1]} of the batch are the same")
+    told = [f"{', '.join(batch.paths[i] for i in content)} used"] if content else []
+    if (mask := batch.of("mask")) is not None:
+        told.append(f"{float((mask == 0).double().mean()):.0%} padding")
+    if (labels := batch.text_labels) is not None:
+        told.append(f"{float((labels < 0).double().mean()):.0%} of the targets ignored")
+    return holds(", ".join(told)) if told else not_applicable("no tensor of the batch has content besides its labels")
+
+
+def _is_unused(subject: Subject, i: int) -> bool:
+    batch = subject.batch
+    turned = batch.leaves[i].roll(1, 0)
+    if bool((turned == batch.leaves[i]).all()):
+        return False
+    seen, base = subject.run(batch.with_leaves({i: turned}), backward=False), subject.base
+    alike = seen.logits is not None and base.logits is not None and seen.logits.shape == base.logits.shape
+    if alike and distance(seen.logits, base.logits) > subject.eps:
+        return False
+    return relative(seen.loss, base.loss) <= subject.eps  # where only the loss changes, it is a target
+
+
+def _twins(content: list[Tensor]) -> tuple[int, int] | None:
+    """Return two rows that are equal in all tensors."""
+    rows = len(content[0]) if content else 0
+    for a in range(rows):
+        for b in range(a + 1, rows):
+            if all(torch.equal(x[a], x[b]) for x in content):
+                return a, b
+    return None

@@ -1,0 +1,58 @@
+"""Precision: autocast gives the loss and gradients of float32, as far as its dtype can."""
+
+from __future__ import annotations
+
+import torch
+
+from trainprobe.preflight.modes import REDUCTIONS, without_autocast
+from trainprobe.preflight.report import Outcome, broken, holds, not_applicable
+from trainprobe.preflight.subject import Seen, Subject, apart, relative
+
+LOW = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
+TIMES = 8  # what autocast may be off, in multiples of what rounded weights are
+LOST = 0.01  # share of the gradients' elements that may be lost
+
+
+def examine(subject: Subject) -> Outcome:
+    """Compare the step with one without autocast, and with what weights that are rounded to its dtype change."""
+    used = {kind for kinds in subject.base.dtypes.values() for kind in kinds if kind in LOW}
+    if not used or any(p.dtype in LOW for p in subject.parameters.values()):
+        return not_applicable("no autocast to 16 bits is used" if not used else "the weights themselves have 16 bits")
+    kind = min(used, key=lambda k: torch.finfo(k).max)
+    full = subject.run(modes=without_autocast())
+    rounded = _rounded(subject, kind)
+    gap, floor = apart(full, subject.base), apart(full, rounded)
+    name = LOW[kind]
+    reduced = sorted(n for n, used_there in subject.base.reductions.items() if n in REDUCTIONS and used_there in LOW)
+    lost = _lost(subject.base, full)
+    figures = {"gap": gap, "floor": floor, "lost": lost}
+    if lost > LOST:
+        return broken(f"{lost:.1%} of the gradients' elements are 0 in {name} and not in float32", **figures)
+    if reduced:
+        return broken(f"the loss is computed in {name} ({reduced[0]})", **figures)
+    if gap > TIMES * max(floor, torch.finfo(kind).eps):
+        return broken(
+            f"gradients under {name} are off by {gap:.2g} of their norm, rounded weights change {floor:.2g}", **figures
+        )
+    off = relative(full.loss, subject.base.loss)
+    if off > TIMES * max(relative(full.loss, rounded.loss), torch.finfo(kind).eps / 8):
+        return broken(f"the loss under {name} is off by {off:.2g}", **figures)
+    return holds(f"{name} changes the gradients by {gap:.2g} of their norm, rounded weights by {floor:.2g}", **figures)
+
+
+def _rounded(subject: Subject, kind: torch.dtype) -> Seen:
+    """Run the step in float32 with weights that are rounded to a dtype."""
+    subject.guard.rewind()
+    with torch.no_grad():
+        for p in subject.parameters.values():
+            p.copy_(p.to(kind))
+    return subject.run(rewind=None, modes=without_autocast())
+
+
+def _lost(low: Seen, full: Seen) -> float:
+    there = lost = 0
+    for name, gradient in full.gradients.items():
+        if name in low.gradients:
+            there += int((gradient != 0).sum())
+            lost += int(((gradient != 0) & (low.gradients[name] == 0)).sum())
+    return lost / max(there, 1)

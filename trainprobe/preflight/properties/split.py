@@ -1,0 +1,141 @@
+"""Split: the gradient of a batch is that of its micro-batches, accumulated as this trainer does it."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainprobe.engine.core.words import counted
+from trainprobe.preflight.batches import IGNORED, Batch
+from trainprobe.preflight.report import Outcome, broken, by_design, holds, not_applicable
+from trainprobe.preflight.subject import Seen, Subject, apart, dot, relative
+
+CLOSE = 1e-3  # relative, of weights that are read off gradients
+
+
+def examine(subject: Subject) -> Outcome:
+    """Compare the gradient of the batch with that of 2 micro-batches, or of as many as the trainer accumulates."""
+    told = subject.step is not None or subject.micro_batches > 1
+    count = max(subject.micro_batches, 2)
+    if subject.batch.rows < count:
+        why = subject.batch.no_rows or f"a batch of {counted(subject.batch.rows, 'row')} has no {count} micro-batches"
+        return not_applicable(why)
+    if subject.draws:
+        return not_applicable(f"the step draws random numbers ({subject.draws}), other ones for each micro-batch")
+    micros = subject.batch.split(count)
+    reported, gradients = subject.accumulate(micros)
+    whole, sum_of = subject.base, Seen(subject.base.loss, gradients)
+    if (gap := apart(whole, sum_of)) <= subject.tolerance(subject.floor):
+        return _reported(subject, micros, reported, gap)
+    parts = [subject.run(micro) for micro in micros]
+    right, left_over = _weights(whole.gradients, parts)
+    actual, _ = _weights(gradients, parts)
+    if left_over > 10 * subject.tolerance(subject.floor):
+        return by_design(f"no weights of {count} micro-batches give the gradient of the batch: its rows change each other")
+    factors = [a / r if r else float("inf") for a, r in zip(actual, right, strict=True)]
+    figures = {f"factor_{i}": f for i, f in enumerate(factors)}
+    if not told:
+        text = f"for one micro-batch a step; of {count}, each would have to count by its {_named(right, micros)}"
+        return holds(f"{text}, equal weights are wrong by a factor of {_extreme(factors):.3g}", gap=gap, **figures)
+    total = sum(a * part.loss for a, part in zip(actual, parts, strict=True))
+    also = "" if reported is None else _fault_of_loss(reported, total, whole.loss)
+    return broken(f"{_sentence(factors, actual, right, micros)}{also}", gap=gap, **figures)
+
+
+def _reported(subject: Subject, micros: list[Batch], reported: float | None, gap: float) -> Outcome:
+    if reported is None or relative(reported, subject.base.loss) <= 100 * subject.tolerance(subject.loss_floor):
+        return holds(f"{len(micros)} micro-batches give the gradient of the batch", gap=gap)
+    losses = [subject.run(micro, backward=False).loss for micro in micros]
+    share = reported / subject.base.loss
+    text = f"the gradient holds, but the reported loss is {share:.3g} times that of the batch"
+    last = any(relative(reported, losses[-1] * shares[-1]) < CLOSE for shares in _shares(micros).values())
+    return broken(f"{text}{': that of the last micro-batch alone' if last else ''}", factor=share)
+
+
+def _fault_of_loss(reported: float, total: float, right: float) -> str:
+    if relative(reported, right) < CLOSE:
+        return "; the reported loss is right"
+    same = relative(reported, total) < CLOSE
+    return f"; the reported loss has {'the same fault' if same else 'another fault'} ({reported:.4g} for {right:.4g})"
+
+
+def _weights(gradients: dict[str, Tensor], parts: list[Seen]) -> tuple[list[float], float]:
+    """Return the weights of the parts' gradients whose sum is nearest to a gradient, and what is left, relative."""
+    products = torch.tensor([[dot(a.gradients, b.gradients) for b in parts] for a in parts], dtype=torch.float64)
+    wanted = torch.tensor([dot(a.gradients, gradients) for a in parts], dtype=torch.float64)
+    weights = torch.linalg.lstsq(products, wanted.unsqueeze(1)).solution.flatten().tolist()
+    size = dot(gradients, gradients)
+    left = Seen(0.0, gradients)
+    made: dict[str, Tensor] = {}
+    for weight, part in zip(weights, parts, strict=True):
+        for name, gradient in part.gradients.items():
+            made[name] = made.get(name, 0.0) + gradient.double() * weight
+    return weights, apart(left, Seen(0.0, made)) if size else 0.0
+
+
+def _shares(micros: list[Batch]) -> dict[str, list[float]]:
+    """Return what may be counted → the share of each micro-batch in it."""
+    counts = {
+        "targets": [m.targets() for m in micros],
+        "tokens": [m.tokens() for m in micros],
+        "rows": [m.rows for m in micros],
+    }
+    labels = [m.text_labels for m in micros]
+    shifted = [int((x[:, 1:] != IGNORED).sum()) for x in labels if x is not None]
+    if len(shifted) == len(micros):
+        counts = {**counts, "targets": shifted, "labels": counts["targets"]}
+    counts["micro-batches"] = [1] * len(micros)
+    return {name: [c / max(sum(held), 1) for c in held] for name, held in counts.items()}
+
+
+def _named(weights: list[float], micros: list[Batch]) -> str:
+    """Return what the weights count: targets, tokens, rows or micro-batches; by a scale or as they are."""
+    total = sum(weights) or 1.0
+    for name, shares in _shares(micros).items():
+        if all(relative(w / total, s) < CLOSE for w, s in zip(weights, shares, strict=True)):
+            return name
+    return "content"
+
+
+def _sentence(factors: list[float], actual: list[float], right: list[float], micros: list[Batch]) -> str:
+    count, first = len(micros), factors[0]
+    if all(relative(f, first) < CLOSE for f in factors):
+        return (
+            f"the gradient of {count} micro-batches is that of the batch times the factor {_number(first)}{_why(first, micros)}"
+        )
+    lost = [i for i, f in enumerate(factors) if abs(f) < CLOSE]
+    if lost:
+        return f"micro-batch {lost[0]} has no part in the gradient (factor 0)"
+    told = ", ".join(f"{f:.3g}" for f in factors)
+    scale = sum(actual)
+    whole = f", and all of it times {_number(scale)}" if relative(scale, sum(right)) > CLOSE else ""
+    alike = all(relative(a, actual[0]) < CLOSE for a in actual)
+    count_by = "alike" if alike else f"by {_named(actual, micros)}"
+    text = f"micro-batches count {count_by}, in the whole batch they count by {_named(right, micros)}"
+    return f"{text}: their gradients are {told} times what they should be, a factor of up to {_extreme(factors):.3g}{whole}"
+
+
+def _extreme(factors: list[float]) -> float:
+    return max(factors, key=lambda f: abs(f - 1))
+
+
+def _number(factor: float) -> str:
+    near = Fraction(factor).limit_denominator(64)
+    return str(near) if relative(float(near), factor) < CLOSE else f"{factor:.4g}"
+
+
+def _why(factor: float, micros: list[Batch]) -> str:
+    count = len(micros)
+    whole: dict[str, Any] = {
+        "micro-batches": count,
+        "rows": sum(m.rows for m in micros),
+        "targets": sum(m.targets() for m in micros),
+    }
+    for name, number in whole.items():
+        for text, value in ((f"the {number} {name}", number), (f"1 / {number} {name}", 1 / number)):
+            if relative(factor, value) < CLOSE:
+                return f", {text}"
+    return ""

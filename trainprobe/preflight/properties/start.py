@@ -1,0 +1,93 @@
+"""Start: the first loss is no worse than a guess, tied weights are tied, every weight is trained, evaluation is repeatable."""
+
+from __future__ import annotations
+
+from math import log
+from typing import Any
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from trainprobe.engine.core.words import and_more
+from trainprobe.preflight.properties.causality import targets_of
+from trainprobe.preflight.report import Outcome, broken, holds
+from trainprobe.preflight.subject import Subject, relative
+
+ABOVE = 2.0  # nats over the uniform prediction, from which logits are called too large
+
+
+def examine(subject: Subject) -> Outcome:
+    """Look at the loss, the weights and an evaluation before anything is trained."""
+    told = ["evaluation twice gives the same"]
+    for look in (_ties, _unreached, _optimizers, _evaluation):
+        if (bad := look(subject)) is not None:
+            return bad
+    guess = _uniform(subject)
+    if guess is None:
+        return holds("; ".join(told))
+    own, uniform, classes = guess
+    if own > uniform + ABOVE:
+        text = f"the loss begins at {own:.3g}, a uniform prediction of {classes} classes has {uniform:.3g}"
+        return broken(f"{text}: the logits are too large", loss=own, uniform=uniform)
+    return holds(f"loss {own:.4g}, a uniform prediction {uniform:.4g}; {told[0]}", loss=own, uniform=uniform)
+
+
+def _uniform(subject: Subject) -> tuple[float, float, int] | None:
+    """Return the mean cross entropy of the logits, that of a uniform prediction, and the number of classes."""
+    found, logits = targets_of(subject.base), subject.base.logits
+    if found is None or logits is None:
+        return None
+    wanted, used = found
+    own = float(cross_entropy(logits[used].double(), wanted[used]))
+    return own, log(logits.shape[-1]), logits.shape[-1]
+
+
+def _ties(subject: Subject) -> Outcome | None:
+    for name, module in subject.model.named_modules():
+        config = getattr(module, "config", None)
+        ends = [getattr(module, f"get_{side}_embeddings", None) for side in ("input", "output")]
+        if not getattr(config, "tie_word_embeddings", False) or not all(map(callable, ends)):
+            continue
+        first, last = (_weight_of(end) for end in ends)
+        if first is not None and last is not None and first is not last and first.shape == last.shape:
+            where = f" of {name}" if name else ""
+            return broken(f"the configuration{where} says tied embeddings, but input and output weights are two parameters")
+    return None
+
+
+def _weight_of(end: Any) -> Any:
+    return getattr(end(), "weight", None)
+
+
+def _unreached(subject: Subject) -> Outcome | None:
+    without = [name for name in subject.parameters if name not in subject.base.gradients]
+    if not without:
+        return None
+    owners = {name: name.rpartition(".")[0] or "the model" for name in without}
+    idle = [name for name in without if owners[name] not in subject.base.calls]
+    first = [name for name in without if name not in idle] or idle
+    why = "its module is called, but the loss has no path to it" if first is not idle else "its module is never called"
+    return broken(f"no gradient for {and_more(first + [n for n in without if n not in first])}: {why}", count=len(without))
+
+
+def _optimizers(subject: Subject) -> Outcome | None:
+    if not subject.optimizers:
+        return None
+    held: dict[int, int] = {}
+    for optimizer in subject.optimizers:
+        for parameter in {id(p) for group in optimizer.param_groups for p in group["params"]}:
+            held[parameter] = held.get(parameter, 0) + 1
+    outside = [name for name, p in subject.parameters.items() if id(p) not in held]
+    if outside:
+        return broken(f"no optimizer holds {and_more(outside)}", count=len(outside))
+    twice = [name for name, p in subject.parameters.items() if held[id(p)] > 1]
+    return broken(f"two optimizers hold {and_more(twice)}", count=len(twice)) if twice else None
+
+
+def _evaluation(subject: Subject) -> Outcome | None:
+    runs = [subject.run(training=False, backward=False, dropout=True, seed=seed, outputs=True) for seed in (0, 1)]
+    if relative(runs[0].loss, runs[1].loss) == 0 or not torch.isfinite(torch.tensor(runs[0].loss)):
+        return None
+    place = subject.first_difference(runs[0], runs[1], lambda x, _: x)
+    where = f", first in {place}" if place else ""
+    return broken(f"evaluation twice gives {runs[0].loss:.6g} and {runs[1].loss:.6g}: it draws random numbers{where}")

@@ -1,0 +1,62 @@
+"""Update: one step of the optimizer moves every weight that it should, downhill, and the loss of the same batch falls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from trainprobe.engine.core.words import and_more
+from trainprobe.preflight.report import Outcome, broken, holds, not_applicable
+from trainprobe.preflight.subject import Subject
+
+
+def examine(subject: Subject) -> Outcome:
+    """Let the optimizers step once on the gradients of the batch, look at what moved, and run the batch again."""
+    if not subject.optimizers:
+        return not_applicable("no optimizer was given")
+    base, before = subject.base, {name: p.detach().clone() for name, p in subject.parameters.items()}
+    subject.guard.rewind()
+    for name, p in subject.parameters.items():
+        p.grad = base.gradients[name].clone() if name in base.gradients else None
+    rates = _rates(subject.optimizers)
+    try:
+        for optimizer in subject.optimizers:
+            optimizer.step()
+        return _judged(subject, before, rates)
+    finally:
+        subject.guard.restore()
+        subject.guard.clear_gradients()
+
+
+def _judged(subject: Subject, before: dict[str, Any], rates: dict[int, float]) -> Outcome:
+    base = subject.base
+    moves = {name: p.detach() - before[name] for name, p in subject.parameters.items()}
+    still = [n for n, m in moves.items() if not bool(m.any()) and n in base.gradients and bool(base.gradients[n].any())]
+    held = [n for n in still if id(subject.parameters[n]) in rates]
+    if all(rate == 0 for rate in rates.values()):
+        return not_applicable("the learning rate of this step is 0, as at the start of a warm-up")
+    if len(still) == len(moves) or [n for n in held if rates[id(subject.parameters[n])] != 0]:
+        return broken(f"the optimizer does not move {and_more(held)}, which has a gradient", count=len(held))
+    if held:
+        return broken(f"the learning rate of {and_more(held)} is 0, and that of others is not", count=len(held))
+    predicted = sum(float((base.gradients[n].double() * m.double()).sum()) for n, m in moves.items() if n in base.gradients)
+    after = subject.run(rewind=None, backward=False)
+    if predicted > 0:
+        return broken(
+            f"the optimizer goes uphill: its step raises the loss by {predicted:.3g} to first order", predicted=predicted
+        )
+    change = after.loss - base.loss
+    if not torch.isfinite(torch.tensor(after.loss)) or change > subject.tolerance(subject.loss_floor) * abs(base.loss):
+        text = (
+            f"the loss of this batch rises from {base.loss:.4g} to {after.loss:.4g} in one step, {predicted:.3g} was expected"
+        )
+        return broken(f"{text}: the learning rate is too large", change=change, predicted=predicted)
+    return holds(
+        f"one step changes the loss by {change:.3g}, to first order by {predicted:.3g}", change=change, predicted=predicted
+    )
+
+
+def _rates(optimizers: list[Any]) -> dict[int, float]:
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return {id(p): float(group.get("lr", 1.0)) for group in groups for p in group["params"]}

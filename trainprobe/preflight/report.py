@@ -1,0 +1,113 @@
+"""What a preflight answers: a line for each property, a sentence and an exit code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from trainprobe.comparison.verdict import Verdict
+
+HOLDS, BROKEN, NOT_APPLICABLE, BY_DESIGN, NOT_REACHED = "holds", "BROKEN", "not applicable", "by design", "not reached"
+_MARKS = {HOLDS: "green", BROKEN: "bold red", NOT_APPLICABLE: "dim", BY_DESIGN: "cyan", NOT_REACHED: "yellow"}
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What is said of one property."""
+
+    name: str
+    """The property: split, padding, causality, rows, gradient, start, determinism, precision, update or input."""
+    status: str
+    """holds, BROKEN, not applicable, by design or not reached."""
+    text: str = ""
+    """What was seen: the factor and the place, or why nothing could be."""
+    figures: dict[str, float] = field(default_factory=dict)
+    """The numbers behind the text; distances are relative to the larger of both sides."""
+
+    @property
+    def colour(self) -> str:
+        """Style of the line on a terminal."""
+        return _MARKS[self.status]
+
+    def __str__(self) -> str:
+        return f"{self.name:<12} {self.status}{f': {self.text}' if self.text else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a property found."""
+
+    status: str
+    text: str = ""
+    figures: dict[str, float] = field(default_factory=dict)
+
+
+def holds(text: str = "", **figures: float) -> Outcome:
+    """The property was tested and holds."""
+    return Outcome(HOLDS, text, figures)
+
+
+def broken(text: str, **figures: float) -> Outcome:
+    """The property was tested and does not hold."""
+    return Outcome(BROKEN, text, figures)
+
+
+def not_applicable(why: str) -> Outcome:
+    """The property cannot be tested here."""
+    return Outcome(NOT_APPLICABLE, why)
+
+
+def by_design(text: str, **figures: float) -> Outcome:
+    """The property does not hold, and what was seen says that this is meant."""
+    return Outcome(BY_DESIGN, text, figures)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The answer of a preflight. Exit codes: 0 all that was tested holds, 2 something is broken, 3 nothing could be tested."""
+
+    lines: Sequence[Line]
+    """One for each property, in the order of their value."""
+    passes: int = 0
+    """How often the step was run."""
+    seconds: float = 0.0
+    """How long that took."""
+    floor: float = 0.0
+    """Relative distance of two gradients of the same step, with another order of sums."""
+
+    @property
+    def broken(self) -> list[Line]:
+        """The properties that do not hold."""
+        return [line for line in self.lines if line.status == BROKEN]
+
+    @property
+    def verdict(self) -> Verdict:
+        """The exit code and the sentence."""
+        tested = [line for line in self.lines if line.status in (HOLDS, BROKEN, BY_DESIGN)]
+        late = [line.name for line in self.lines if line.status == NOT_REACHED]
+        behind = f"; not reached: {', '.join(late)}" if late else ""
+        if not tested:
+            return Verdict(3, f"no property could be tested{behind}", [str(line) for line in self.lines])
+        if bad := self.broken:
+            names = ", ".join(line.name for line in bad)
+            return Verdict(2, f"broken: {names} ({len(bad)} of {len(tested)} that were tested){behind}", [str(b) for b in bad])
+        return Verdict(0, f"nothing is broken of what was tested: {', '.join(line.name for line in tested)}{behind}")
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the document that `--json` writes; its schema is docs/preflight.schema.json."""
+        verdict = self.verdict
+        return {
+            "code": verdict.code,
+            "sentence": verdict.sentence,
+            "passes": self.passes,
+            "seconds": self.seconds,
+            "floor": self.floor,
+            "properties": [asdict(line) for line in self.lines],
+        }
+
+    def __str__(self) -> str:
+        return "\n".join([*map(str, self.lines), self.verdict.sentence])
+
+    def _repr_html_(self) -> str:
+        return Verdict(self.verdict.code, self.verdict.sentence, [str(line) for line in self.lines])._repr_html_()

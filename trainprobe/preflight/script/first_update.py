@@ -1,0 +1,176 @@
+"""Waits for the first update of a script: then the batch, the model and the loss are known, and nothing is trained yet."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from trainprobe.engine.capture.patching.replaced import Replaced
+from trainprobe.engine.core.guard import attempt
+from trainprobe.errors import UsageError
+from trainprobe.integrations.live_modules import live_optimizers
+from trainprobe.preflight.batches import Batch
+from trainprobe.preflight.script.frameworks import Found, Training, running_step
+from trainprobe.preflight.script.tape import Micro, Tape
+
+Ends = Callable[[Callable[[], tuple[Training, list[Any]]]], None]
+
+
+class FirstUpdate:
+    """Calls `ends(learnt)` before an optimizer steps for the first time, behind its backward passes.
+
+    learnt: returns the training and the optimizers. Raises UsageError where the loss cannot be made again.
+    """
+
+    def __init__(self, ends: Ends) -> None:
+        self._ends = ends
+        self._tape = Tape()
+        self._micros: list[Micro | UsageError] = []
+        self._found: list[Found] = []
+        self._before: list[tuple[Tensor, Tensor]] = []  # two of the weights as they were at the first backward
+        self._over = False
+
+    def __enter__(self) -> FirstUpdate:
+        original = torch.autograd.backward
+
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self._over:
+                self._backward(tensors)
+            return original(tensors, *args, **kwargs)
+
+        self._replaced = Replaced(torch.autograd, "backward", backward)
+        self._hook = register_optimizer_step_pre_hook(self._steps)
+        self._call = nn.modules.module.register_module_forward_pre_hook(self._called)
+        self._tape.__enter__()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._over:
+            return
+        self._over = True
+        self._tape.__exit__(*exc)
+        self._call.remove()
+        self._hook.remove()
+        self._replaced.back()
+
+    @property
+    def remark(self) -> str:
+        """What was seen of a training without an update."""
+        return f" ({len(self._micros)} backward passes were seen)" if self._micros else ""
+
+    def _called(self, module: Any, args: Any) -> None:
+        if self._is_updated():
+            self._end(None)
+        if self._over or not torch.is_grad_enabled() or (found := running_step()) is None:
+            return
+        if not self._found or self._found[-1].call != found.call or len(self._found) == len(self._micros):
+            self._found.append(found)
+
+    def _is_updated(self) -> bool:
+        """Tell whether weights changed since the first backward: the loop itself, or another optimizer, has updated them."""
+        if self._over or not self._before:
+            return False
+        return any(not torch.equal(p.detach(), value) for p, value in self._before)
+
+    def _backward(self, tensors: Any) -> None:
+        loss = tensors if isinstance(tensors, Tensor) else next(iter(tensors), None)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            return
+        if not self._before:
+            trained = [p for module in self._tape.modules for p in module.parameters() if p.requires_grad]
+            self._before = [(p, p.detach().clone()) for p in (*trained[:1], *trained[-1:])]
+        self._micros.append(attempt(self._tape.micro, loss, otherwise=_refused))
+        del self._found[len(self._micros) :]
+        self._tape.forget()
+
+    def _steps(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        if self._over:
+            return None
+        position, closure = next(((i, a) for i, a in enumerate(args) if callable(a)), (None, kwargs.get("closure")))
+        if closure is None:
+            self._end(optimizer)
+            return None
+
+        def and_end() -> Any:
+            result = closure()
+            self._end(optimizer)
+            return result
+
+        if position is None:
+            return args, {**kwargs, "closure": and_end}
+        return (*args[:position], and_end, *args[position + 1 :]), kwargs
+
+    def _end(self, optimizer: Any) -> None:
+        if self._over or not self._micros:
+            return
+        self.__exit__(None, None, None)
+        self._ends(lambda: self._learnt(optimizer))
+
+    def _learnt(self, optimizer: Any) -> tuple[Training, list[Any]]:
+        training = self._training()
+        return training, _holders(training.model, optimizer)
+
+    def _training(self) -> Training:
+        if self._found:
+            return self._found[0].make([found.batch for found in self._found])
+        micros = [micro for micro in self._micros if isinstance(micro, Micro)]
+        if not micros:
+            raise next(fault for fault in self._micros if isinstance(fault, UsageError))
+        return _of_loop(micros)
+
+
+def _holders(model: nn.Module, first: Any) -> list[Any]:
+    """Return the optimizer that steps and all others that hold parameters of a model; what wraps one of them is not counted."""
+    ours, found = {id(p) for p in model.parameters()}, [] if first is None else [first]
+    gc.collect()
+    for optimizer in live_optimizers():
+        groups = optimizer.param_groups
+        if all(groups is not other.param_groups for other in found) and any(id(p) in ours for g in groups for p in g["params"]):
+            found.append(optimizer)
+    return found
+
+
+def _refused(fault: Exception) -> UsageError:
+    return fault if isinstance(fault, UsageError) else UsageError(f"the loss of this loop cannot be made again: {fault}")
+
+
+def _of_loop(micros: list[Micro]) -> Training:
+    first, count = micros[0], len(micros)
+    several = count > 1
+    scale = first.scale if several else 1.0
+    base = 1.0 if several else first.scale
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        return first.replay(batch) * base if base != 1.0 else first.replay(batch)
+
+    def step(model: Any, parts: list[Any]) -> None:
+        for part in parts:
+            (first.replay(part) * scale).backward()
+
+    modules = first.modules
+    model = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
+    return Training(loss, step if several else None, model, [micro.batch for micro in micros])
+
+
+def joined(micros: list[Any]) -> Any:
+    """Return the rows of all micro-batches as one batch, padded to one length; the first where they cannot be joined."""
+    batches = [Batch(micro) for micro in micros]
+    longest = max((tokens.shape[1] for b in batches if (tokens := b.of("tokens")) is not None), default=0)
+    even = [_lengthened(batch, longest) for batch in batches]
+    first = even[0]
+    whole = attempt(
+        lambda: first.with_leaves({i: torch.cat([batch.leaves[i] for batch in even]) for i in first.by_row}),
+        otherwise=lambda _: first,
+    )
+    return whole.tree()
+
+
+def _lengthened(batch: Batch, longest: int) -> Batch:
+    tokens = batch.of("tokens")
+    missing = 0 if tokens is None else longest - tokens.shape[1]
+    return batch.padded(missing, left=False) if missing > 0 else batch

@@ -1,0 +1,234 @@
+"""What a loop calls from its model to its loss, so that it can be called again with another batch.
+
+Outermost calls of modules are recorded, and between them each function of torch that is given what such a call returned. What
+does not come from a model, such as tokens and targets, is the batch. Numbers that the loop read from shapes stay as they were.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from trainprobe.engine.core.guard import attempt
+from trainprobe.errors import UsageError
+from trainprobe.preflight.modes import RANDOM
+
+_MOST = 5000  # calls without a backward, after which those before are forgotten
+_DEEPEST = 8  # calls between the rows of the batch and what a model or a loss is given
+_SCALES = {"div": True, "__truediv__": True, "true_divide": True, "mul": False, "__mul__": False, "__rmul__": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A tensor that an earlier call of the tape returned. place: among the tensors of its result."""
+
+    call: int
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A tensor of the batch."""
+
+    name: str
+
+
+@dataclass(slots=True)
+class Call:
+    """A call of a module or function. cast: dtype of autocast on its device, None without."""
+
+    function: Any
+    args: Any
+    kwargs: Any
+    cast: tuple[str, torch.dtype] | None
+
+
+@dataclass(slots=True)
+class Micro:
+    """One forward pass of the loop, up to the tensor whose backward was called. scale: the number that it was multiplied by."""
+
+    calls: list[Call]
+    loss: Made
+    batch: dict[str, Tensor]
+    scale: float = 1.0
+    modules: list[nn.Module] = field(default_factory=list)
+
+    def replay(self, batch: dict[str, Tensor]) -> Tensor:
+        """Call everything again with another batch and return the loss."""
+        results: list[list[Tensor]] = []
+
+        def value(x: Any) -> Any:
+            return results[x.call][x.place] if isinstance(x, Made) else batch[x.name] if isinstance(x, Given) else x
+
+        for call in self.calls:
+            args, kwargs = (tree_map(value, part) for part in (call.args, call.kwargs))
+            if call.cast is None:
+                out = call.function(*args, **kwargs)
+            else:
+                with torch.autocast(*call.cast):
+                    out = call.function(*args, **kwargs)
+            results.append(tensors_of(out))
+        return results[self.loss.call][self.loss.place]
+
+
+class Tape(TorchFunctionMode):
+    """Records while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._depth = 0
+        self._handles: list[Any] = []
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin a new micro-batch."""
+        self._calls: list[Call] = []
+        self._made: dict[int, Made] = {}
+        self._held: list[Tensor] = []
+        self._batch: dict[str, Tensor] = {}
+        self._names: dict[int, str] = {}
+        self._modules: dict[int, nn.Module] = {}
+        self._lost = ""
+        self._sources: dict[int, tuple[Any, Any, Any, Any]] = {}  # id of a tensor that no model made → the call that made it
+        self._first: torch.Size | None = None  # shape of what a model was given first
+
+    def __enter__(self) -> Any:
+        self._handles = [
+            register_module_forward_pre_hook(self._enters),
+            register_module_forward_hook(self._leaves, with_kwargs=True, always_call=True),
+        ]
+        return super().__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        for handle in self._handles:
+            handle.remove()
+        super().__exit__(*exc)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if self._depth == 0 and torch.is_grad_enabled() and (made := tensors_of(out)):
+            if self._knows(args, kwargs):
+                self._record(func, args, kwargs or {}, out)
+            elif (given := {id(tensor) for tensor in tensors_of((args, kwargs or {}))}) and given.isdisjoint(map(id, made)):
+                self._sources.update({id(tensor): (func, args, kwargs or {}, out) for tensor in made})
+        return out
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The outermost modules with weights that were called."""
+        return list(self._modules.values())
+
+    def micro(self, loss: Tensor) -> Micro:
+        """Return what led to a loss, and begin a new micro-batch. Raises UsageError where that was not seen."""
+        made, lost = self._made.get(id(loss)), self._lost
+        if made is None or lost:
+            why = lost or "no call of a model was seen that it comes from"
+            raise UsageError(
+                f"the loss of this loop cannot be made again, {why}: write trainprobe.preflight(loss, model, batch)"
+            )
+        found = Micro(self._calls, made, self._batch, modules=self.modules)
+        last = self._calls[made.call]
+        divides = _SCALES.get(getattr(last.function, "__name__", ""))
+        if divides is not None and len(last.args) == 2 and isinstance(last.args[0], Made):
+            number = last.args[1]
+            if isinstance(number, int | float) and number:
+                found.scale = 1 / number if divides else float(number)
+                found.loss = last.args[0]
+        self.forget()
+        return found
+
+    def _enters(self, module: nn.Module, args: Any) -> None:
+        if self._depth == 0 and len(self._calls) + len(self._sources) > _MOST:
+            self.forget()
+        self._depth += 1
+
+    def _leaves(self, module: nn.Module, args: Any, *rest: Any) -> None:
+        self._depth -= 1
+        if self._depth or not torch.is_grad_enabled() or len(rest) < 2:  # one where the module raised an error
+            return
+        kwargs, output = rest
+        trained = any(p.requires_grad for p in module.parameters())
+        if trained:
+            self._modules.setdefault(id(module), module)
+            given = tensors_of((args, kwargs))
+            self._first = self._first or (given[0].shape if given else None)
+        if trained or self._knows(args, kwargs):
+            self._record(module, args, kwargs, output)
+
+    def _knows(self, args: Any, kwargs: Any) -> bool:
+        return any(id(t) in self._made for t in tensors_of((args, kwargs or {})))
+
+    def _record(self, function: Any, args: Any, kwargs: Any, output: Any) -> None:
+        with torch._C.DisableTorchFunction():
+            names = _names(function, args, kwargs)
+            told, named = tree_map(lambda x: self._told(x, names), (tuple(args), dict(kwargs)))
+            for place, tensor in enumerate(tensors_of(output)):
+                self._made[id(tensor)] = Made(len(self._calls), place)
+                self._held.append(tensor)
+            kind = next((t.device.type for t in tensors_of(output)), "cpu")
+            cast = (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
+            self._calls.append(Call(function, told, named, cast))
+
+    def _told(self, x: Any, names: dict[int, str]) -> Any:
+        """Return what stands on the tape for an argument."""
+        if not isinstance(x, Tensor):
+            return x
+        if id(x) in self._made:
+            return self._made[id(x)]
+        if isinstance(x, nn.Parameter) or (x.is_leaf and x.requires_grad):
+            return x
+        if self._is_from_rows(x):
+            self._record(*self._sources[id(x)])
+            return self._made[id(x)]
+        if x.requires_grad:
+            self._lost = f"as {names.get(id(x), 'a tensor')} comes from a function that was not seen"
+            return x
+        if id(x) not in self._names:
+            name = names.get(id(x), "input")
+            taken = sum(other.rstrip("0123456789_") == name for other in self._batch)
+            self._names[id(x)] = name = f"{name}_{taken}" if taken else name
+            self._batch[name] = x.detach().clone()
+            self._held.append(x)
+        return Given(self._names[id(x)])
+
+    def _is_from_rows(self, x: Tensor, deepest: int = _DEEPEST) -> bool:
+        """Tell whether a tensor was made of one with the rows of the batch and has lost them; then it is made again.
+
+        So labels are taken before the loop flattens them, and a number of targets is counted again.
+        """
+        source, first = self._sources.get(id(x)), self._first
+        if source is None or not first or not deepest:
+            return False
+        given = tensors_of(source[1:3])
+        if all(id(t) in self._names for t in given) and getattr(source[0], "__name__", "") not in RANDOM:
+            return True
+        if x.shape[:1] == first[:1]:
+            return any(t.shape == first and not t.is_floating_point() for t in given) and x.shape != first
+        return any(t.shape[:1] == first[:1] or self._is_from_rows(t, deepest - 1) for t in given)
+
+
+def tensors_of(x: Any) -> list[Tensor]:
+    """Return the tensors in nested containers, in order."""
+    return [x] if isinstance(x, Tensor) else [t for t in tree_flatten(x)[0] if isinstance(t, Tensor)]
+
+
+def _names(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[int, str]:
+    """Return id of each tensor that is given → the name of its argument."""
+    called = getattr(function, "forward", function)
+    signature = attempt(inspect.signature, called, otherwise=lambda _: None)
+    bound = attempt(lambda: signature.bind(*args, **kwargs).arguments, otherwise=lambda _: {}) if signature else {}
+    found: dict[int, str] = {}
+    for name, value in bound.items():
+        named = value.items() if isinstance(value, dict) else [(name, value)]
+        for key, item in named:
+            for tensor in tensors_of(item):
+                found.setdefault(id(tensor), str(key))
+    return found

@@ -1,0 +1,337 @@
+"""The step that is tested: it is run as often as wanted, from one state, and what it computed is kept."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils._pytree import tree_flatten
+
+from trainprobe.engine.core.guard import attempt
+from trainprobe.errors import UsageError
+from trainprobe.preflight.batches import Batch
+from trainprobe.preflight.modes import RANDOM, Quiet, Reordered
+from trainprobe.preflight.state_guard import StateGuard
+
+_MOST_NODES = 200  # of autograd's graph behind the logits
+MARGIN = 32  # times the measured floor
+_DROPS = (
+    "dropout",
+    "alphadropout",
+    "featurealphadropout",
+    "stabledropout",
+    "droppath",
+    "drop_path",
+    "stochasticdepth",
+    "dropblock",
+)
+
+
+@dataclass(slots=True)
+class Seen:
+    """What one run of the step gave.
+
+    loss: its value. gradients: parameter → gradient, of those that have one. logits: the last output of a module with rows,
+    through which the loss has a gradient; slope: that gradient. outputs: (module, its first tensor with rows), in order of the
+    calls, where asked for. calls: modules that ran. names: function of torch → calls; dtypes: function → those of its results.
+    reductions: operation between the logits and the loss → dtype of its result.
+    """
+
+    loss: float
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    logits: Tensor | None = None
+    slope: Tensor | None = None
+    outputs: list[tuple[str, Tensor]] = field(default_factory=list)
+    calls: set[str] = field(default_factory=set)
+    names: dict[str, int] = field(default_factory=dict)
+    dtypes: dict[str, set[torch.dtype]] = field(default_factory=dict)
+    reductions: dict[str, torch.dtype] = field(default_factory=dict)
+
+    @property
+    def finite(self) -> bool:
+        """Whether the loss and all gradients are finite."""
+        return isfinite(self.loss) and all(bool(torch.isfinite(g).all()) for g in self.gradients.values())
+
+
+class Subject:
+    """A loss, a model and a batch, with the state that every run begins with."""
+
+    def __init__(
+        self,
+        loss: Callable[[Any, Any], Any],
+        model: nn.Module,
+        batch: Any,
+        guard: StateGuard,
+        *,
+        step: Callable[[Any, list[Any]], Any] | None = None,
+        micro_batches: int = 1,
+        optimizers: Sequence[Any] = (),
+    ) -> None:
+        self.loss, self.model, self.guard = loss, model, guard
+        self.batch = batch if isinstance(batch, Batch) else Batch(batch)
+        self.step, self.micro_batches, self.optimizers = step, micro_batches, list(optimizers)
+        self.names = {id(module): name or "the model" for name, module in model.named_modules()}
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.passes = 0
+        self.deadline = float("inf")
+        self.base = Seen(0.0)
+        self.draws = ""  # the functions whose random numbers change the step, dropout apart
+        self.floor = self.loss_floor = self.logits_floor = 0.0
+
+    def measure(self) -> None:
+        """Run the step as it is, and with another order of sums: how far both are apart is what rounding does here."""
+        self.base = self.run()
+        drawn = self.guard.drawn()
+        if not self.base.finite:
+            return
+        if drawn and self.differs(self.run(seed=1)):
+            self.draws = ", ".join(sorted(RANDOM & self.base.names.keys())) or "outside of torch's functions"
+        again = attempt(lambda: self.run(modes=Reordered()), otherwise=lambda _: None) or self.run(self.reversed_rows())
+        self.floor, self.loss_floor = apart(self.base, again), relative(self.base.loss, again.loss)
+        self.logits_floor = distance(self.base.logits, again.logits) if _alike(self.base.logits, again.logits) else 0.0
+
+    def reversed_rows(self) -> Batch:
+        """Return the batch from its last row to its first."""
+        return self.batch.take(range(self.batch.rows - 1, -1, -1))
+
+    @property
+    def eps(self) -> float:
+        """The resolution of the coarsest dtype of weights and outputs."""
+        kinds = {p.dtype for p in self.parameters.values()} | {x.dtype for x in [self.base.logits] if x is not None}
+        return max((torch.finfo(kind).eps for kind in kinds if kind.is_floating_point), default=1e-7)
+
+    def tolerance(self, measured: float) -> float:
+        """Return what a relative distance may be: a multiple of the floor, which is at least the resolution of the dtype."""
+        return MARGIN * max(measured, self.eps)
+
+    def differs(self, seen: Seen) -> bool:
+        """Tell whether the gradients or losses of a run differ from those of the base by more than rounding."""
+        base = self.base
+        return relative(base.loss, seen.loss) > self.tolerance(self.loss_floor) or (
+            bool(seen.gradients) and apart(base, seen) > self.tolerance(self.floor)
+        )
+
+    def run(
+        self,
+        batch: Batch | None = None,
+        *,
+        backward: bool = True,
+        rewind: bool | None = True,
+        dropout: bool = False,
+        seed: int | None = None,
+        training: bool | None = None,
+        modes: AbstractContextManager[Any] | None = None,
+        outputs: bool = False,
+    ) -> Seen:
+        """Run the step once and return what it gave.
+
+        rewind: None leaves all state as it is, False the attributes of modules.
+        dropout: leave it on. training: mode of the model, by default its own. outputs: keep those of all modules.
+        """
+        self.passes += 1
+        if rewind is not None:
+            self.guard.rewind(attributes=rewind)
+        self.guard.clear_gradients()
+        if training is not None:
+            self.model.train(training)
+        if seed is not None:
+            self.guard.reseed(seed)
+        reductions: dict[str, torch.dtype] = {}
+        quiet, watch = Quiet(dropout), _Watch(self.names, (batch or self.batch).rows, outputs)
+        with ExitStack() as stack:
+            stack.enter_context(_paths_kept(self.model) if not dropout else nullcontext())
+            stack.enter_context(watch)
+            stack.enter_context(modes or nullcontext())
+            stack.enter_context(quiet)
+            stack.enter_context(torch.enable_grad() if backward else torch.no_grad())
+            loss = scalar_of(self.loss(self.model, (batch or self.batch).tree()))
+            if backward:
+                if not loss.requires_grad:
+                    raise UsageError("the loss has no graph: it depends on no parameter that is trained")
+                reductions = watch.behind_the_logits(loss)
+                loss.backward()
+        gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+        self.guard.clear_gradients()
+        return watch.seen(
+            Seen(float(loss.detach()), gradients, names=dict(quiet.names), dtypes=quiet.dtypes, reductions=reductions)
+        )
+
+    def accumulate(self, micros: list[Batch]) -> tuple[float | None, dict[str, Tensor]]:
+        """Run the micro-batches as the trainer does: the loss that it reports and the gradients that it leaves."""
+        self.passes += len(micros)
+        self.guard.rewind()
+        self.guard.clear_gradients()
+        with _paths_kept(self.model), Quiet(), torch.enable_grad():
+            reported = (self.step or self._mean_of)(self.model, [micro.tree() for micro in micros])
+        gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+        self.guard.clear_gradients()
+        value = attempt(scalar_of, reported.detach(), otherwise=lambda _: None) if isinstance(reported, Tensor) else reported
+        return (None if value is None else float(value)), gradients
+
+    def _mean_of(self, model: Any, micros: list[Any]) -> float:
+        total = 0.0
+        for micro in micros:
+            part = scalar_of(self.loss(model, micro)) / len(micros)
+            part.backward()
+            total += float(part.detach())
+        return total
+
+    def in_time(self) -> bool:
+        """Return whether the budget of seconds is not yet used."""
+        return time.monotonic() < self.deadline
+
+    def first_difference(
+        self, one: Batch | Seen, other: Batch | Seen, same: Callable[[Tensor, int], Tensor | None], **how: Any
+    ) -> str:
+        """Return the name of the first module whose output differs between two runs, where it should not.
+
+        same: returns of an output, and whether it is of the first run (0) or the second (1), what must be equal.
+        """
+        a, b = (x if isinstance(x, Seen) else self.run(x, backward=False, outputs=True, **how) for x in (one, other))
+        for (name, x), (_, y) in zip(a.outputs, b.outputs, strict=False):
+            left, right = (attempt(same, z, side, otherwise=lambda _: None) for side, z in enumerate((x, y)))
+            if left is None or right is None or not _alike(left, right):
+                continue
+            if distance(left, right) > self.tolerance(self.logits_floor):
+                return name
+        return ""
+
+
+class _Watch:
+    """Sees the outputs of modules while a step runs."""
+
+    def __init__(self, names: dict[int, str], rows: int, keep: bool) -> None:
+        self._names, self._rows, self._keep = names, rows, keep
+        self._handle: Any = None
+        self._last: Tensor | None = None
+        self._outputs: list[tuple[str, Tensor]] = []
+        self._calls: set[str] = set()
+        self._over = False
+
+    def __enter__(self) -> _Watch:
+        self._handle = register_module_forward_hook(self._returned)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._handle.remove()
+
+    def _returned(self, module: nn.Module, _: Any, output: Any) -> None:
+        if self._over:
+            return
+        name = self._names.get(id(module), "")
+        self._calls.add(name)
+        found = _main_tensor(output, self._rows)
+        if found is None:
+            return
+        if self._keep and name:
+            self._outputs.append((name, found.detach().clone()))
+        if found.requires_grad and not found.is_leaf:
+            found.retain_grad()
+            self._last = found
+        elif not torch.is_grad_enabled():
+            self._last = found
+
+    def behind_the_logits(self, loss: Tensor) -> dict[str, torch.dtype]:
+        """Return operation → dtype of its result, of those from the logits to the loss; what is called later is not seen."""
+        self._over = True  # a checkpointed layer is called again in the backward
+        if self._last is None:
+            return {}
+        end, found, open_nodes = self._last.grad_fn, dict[str, torch.dtype](), [loss.grad_fn]
+        for _ in range(_MOST_NODES):
+            if not open_nodes or (node := open_nodes.pop()) is end:
+                break
+            if node is not None:
+                given = getattr(node, "_input_metadata", None)
+                found.setdefault(
+                    node.name().removesuffix("0").removesuffix("Backward"), given[0].dtype if given else loss.dtype
+                )
+                open_nodes.extend(parent for parent, _ in node.next_functions)
+        return found
+
+    def seen(self, seen: Seen) -> Seen:
+        last = self._last
+        if last is not None:
+            seen.logits, seen.slope = last.detach(), last.grad if last.requires_grad else None
+        seen.outputs, seen.calls, self._last = self._outputs, self._calls, None
+        return seen
+
+
+def _main_tensor(output: Any, rows: int) -> Tensor | None:
+    """Return the logits of an output, else its first tensor of numbers with rows."""
+    logits = getattr(output, "logits", None)
+    flat = [logits] if isinstance(logits, Tensor) else [output] if isinstance(output, Tensor) else tree_flatten(output)[0]
+    fits = (t for t in flat if isinstance(t, Tensor) and t.is_floating_point() and t.dim() > 1 and t.numel())
+    return next((t for t in fits if not rows or t.shape[0] % rows == 0), None)
+
+
+@contextmanager
+def _paths_kept(model: nn.Module) -> Generator[None]:
+    """Let no layer drop elements or paths; beside `Quiet`, which checkpointed layers that are called again do not see."""
+    layers = [m for m in model.modules() if type(m).__name__.lower().startswith(_DROPS) and m.training]
+    for layer in layers:
+        layer.training = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.training = True
+
+
+def scalar_of(result: Any) -> Tensor:
+    """Return the loss of what a loss function gave: a tensor of one element, alone or as `loss`. Raises UsageError."""
+    if isinstance(result, dict):
+        result = result.get("loss", result)
+    elif not isinstance(result, Tensor) and isinstance(getattr(result, "loss", None), Tensor):
+        result = result.loss
+    elif isinstance(result, tuple | list):
+        result = next((x for x in result if isinstance(x, Tensor) and x.numel() == 1), result)
+    if not isinstance(result, Tensor) or result.numel() != 1:
+        what = f"a tensor {list(result.shape)}" if isinstance(result, Tensor) else f"a {type(result).__name__}"
+        raise UsageError(f"loss(model, batch) returned {what}: return a scalar tensor, such as loss.mean()")
+    return result.reshape(())
+
+
+def _alike(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is not None and b is not None and a.shape == b.shape
+
+
+def relative(a: float, b: float) -> float:
+    """Return the distance of two numbers relative to the larger one; infinite where one is not finite."""
+    if not (isfinite(a) and isfinite(b)):
+        return float("inf")
+    return abs(a - b) / max(abs(a), abs(b), 1e-30)
+
+
+def distance(a: Any, b: Any) -> float:
+    """Return the largest difference of two tensors of one shape, relative to their largest element."""
+    if not a.numel():
+        return 0.0
+    a, b = a.double(), b.double()
+    top = max(float(a.abs().max()), float(b.abs().max()), 1e-30)
+    gap = float((a - b).abs().max())
+    return gap / top if isfinite(gap) and isfinite(top) else float("inf")
+
+
+def dot(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    """Return the inner product of two sets of gradients, in float64; a missing one is 0."""
+    return sum(float((a[name].double() * b[name].double()).sum()) for name in a.keys() & b.keys())
+
+
+def apart(a: Seen, b: Seen) -> float:
+    """Return the norm of the difference of two sets of gradients, relative to the larger one."""
+    size = max(dot(a.gradients, a.gradients), dot(b.gradients, b.gradients)) ** 0.5
+    gap = 0.0
+    for name in a.gradients.keys() | b.gradients.keys():
+        x, y = a.gradients.get(name), b.gradients.get(name)
+        delta = x.double() - y.double() if x is not None and y is not None else (x if x is not None else y)
+        assert delta is not None
+        gap += float((delta.double() ** 2).sum())
+    gap = gap**0.5
+    return gap / max(size, 1e-30) if isfinite(gap) and isfinite(size) else float("inf")
