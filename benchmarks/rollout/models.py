@@ -25,7 +25,7 @@ def model_of(kind: str, seed: int, attention: str = "eager", dtype: torch.dtype 
     if kind == "llama":
         made: Any = LlamaForCausalLM(LlamaConfig(**_SIZES | changes))
     else:
-        sizes = _SIZES | {"moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 2} | changes
+        sizes: Any = _SIZES | {"moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 2} | changes
         made = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes))
     with torch.no_grad():
         made.lm_head.weight.mul_(3.0)
@@ -131,8 +131,9 @@ def decoded(
             out = model(prompt[None], use_cache=True)
             rows = [out.logits[0, -1].float()]
             for step, token in enumerate(response[:-1]):
-                for layer in out.past_key_values.layers if spoil is not None else ():
-                    layer.keys, layer.values = spoil(layer.keys, step), spoil(layer.values, step)
+                if spoil is not None:
+                    for layer in out.past_key_values.layers:
+                        layer.keys, layer.values = spoil(layer.keys, step), spoil(layer.values, step)
                 at = torch.tensor([len(prompt) + step])
                 out = model(token[None, None], past_key_values=out.past_key_values, position_ids=at[None], use_cache=True)
                 rows.append(out.logits[0, -1].float())
