@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from trainprobe.preflight import preflight as preflight
     from trainprobe.rollout import SingleComparator as SingleComparator
     from trainprobe.rollout import SingleSave as SingleSave
+    from trainprobe.rollout.weights.prints import fingerprints as fingerprints
+    from trainprobe.rollout.weights.sync import read_sync as read_sync
+    from trainprobe.rollout.weights.sync import weight_sync as weight_sync
     from trainprobe.watching import Probe as Probe
     from trainprobe.watching import watch as watch
 
@@ -40,10 +43,13 @@ _PUBLIC = {
     "SingleComparator": "trainprobe.rollout",
     "SingleSave": "trainprobe.rollout",
     "compare_for_single_op": "trainprobe.op_check.saved_calls",
+    "fingerprints": "trainprobe.rollout.weights.prints",
     "nan_inf_track_for_single_op": "trainprobe.op_check.saved_calls",
     "open_module_tracker": "trainprobe.compare_with_cpu",
     "preflight": "trainprobe.preflight",
+    "read_sync": "trainprobe.rollout.weights.sync",
     "watch": "trainprobe.watching",
+    "weight_sync": "trainprobe.rollout.weights.sync",
 }
 
 __all__ = [
@@ -59,10 +65,13 @@ __all__ = [
     "SingleSave",
     "__version__",
     "compare_for_single_op",
+    "fingerprints",
     "nan_inf_track_for_single_op",
     "open_module_tracker",
     "preflight",
+    "read_sync",
     "watch",
+    "weight_sync",
 ]
 
 

@@ -59,7 +59,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "ckpt-show": ("trainprobe.ckpt_compare.command:ckpt_show", "list the logical tensors of one checkpoint"),
     "rollout-compare": (
         "trainprobe.rollout.command:rollout_compare",
-        "where the key data of two reinforcement-learning runs begin to differ",
+        "where two reinforcement-learning runs begin to differ, or why log-probabilities do",
     ),
     "floor": (
         "trainprobe.integrations.floor_command:floor",

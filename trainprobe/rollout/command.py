@@ -7,22 +7,52 @@ from typing import Annotated
 
 import typer
 
+from trainprobe.errors import UsageError
 from trainprobe.rollout.compare import SingleComparator
 
 
 def rollout_compare(
-    a: Annotated[Path, typer.Argument(help="folder that SingleSave wrote to")],
-    b: Annotated[Path, typer.Argument(help="the other run's")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="folder for a sheet a key and verdict.json")] = Path(
+    a: Annotated[Path, typer.Argument(help="folder that SingleSave wrote to, or one file of log-probabilities")],
+    b: Annotated[Path | None, typer.Argument(help="the other run's folder")] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="folders: where a sheet a key and verdict.json go")] = Path(
         "rollout_compare"
     ),
     floor: Annotated[
         Path | None, typer.Option(help="folder of a repeated run of A: twice its distance from A counts as noise")
     ] = None,
     workers: Annotated[int, typer.Option("--workers", "-n", help="arrays that are compared at a time")] = 8,
+    dtype: Annotated[str | None, typer.Option(help="a file: what both engines compute in (bfloat16, float32 …)")] = None,
+    layers: Annotated[int | None, typer.Option(help="a file: layers of the model, which with --dtype give the noise")] = None,
+    json: Annotated[Path | None, typer.Option(help="a file: write verdict, statistics and causes here")] = None,
+    html: Annotated[Path | None, typer.Option(help="a file: write one self-contained page here")] = None,
 ) -> int:
-    """Say where two runs' key data first differ. Exit code: 0 the same, 1 within noise, 2 they differ, 3 not comparable."""
+    """Say where two runs' key data first differ, or why the log-probabilities of one file do.
+
+    Exit code: 0 the same, 1 within noise, 2 they differ, 3 not comparable.
+    """
+    if b is None:
+        return _file(a, dtype, layers, json, html)
     found = SingleComparator.compare(a, b, output, workers, floor=floor)
     typer.echo(found.sentence)
     typer.echo(f"sheets and verdict.json in {output}")
     return found.code
+
+
+def _file(path: Path, dtype: str | None, layers: int | None, json: Path | None, html: Path | None) -> int:
+    """Judge one file of log-probabilities."""
+    from trainprobe.comparison.files import write_json
+    from trainprobe.comparison.terminal import show_verdict, wide_console
+    from trainprobe.rollout.logprobs.judge import as_json, judge
+    from trainprobe.rollout.logprobs.read import read_file
+
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder, and folders are compared by two: name the other run's, or one file")
+    found = judge(read_file(path), dtype, layers)
+    if json is not None:
+        write_json(as_json(found), json)
+    if html is not None:
+        from trainprobe.rollout.logprobs.page import write_page
+
+        write_page(found, path, html)
+    show_verdict(found.verdict, wide_console())
+    return found.verdict.code

@@ -1,0 +1,1 @@
+"""Planted causes of reinforcement learning: log-probabilities that differ, and weights that did not arrive."""

@@ -1,0 +1,80 @@
+"""What the first line says of planted causes in reinforcement learning, and of healthy pairs.
+
+    python -m benchmarks.rollout [--part logprobs|weights] [--details] [--seed 0]
+
+Log-probabilities: tiny random models of transformers score the same tokens in two ways. Eleven causes with two seeds each must
+be named first; ten healthy pairs must be called identical or rounding. Weights: twelve faults in two layouts must be named with
+the tensor; twenty healthy pushes must arrive. Exits with 1 below 20 of 22 or 22 of 24, or with a false answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from benchmarks.rollout import weights as pushes
+from benchmarks.rollout.logprobs import healthy, planted
+from benchmarks.rollout.models import LAYERS
+from trainprobe.rollout.logprobs.judge import judge
+from trainprobe.rollout.logprobs.read import read_file
+
+GOAL, GOAL_OF_WEIGHTS = 20, 22
+
+
+def logprobs(details: bool, seed: int) -> bool:
+    """Print the answers; return whether the goal is met."""
+    named = found = false = 0
+    with tempfile.TemporaryDirectory() as folder:
+        for case in [*planted(seed), *healthy(seed + 2)]:
+            path = Path(folder) / "case.safetensors"
+            save_file({name: np.ascontiguousarray(array) for name, array in case.table.items()}, path)
+            answer = judge(read_file(path), case.dtype, LAYERS)
+            first = answer.causes[0].name if answer.causes else ""
+            good = first == case.name and (answer.verdict.code == 2) == bool(case.name)
+            named += bool(case.name) and good
+            found += bool(case.name) and answer.verdict.code == 2
+            false += not case.name and not good
+            print(
+                f"{'ok  ' if good else 'MISS'} {case.name or 'healthy':13} {case.variant:30} {answer.verdict.sentence}",
+                flush=True,
+            )
+            if details:
+                print(*(f"       {line}" for line in answer.verdict.details), sep="\n")
+    print(f"log-probabilities: {found} of 22 found, {named} named first, {false} false of 10 healthy pairs")
+    return named >= GOAL and not false
+
+
+def weights() -> bool:
+    """Print the answers; return whether the goal is met."""
+    named = found = false = 0
+    for fault, layout, pattern, answer in pushes.planted():
+        good = bool(re.search(pattern, answer.verdict.sentence))
+        named, found = named + good, found + (answer.verdict.code > 1)
+        print(f"{'ok  ' if good else 'MISS'} {fault:22} {layout:12} {answer.verdict.sentence}", flush=True)
+    for which, answer in pushes.healthy():
+        false += answer.verdict.code != 0
+        if answer.verdict.code:
+            print(f"FALSE {which} {answer.verdict.sentence}")
+    print(f"weights: {found} of 24 found, {named} named with the tensor, {false} alarms in 20 healthy pushes")
+    return named >= GOAL_OF_WEIGHTS and not false
+
+
+def main() -> None:
+    """Run the benches."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--part", choices=["logprobs", "weights"])
+    parser.add_argument("--details", action="store_true")
+    parser.add_argument("--seed", type=int, default=0, help="the first, an even number")
+    given = parser.parse_args()
+    met = [given.part == "weights" or logprobs(given.details, given.seed), given.part == "logprobs" or weights()]
+    sys.exit(0 if all(met) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Why two engines differ on the log-probabilities of the same tokens: reading them, and the causes with their evidence."""

@@ -1,0 +1,1 @@
+"""Did every weight arrive in the rollout engine: fingerprints under logical names, pushes, and the verdict."""
