@@ -2,6 +2,7 @@
 
 python -m benchmarks.again.twice                 # everything; a line a case
 python -m benchmarks.again.twice --repeats 40    # fewer healthy repeats than 200
+python -m benchmarks.again.twice --only flips    # or unsteady, healthy
 
 A flip is planted below everything that looks: an op's result is changed in the dispatcher of torch, a weight in its memory. A
 case is named where an error says "hardware", this rank, this bit, and the module, op or parameter that was hit.
@@ -124,7 +125,7 @@ def on_rank(rank: int, store: str, out: str) -> None:
     dist.destroy_process_group()
 
 
-def run_flips() -> int:
+def run_flips() -> str:
     """Run all planted flips and the healthy twin; return how many were named."""
     folder = Path(tempfile.mkdtemp())
     mp.spawn(on_rank, (str(folder / "store"), str(folder / "rank")), 2)
@@ -138,7 +139,7 @@ def run_flips() -> int:
         right = right and any(word in text for word in case["words"])
         named += right
         print(f"{case['kind']:9} {case.get('op') or case['name']:28} {'named' if right else 'MISSED':7} {text[:150]}", flush=True)
-    return named
+    return f"flips: {named} of 20 named"
 
 
 # ---- not deterministic -----------------------------------------------------------------------------------------------
@@ -262,24 +263,34 @@ def odd(more: Callable[[Tensor], Tensor]) -> Callable[[], nn.Module]:
 UNSTEADY = {f.__name__: odd(f) for f in (unseeded, scattered, masked, split_sum)} | {"odd gradient": odd(OddGradient.apply)}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--repeats", type=int, default=200)
-    repeats = parser.parse_args().repeats
-    torch.set_num_threads(1)
-    named = run_flips()
-    unsteady = 0
+def run_unsteady() -> str:
+    named = 0
     for name, make in UNSTEADY.items():
         found = single(make, 2)
         right = bool(found) and all(f.message.startswith("not deterministic") and "layers.0.mlp.act" in f.message for f in found)
-        unsteady += right
+        named += right
         print(f"unsteady  {name:28} {'named' if right else 'MISSED':7} {found[0].message[:150] if found else ''}", flush=True)
+    return f"not deterministic: {named} of {len(UNSTEADY)} named"
+
+
+def run_healthy(repeats: int) -> str:
     alarms = 0
     for name, (make, more) in HEALTHY.items():
         found = single(make, repeats // len(HEALTHY), **more)
         alarms += len(found)
         print(f"healthy   {name:36} {len(found)} alarms {found[0].message[:150] if found else ''}", flush=True)
-    print(f"flips named {named} of 20; not deterministic {unsteady} of 5; alarms {alarms} in {repeats} repeats")
+    return f"healthy: {alarms} alarms in {repeats} repeats"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--repeats", type=int, default=200)
+    parser.add_argument("--only", choices=("flips", "unsteady", "healthy"))
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    parts = {"flips": run_flips, "unsteady": run_unsteady, "healthy": lambda: run_healthy(given.repeats)}
+    for line in [part() for name, part in parts.items() if given.only in (None, name)]:
+        print(line)
 
 
 if __name__ == "__main__":

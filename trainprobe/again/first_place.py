@@ -55,7 +55,8 @@ def _first(differing: list[tuple[Shown, list[str], list[str]]]) -> tuple[Shown, 
         at, slot = forward[0]
         while inner := next(((s, made) for s, made in forward if s.parent == at.key), None):
             at, slot = inner
-        return at, slot, True
+        changed = next(((shown, given[0]) for shown, given, _ in differing if given and shown.parent == at.key), None)
+        return (*(changed or (at, slot)), True)  # changed: in memory, between the calls inside a module
     first, given, made = differing[0]
     if first.key.phase == "forward":
         return first, (given or made)[0], False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from trainprobe.engine.core.guard import Guard
@@ -68,7 +68,8 @@ class Recorder:
             self._parts.collectives.keep_no_values()
         self.library = making.backend.tapes(plan, self._keep, lambda chunk: None, lambda step: None)(0).library
         self._dump = Program("dump", Schedule())
-        self._dump.schedule = schedules["dump"]
+        taps = [pair for pair in schedules["dump"].taps if pair[0] is not self._parts.stepping]  # ops rest within an update
+        self._dump.schedule = replace(schedules["dump"], taps=tuple(taps))
         self._scheduler = Scheduler([self._dump], self.guard, self._parts.pauses)
         self.tape: Tape | None = None
 

@@ -234,14 +234,15 @@ class RepeatedStep(Program):
         assert recorder is not None
         names = recorder.names
         parameters = [p for p in micro.module.parameters() if p.requires_grad and p.is_leaf]
-        with torch.enable_grad(), micro.contexts():
+        with _as_the_program(), torch.enable_grad(), micro.contexts():
             args, kwargs = pytree.tree_map(_copied, (micro.args, micro.kwargs))
             outputs = tensors_of(micro.module(*args, **kwargs))
         passes = max(map(len, micro.arrived.values()), default=0)
         for n in range(passes):
             pairs = [(outputs[i], given[n]) for i, given in micro.arrived.items() if n < len(given)]
             outs, given = [t for t, _ in pairs], [g for _, g in pairs]
-            made = torch.autograd.grad(outs, parameters, given, retain_graph=n + 1 < passes, allow_unused=True)
+            with _as_the_program():
+                made = torch.autograd.grad(outs, parameters, given, retain_graph=n + 1 < passes, allow_unused=True)
             yield from ((names.get(id(p), ""), g) for p, g in zip(parameters, made, strict=True) if g is not None)
 
     @contextmanager
@@ -408,6 +409,11 @@ _NOT_AGAIN = {
     "ds_id": "DeepSpeed gathers it for the run",
     "_is_flat_param": "FSDP gathers it for the run",
 }
+
+
+def _as_the_program() -> Any:
+    """Return a context in which torch's calls go the way that they go in the program, not that of the tool's own work."""
+    return torch._C._EnableTorchFunction()
 
 
 def _copied(x: Any) -> Any:
