@@ -66,6 +66,8 @@ VERBS: dict[str, tuple[str, str]] = {
         "run a training again with other rounding, to measure what rounding does",
     ),
     "parity": ("trainprobe.parity.command:parity", "run one script in several layouts and compare what they compute"),
+    "golden": ("trainprobe.again.golden_command:app", "record what a small run computes, and check it after an upgrade"),
+    "resume-check": ("trainprobe.again.resume_check:resume_check", "does a resumed run have all that the run had"),
     "run": ("trainprobe.integrations.run_command:run", "run a training script under a plan, with no edit"),
 }
 
@@ -98,6 +100,8 @@ EXAMPLES = {
     "rollout-compare": "trainprobe rollout-compare saved_a saved_b",
     "floor": "trainprobe floor plan.yaml -- train.py",
     "parity": "trainprobe parity --layout 'tp=2 --tp 2' --layout dp=2 -- train.py",
+    "golden": "trainprobe golden check golden.txt -- train.py",
+    "resume-check": "trainprobe resume-check straight.pt resumed.pt",
     "run": "trainprobe run -- train.py --lr 3e-4",
 }
 

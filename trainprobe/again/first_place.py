@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from operator import eq
 from dataclasses import dataclass
+from typing import Any
 
 from trainprobe.again.recording import Key, Run, Shown
 
@@ -23,15 +25,21 @@ class Difference:
     compared: int
 
 
-def first_difference(a: Run, b: Run) -> Difference | None:
-    """Return the first place where b differs from a, in the order in which a ran; None where no value that both have differs."""
+Same = Callable[[Any, Any], bool]
+
+
+def first_difference(a: Run, b: Run, same: Same = eq) -> Difference | None:
+    """Return the first place where b differs from a, in the order in which a ran; None where no value that both have differs.
+
+    same: tells of what a and b show of one value whether it is the same; by default of fingerprints.
+    """
     total = compared = 0
     differing: list[tuple[Shown, list[str], list[str]]] = []  # with the slots that it was given, and made, otherwise
     for key, shown in a.items():
         other = b.get(key)
         if other is None:
             continue
-        given, made = list(_other(shown.given, other.given)), list(_other(shown.made, other.made))
+        given, made = list(_other(shown.given, other.given, same)), list(_other(shown.made, other.made, same))
         compared += len(shown.given) + len(shown.made)
         total += len(given) + len(made)
         if given or made:
@@ -68,5 +76,5 @@ def _first(differing: list[tuple[Shown, list[str], list[str]]]) -> tuple[Shown, 
     return first, (given or made)[0], first.key.kind == "parameter"
 
 
-def _other(a: dict[str, int], b: dict[str, int]) -> Iterable[str]:
-    return (slot for slot, fingerprint in a.items() if b.get(slot, fingerprint) != fingerprint)
+def _other(a: dict[str, Any], b: dict[str, Any], same: Same) -> Iterable[str]:
+    return (slot for slot, shown in a.items() if slot in b and not same(shown, b[slot]))

@@ -36,12 +36,12 @@ class Key(NamedTuple):
 
 @dataclass(slots=True)
 class Shown:
-    """What a call showed. parent: the call around it. given, made: slot → fingerprint. values: slot → the value itself."""
+    """What a call showed. parent: the call around it. given, made: slot → fingerprint, or a row of numbers. values: the values."""
 
     key: Key
     parent: Key | None
-    given: dict[str, int] = field(default_factory=dict[str, int])
-    made: dict[str, int] = field(default_factory=dict[str, int])
+    given: dict[str, Any] = field(default_factory=dict[str, Any])
+    made: dict[str, Any] = field(default_factory=dict[str, Any])
     values: dict[str, Value] = field(default_factory=dict[str, Value])
 
 
