@@ -1,4 +1,7 @@
-"""A golden record against 20 harmless changes and 20 regressions: python -m benchmarks.again.golden [--only WORDS]"""
+"""A golden record against 20 harmless changes and 20 regressions.
+
+python -m benchmarks.again.golden [--only WORDS]
+"""
 
 from __future__ import annotations
 
@@ -31,11 +34,17 @@ def main() -> None:
         if name in REGRESSIONS:
             right = verdict.code == 2 and any(word in verdict.sentence for word in REGRESSIONS[name])
             named += right
-            print(f"regression  {name:34} {'named' if right else 'MISSED':7} {verdict.code} {verdict.sentence[:170]}", flush=True)
+            print(
+                f"regression  {name:34} {'named' if right else 'MISSED':7} {verdict.code} {verdict.sentence[:170]}", flush=True
+            )
         else:
             alarms += verdict.code >= 2
-            print(f"harmless    {name:34} {'ALARM' if verdict.code >= 2 else 'quiet':7} {verdict.code} {verdict.sentence[:170]}", flush=True)
-    print(f"regressions: {named} of {len(REGRESSIONS)} with the first module; harmless changes: {alarms} alarms of {len(HARMLESS)}")
+            print(
+                f"harmless    {name:34} {'ALARM' if verdict.code >= 2 else 'quiet':7} {verdict.code} {verdict.sentence[:170]}",
+                flush=True,
+            )
+    print(f"regressions: {named} of {len(REGRESSIONS)} named with their first module")
+    print(f"harmless changes: {alarms} alarms of {len(HARMLESS)}")
 
 
 if __name__ == "__main__":

@@ -38,17 +38,27 @@ def change_modules() -> None:
     if on("layer norm by hand"):
         method(nn.LayerNorm, "forward")(lambda self, x: by_hand(x, self.weight, self.bias, self.eps))
     if on("layer norm: biased by n - 1"):
-        method(nn.LayerNorm, "forward")(lambda self, x: (x - x.mean(-1, True)) / (x.std(-1, keepdim=True) + self.eps) * self.weight + self.bias)
+        method(nn.LayerNorm, "forward")(
+            lambda self, x: (x - x.mean(-1, True)) / (x.std(-1, keepdim=True) + self.eps) * self.weight + self.bias
+        )
     if on("layer norm: no bias"):
-        method(nn.LayerNorm, "forward")(lambda self, x: functional.layer_norm(x, self.normalized_shape, self.weight, None, self.eps))
+        method(nn.LayerNorm, "forward")(
+            lambda self, x: functional.layer_norm(x, self.normalized_shape, self.weight, None, self.eps)
+        )
     if on("linear as product and sum"):
         method(nn.Linear, "forward")(lambda self, x: x @ self.weight.T + (0 if self.bias is None else self.bias))
     if on("linear by einsum"):
-        method(nn.Linear, "forward")(lambda self, x: torch.einsum("...i,oi->...o", x, self.weight) + (0 if self.bias is None else self.bias))
+        method(nn.Linear, "forward")(
+            lambda self, x: torch.einsum("...i,oi->...o", x, self.weight) + (0 if self.bias is None else self.bias)
+        )
     if on("linear in two halves of the sum"):
         method(nn.Linear, "forward")(halves)
     if on("linear in bfloat16"):
-        method(nn.Linear, "forward")(lambda self, x: functional.linear(x.bfloat16(), self.weight.bfloat16(), None if self.bias is None else self.bias.bfloat16()).float())
+        method(nn.Linear, "forward")(
+            lambda self, x: functional.linear(
+                x.bfloat16(), self.weight.bfloat16(), None if self.bias is None else self.bias.bfloat16()
+            ).float()
+        )
     if on("gelu by erf"):
         method(nn.GELU, "forward")(lambda self, x: 0.5 * x * (1 + torch.erf(x / math.sqrt(2))))
     if on("gelu by tanh"):
@@ -110,12 +120,6 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(flat, wanted)
 
 
-class Recomputed(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-
 def made() -> GPT:
     torch.manual_seed(1 if on("another seed of the weights") else 0)
     explicit = "fused" if on("fused attention") else "explicit"
@@ -167,7 +171,12 @@ HARMLESS = (
     *("two threads", "four threads", "fused attention", "fused AdamW", "AdamW without foreach", "weights stored transposed"),
     *("linear by einsum", "linear as product and sum", "linear in two halves of the sum", "gelu by erf", "layer norm by hand"),
     *("softmax by hand", "loss by log-softmax", "loss as sum and count", "activation checkpointing", "without oneDNN"),
-    *("residual in the other order", "clipping without foreach", "gradients zeroed in place", "attention scaled before the product"),
+    *(
+        "residual in the other order",
+        "clipping without foreach",
+        "gradients zeroed in place",
+        "attention scaled before the product",
+    ),
 )
 # switch → words, of which the sentence has one
 REGRESSIONS = {

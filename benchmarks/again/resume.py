@@ -1,4 +1,6 @@
-"""A training that is saved, resumed with one fault, and saved again one step later: python -m benchmarks.again.resume
+"""A training that is saved, resumed with one fault, and saved again one step later.
+
+python -m benchmarks.again.resume
 
 Each fault has the healthy resume as its twin. Found is a fault whose kind the sentence names.
 """
@@ -16,12 +18,27 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from trainprobe.again.resume_check import AVERAGED, BUFFERS, COUNTERS, DATA, MOMENTS, RANDOM, RATES, SCALE, WEIGHTS, compared, held_by, judge
+from trainprobe.again.resume_check import (
+    AVERAGED,
+    BUFFERS,
+    COUNTERS,
+    DATA,
+    MOMENTS,
+    RANDOM,
+    RATES,
+    SCALE,
+    WEIGHTS,
+    compared,
+    held_by,
+    judge,
+)
 
 SAVED, CHECKED = 5, 6  # steps
 
 
 class Net(nn.Module):
+    """Has running statistics and dropout."""
+
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 32))
@@ -128,8 +145,15 @@ def fault(name: str, s: dict[str, Any]) -> dict[str, Any]:
     elif name == "second moments zero":
         for one in moments.values():
             one["exp_avg_sq"].zero_()
+    elif name == "both moments zero":
+        for one in moments.values():
+            one["exp_avg"].zero_()
+            one["exp_avg_sq"].zero_()
     elif name == "moments of two parameters swapped":
-        moments[0]["exp_avg"], moments[6]["exp_avg"] = moments[0]["exp_avg"] * 0 + moments[6]["exp_avg"].mean(), moments[6]["exp_avg"]
+        moments[0]["exp_avg"], moments[6]["exp_avg"] = (
+            moments[0]["exp_avg"] * 0 + moments[6]["exp_avg"].mean(),
+            moments[6]["exp_avg"],
+        )
     elif name == "step counters begin anew":
         for one in moments.values():
             one["step"].zero_()
@@ -161,6 +185,7 @@ FAULTS = {
     "weights through bfloat16": WEIGHTS,
     "optimizer not loaded": COUNTERS,
     "second moments zero": MOMENTS,
+    "both moments zero": MOMENTS,
     "moments of two parameters swapped": MOMENTS,
     "step counters begin anew": COUNTERS,
     "scheduler not loaded": RATES,
@@ -173,7 +198,20 @@ FAULTS = {
     "running statistics not loaded": BUFFERS,
     "averaged weights begin anew": AVERAGED,
 }
-HEALTHY = ("adamw", "sgd", "adagrad", "amsgrad", "fused", "cosine", "scaled", "no average", "bfloat16", "later", "at an epoch's end", "at once")
+HEALTHY = (
+    "adamw",
+    "sgd",
+    "adagrad",
+    "amsgrad",
+    "fused",
+    "cosine",
+    "scaled",
+    "no average",
+    "bfloat16",
+    "later",
+    "at an epoch's end",
+    "at once",
+)
 
 
 def resumed(kind: str, name: str, saved: int = SAVED, further: int = 1) -> Any:
@@ -194,18 +232,22 @@ def resumed(kind: str, name: str, saved: int = SAVED, further: int = 1) -> Any:
     return judge(held_by(compared(folder / "straight.pt", folder / "resumed.pt")))
 
 
+def told(name: str, word: str, verdict: Any) -> None:
+    print(f"{name:36} {word:7} {verdict.code} {verdict.sentence[:100]} | {'; '.join(verdict.details)[:150]}", flush=True)
+
+
 def main() -> None:
     named = alarms = 0
     for name, kind in FAULTS.items():
         verdict = resumed("scaled", name)
         right = verdict.code == 2 and f"wrong: {kind}:" in verdict.sentence
         named += right
-        print(f"fault    {name:36} {'named' if right else 'MISSED':7} {verdict.sentence[:90]} | {'; '.join(verdict.details)[:160]}")
+        told(name, "named" if right else "MISSED", verdict)
     more = {"later": (11, 2), "at an epoch's end": (8, 1), "at once": (5, 0)}
     for kind in HEALTHY:
-        verdict = resumed(kind if kind not in more else "scaled", "", *more.get(kind, (SAVED, 1)))
+        verdict = resumed("scaled" if kind in more else kind, "", *more.get(kind, (SAVED, 1)))
         alarms += verdict.code >= 2
-        print(f"healthy  {kind:36} {'ALARM' if verdict.code >= 2 else 'quiet':7} {verdict.code} {verdict.sentence[:110]} | {'; '.join(verdict.details)[:130]}")
+        told(kind, "ALARM" if verdict.code >= 2 else "quiet", verdict)
     print(f"faults: {named} of {len(FAULTS)} named by kind; healthy resumes: {alarms} alarms of {len(HEALTHY)}")
 
 

@@ -32,7 +32,11 @@ from trainprobe.demo.gpt import GPT, Shape, next_token_loss
 
 STRUCK = 4  # the step
 # aten op → words of which a finding has one
-FORWARD = {"addmm": ("linear", "qkv", "proj", "up", "down"), "gelu": ("gelu", "act"), "native_layer_norm": ("layer_norm", "norm")}
+FORWARD = {
+    "addmm": ("linear", "qkv", "proj", "up", "down"),
+    "gelu": ("gelu", "act"),
+    "native_layer_norm": ("layer_norm", "norm"),
+}
 FORWARD |= {"embedding": ("embedding", "tokens", "places"), "_softmax": ("softmax",), "bmm": ("matmul", "attn")}
 BACKWARD = {"gelu_backward": ("gelu", "act"), "mm": ("linear", "weight", "backward"), "native_layer_norm_backward": ("norm",)}
 
@@ -68,9 +72,18 @@ class Striking(TorchDispatchMode):
 def flips() -> list[dict[str, Any]]:
     """Return 20 planted flips: 8 results of ops, 6 of gradients, 6 of weights."""
     draw = random.Random(36)
-    forward = [(op, draw.randrange(2)) for op in ("addmm", "addmm", "gelu", "native_layer_norm", "embedding", "_softmax", "bmm", "gelu")]
-    backward = [(op, draw.randrange(2)) for op in ("gelu_backward", "mm", "native_layer_norm_backward", "mm", "gelu_backward", "mm")]
-    weights = [(name, when) for when in ("begin", "forward", "backward") for name in ("layers.0.attn.qkv.weight", "layers.1.norm2.weight")]
+    forward = [
+        (op, draw.randrange(2))
+        for op in ("addmm", "addmm", "gelu", "native_layer_norm", "embedding", "_softmax", "bmm", "gelu")
+    ]
+    backward = [
+        (op, draw.randrange(2)) for op in ("gelu_backward", "mm", "native_layer_norm_backward", "mm", "gelu_backward", "mm")
+    ]
+    weights = [
+        (name, when)
+        for when in ("begin", "forward", "backward")
+        for name in ("layers.0.attn.qkv.weight", "layers.1.norm2.weight")
+    ]
     cases: list[dict[str, Any]] = [{"kind": "op", "op": op, "n": n, "words": FORWARD[op]} for op, n in forward]
     cases += [{"kind": "gradient", "op": op, "n": n, "words": BACKWARD[op]} for op, n in backward]
     cases += [{"kind": "weight", "name": name, "when": when, "words": (name,)} for name, when in weights]
@@ -89,6 +102,11 @@ def struck(case: dict[str, Any] | None) -> Iterator[None]:
     assert mode.struck, case
 
 
+def hit(case: dict[str, Any] | None, when: str, weights: dict[str, Any]) -> None:
+    if case is not None and case.get("when") == when:
+        flip(weights[case["name"]], case["place"], case["bit"])
+
+
 def train(rank: int, case: dict[str, Any] | None, folder: str) -> list[dict[str, Any]]:
     torch.manual_seed(0)
     model = GPT(shape(dropout=0.1))
@@ -100,20 +118,21 @@ def train(rank: int, case: dict[str, Any] | None, folder: str) -> list[dict[str,
     with trainprobe.watch(ddp, optimizer, plan) as probe:
         for step in range(STRUCK + 2):
             now = case if case is not None and step == STRUCK and rank == case["rank"] else None
-            hit = (lambda when: now and now.get("when") == when and flip(weights[now["name"]], now["place"], now["bit"]))
             x = torch.randint(0, 64, (2, 17))
             with probe.step():
-                hit("begin")
+                hit(now, "begin", weights)
                 with struck(now if now and now["kind"] == "op" else None):
                     loss = next_token_loss(ddp(x[:, :-1]), x[:, 1:])
-                hit("forward")
+                hit(now, "forward", weights)
                 optimizer.zero_grad()
                 with struck(now if now and now["kind"] == "gradient" else None):
                     loss.backward()
-                hit("backward")
+                hit(now, "backward", weights)
                 optimizer.step()
     return [
-        {"message": f.message, "severity": f.severity, "step": f.step, "rank": rank} for f in probe.findings if f.rule == "repeat"
+        {"message": f.message, "severity": f.severity, "step": f.step, "rank": rank}
+        for f in probe.findings
+        if f.rule == "repeat"
     ]
 
 
@@ -138,7 +157,9 @@ def run_flips() -> str:
         right = f"hardware: on rank {case['rank']}" in text and f"bit {case['bit']} " in text and not other
         right = right and any(word in text for word in case["words"])
         named += right
-        print(f"{case['kind']:9} {case.get('op') or case['name']:28} {'named' if right else 'MISSED':7} {text[:150]}", flush=True)
+        print(
+            f"{case['kind']:9} {case.get('op') or case['name']:28} {'named' if right else 'MISSED':7} {text[:150]}", flush=True
+        )
     return f"flips: {named} of 20 named"
 
 
@@ -181,6 +202,8 @@ def split_sum(x: Tensor) -> Tensor:
 
 
 class OddGradient(torch.autograd.Function):
+    """Hands on its input, and a gradient that is another one each time."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.clone()
@@ -194,6 +217,8 @@ class OddGradient(torch.autograd.Function):
 
 
 class Checkpointed(GPT):
+    """Computes each layer again in the backward pass."""
+
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1]))  # pyright: ignore[reportOptionalCall]
         for layer in self.layers:
@@ -267,7 +292,9 @@ def run_unsteady() -> str:
     named = 0
     for name, make in UNSTEADY.items():
         found = single(make, 2)
-        right = bool(found) and all(f.message.startswith("not deterministic") and "layers.0.mlp.act" in f.message for f in found)
+        right = bool(found) and all(
+            f.message.startswith("not deterministic") and "layers.0.mlp.act" in f.message for f in found
+        )
         named += right
         print(f"unsteady  {name:28} {'named' if right else 'MISSED':7} {found[0].message[:150] if found else ''}", flush=True)
     return f"not deterministic: {named} of {len(UNSTEADY)} named"

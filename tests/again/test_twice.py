@@ -175,7 +175,10 @@ def test_what_cannot_run_again_is_said(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     model.weight.main_grad = torch.zeros(2, 2)  # type: ignore[assignment]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with trainprobe.watch(model, optimizer, {"output": tmp_path, "console": False, "audit": {"repeat": 1}}) as probe, probe.step():
+    with (
+        trainprobe.watch(model, optimizer, {"output": tmp_path, "console": False, "audit": {"repeat": 1}}) as probe,
+        probe.step(),
+    ):
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
     said = [f.message for f in probe.findings if f.rule == "repeat"]
@@ -194,7 +197,11 @@ def test_the_guard_gives_everything_back_whatever_happens() -> None:
     model.plain = torch.ones(3)  # type: ignore[assignment]
     graph = (model.plain * model.embed.weight.sum() * model.seen).sum()  # needs `seen` and `plain` as they are
     before = {name: t.clone() for name, t in model.state_dict().items()}
-    grads, weight, last = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}, model.head.weight, model.last
+    grads, weight, last = (
+        {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None},
+        model.head.weight,
+        model.last,
+    )
     versions = [t._version for t in model.state_dict(keep_vars=True).values()]
     states = torch.get_rng_state(), model.generator.get_state(), random.getstate()
     with pytest.raises(ZeroDivisionError), StateGuard([model]):
@@ -212,6 +219,11 @@ def test_the_guard_gives_everything_back_whatever_happens() -> None:
     assert same(before, dict(model.state_dict()))
     assert same(grads, {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
     assert [t._version for t in model.state_dict(keep_vars=True).values()] == versions
-    assert (model.head.weight is weight, model.last is last, model.training, hasattr(model, "extra")) == (True, True, True, False)
+    assert (model.head.weight is weight, model.last is last, model.training, hasattr(model, "extra")) == (
+        True,
+        True,
+        True,
+        False,
+    )
     assert same(list(states), [torch.get_rng_state(), model.generator.get_state(), random.getstate()])
     graph.backward()

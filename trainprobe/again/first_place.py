@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from operator import eq
 from dataclasses import dataclass
+from operator import eq
 from typing import Any
 
 from trainprobe.again.recording import Key, Run, Shown

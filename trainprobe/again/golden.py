@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 
 from trainprobe.again.first_place import Difference, first_difference
-from trainprobe.again.recording import Key, Run, Shown
+from trainprobe.again.recording import Key, Run, Shown, parameter_of
 from trainprobe.comparison.files import writing
 from trainprobe.comparison.verdict import Verdict
 from trainprobe.engine.core.records import Record
@@ -114,7 +114,10 @@ def with_floors(rows: Sequence[Row], others: Iterable[Sequence[Row]]) -> list[Ro
         if math.isfinite(floors[row.place]) and floors[row.place]:
             usual.setdefault(_sort(row), []).append(floors[row.place])
     typical = {sort: median(values) for sort, values in usual.items()}
-    return [replace(row, floor=max(floors[row.place], typical.get(_sort(row), 0.0) if "float" in row.dtype else 0.0)) for row in rows]
+    return [
+        replace(row, floor=max(floors[row.place], typical.get(_sort(row), 0.0) if "float" in row.dtype else 0.0))
+        for row in rows
+    ]
 
 
 def _sort(row: Row) -> tuple[int, str, str]:
@@ -131,7 +134,11 @@ def within_reach(rows: Sequence[Row], most: int = MOST) -> tuple[list[Row], str]
         for whole in (True, False):
             kept = [row for row in rows if row.key.kind == "scalar" or (_depth(row) <= deepest and (whole or _made(row)))]
             if sum(len(row.line()) + 1 for row in kept) <= most * steps:
-                left = "" if len(kept) == len(rows) else f"{len(rows) - len(kept)} of {len(rows)} values are left out: depth {deepest}"
+                left = (
+                    ""
+                    if len(kept) == len(rows)
+                    else f"{len(rows) - len(kept)} of {len(rows)} values are left out: depth {deepest}"
+                )
                 return kept, left + ("" if whole else ", no inputs")
     return kept[: most * steps // 200], f"most of {len(rows)} values are left out"
 
@@ -167,7 +174,9 @@ def read_golden(path: Path) -> list[Row]:
             high, low, mean, norm = map(float, numbers)
             key = Key(kind, name, phase, int(call))
             sizes = () if shape == "-" else tuple(map(int, shape.split("x")))
-            rows.append(Row(int(step), int(rank), key, slot, dtype, sizes, int(bits, 16), (high, low, mean, norm), float(floor)))
+            rows.append(
+                Row(int(step), int(rank), key, slot, dtype, sizes, int(bits, 16), (high, low, mean, norm), float(floor))
+            )
         except ValueError:
             raise FormatError(f"{path}, line {number}: not the {_COLUMNS} columns of a golden record: {line[:80]!r}") from None
     return rows
@@ -191,7 +200,8 @@ def judge(golden: Sequence[Row], now: Sequence[Row], changed: Sequence[str] = ()
         return Verdict(2, f"not the same: {place}", [*_how_many(both, factors), *details])
     if lost:
         step, rank, key, slot = lost[0]
-        text = f"{len(lost)} of {len(before)} values of the record are not in this run, first step {step}, rank {rank}: {key}, {slot}"
+        where = f"step {step}, rank {rank}: {key}, {slot}"
+        text = f"{len(lost)} of {len(before)} values of the record are not in this run, first {where}"
         return Verdict(3, f"incomplete: {text}", details)
     if equal == len(both):
         return Verdict(0, f"identical: all {equal} values have the same bits", details)
@@ -216,7 +226,9 @@ def _factor(golden: Row, now: Row) -> float:
 
 def _how_many(both: Sequence[tuple[int, int, Key, str]], factors: Sequence[float]) -> list[str]:
     far = sum(factor > ABOVE for factor in factors)
-    return [f"{far} of {len(both)} values are beyond {ABOVE} times the floor, {sum(f == 0 for f in factors)} have the same bits"]
+    return [
+        f"{far} of {len(both)} values are beyond {ABOVE} times the floor, {sum(f == 0 for f in factors)} have the same bits"
+    ]
 
 
 def _first(before: Mapping[tuple[int, int, Key, str], Row], after: Mapping[tuple[int, int, Key, str], Row]) -> str:
@@ -260,7 +272,7 @@ def _around(key: Key, run: Run) -> Key | None:
 def _cause(found: Difference, at_first: bool) -> str:
     key, slot = found.key, found.slot
     if slot.startswith("parameters."):
-        name = f"{key.name}.{slot.removeprefix('parameters.')}"
+        name = parameter_of(key, slot)
         return f"the weights that the run begins with, {name}" if at_first else f"the update of {name}"
     if key.kind == "module" and key.name == "root" and slot.startswith(("input", "kwargs")):
         return f"the data, {slot} of the model"
@@ -270,11 +282,17 @@ def _cause(found: Difference, at_first: bool) -> str:
         return f"the gradient of {key.name}"
     if key.kind == "scalar":
         return f"the noted number {key.name}"
-    return f"{'module ' if key.kind == 'module' else ''}{key}, {slot}{'' if found.given_same else ' (it was given something else)'}"
+    if key.kind == "module" and slot.startswith(("input", "kwargs", "grad_output")):
+        return f"what module {key} is given, {slot}"
+    return f"{'module ' if key.kind == 'module' else ''}{key}, {slot}"
 
 
 def _told(golden: Row, now: Row) -> str:
     if golden.shape != now.shape or golden.dtype != now.dtype:
         return f"{golden.dtype} {list(golden.shape)} then, {now.dtype} {list(now.shape)} now"
-    floor = f"{_factor(golden, now):.3g} times the measured floor of {golden.floor:.2g}" if golden.floor else "no rounding changed it"
+    floor = (
+        f"{_factor(golden, now):.3g} times the measured floor of {golden.floor:.2g}"
+        if golden.floor
+        else "no rounding changed it"
+    )
     return f"norm {golden.numbers[3]:.9g} then, {now.numbers[3]:.9g} now, {golden.distance(now):.2g} apart, {floor}"

@@ -7,7 +7,7 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -62,7 +62,8 @@ def record(
             with writing(_pack_of(golden)):
                 shutil.copyfile(pack, _pack_of(golden))
     size = golden.stat().st_size / max(len({row.step for row in kept}), 1)
-    log(f"{golden}: {len(kept)} values of {steps} step{'s' * (steps > 1)}, {size / 1000:.0f} kB a step{f'; {note}' if note else ''}")
+    about = f"{len(kept)} values of {steps} step{'s' * (steps > 1)}, {size / 1000:.0f} kB a step"
+    log(f"{golden}: {about}{f'; {note}' if note else ''}")
     return 0
 
 
@@ -127,7 +128,7 @@ def _run(script: Sequence[str], folder: Path, steps: int, ranks: int, more: Mapp
 
 
 @contextmanager
-def _environment(more: Mapping[str, str]) -> Iterator[None]:
+def _environment(more: Mapping[str, str]) -> Generator[None]:
     before = dict(os.environ)
     os.environ |= more
     try:
@@ -151,5 +152,3 @@ def _changed(then: Path, now: Path | None) -> list[str]:
 
     causes, _ = causes_and_consequences(compare_packs(read_pack(then), read_pack(now)).checks)
     return [finding.text for finding in causes]
-
-

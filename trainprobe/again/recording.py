@@ -36,7 +36,10 @@ class Key(NamedTuple):
 
 @dataclass(slots=True)
 class Shown:
-    """What a call showed. parent: the call around it. given, made: slot → fingerprint, or a row of numbers. values: the values."""
+    """What a call showed. parent: the call around it. given, made: slot → fingerprint, or a row of numbers.
+
+    values: slot → the value itself.
+    """
 
     key: Key
     parent: Key | None

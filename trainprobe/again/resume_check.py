@@ -29,11 +29,12 @@ COUNTERS, RATES, SCALE, DATA, RANDOM = "step counters", "learning rates", "loss 
 # what a resume has to bring back, first what cannot follow from anything behind it
 KINDS = (COUNTERS, RATES, SCALE, DATA, RANDOM, WEIGHTS, AVERAGED, BUFFERS, MOMENTS)
 _NOT_RESTORED = 0.05  # relative difference of weights that no few steps make
+_SHRUNK = 0.3  # of the squared norm
 _OF_PLACES = (
     (SCALE, re.compile(r"scaler|loss_scale|growth|(^|[._])scale$")),
     (RANDOM, re.compile(r"rng|random|generator|seed")),
-    (DATA, re.compile(r"sampl|loader|data|epoch|batch|consumed|position|cursor|shard")),
     (RATES, re.compile(r"sched|(^|[._])lr|rate|last_epoch|warmup")),
+    (DATA, re.compile(r"sampl|loader|data|epoch|batch|consumed|position|cursor|shard")),
     (COUNTERS, re.compile(r"(^|[._])(step|iter|iteration|global_step|updates|n_averaged)s?$")),
 )
 _BUFFERS = re.compile(r"(running_mean|running_var|num_batches_tracked|_ema|inv_freq|cos_cached|sin_cached)( \(|$)")
@@ -52,7 +53,10 @@ _NEXT = {
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """One value of a kind. differs: in another way than by rounding. apart: relative difference, where it is known."""
+    """One value of a kind. differs: in another way than by rounding. apart: relative difference, where it is known.
+
+    shrunk: it is far smaller in the resumed run, as what begins anew is.
+    """
 
     kind: str
     name: str
@@ -60,6 +64,7 @@ class Held:
     rounding: bool = False
     apart: float = 0.0
     told: str = ""
+    shrunk: bool = False
 
 
 def held_by(compared: CheckpointComparison) -> list[Held]:
@@ -84,16 +89,26 @@ def judge(values: Sequence[Held]) -> Verdict:
         rounded = sum(value.rounding for value in values)
         text = f"the resume is right in all that was seen: {len(values)} values of {', '.join(seen)}"
         return Verdict(1 if rounded else 0, f"{text}{f', {rounded} within rounding' if rounded else ''}", unseen)
-    first = _first(wrong)
+    first = _first(wrong, sum(value.kind == MOMENTS for value in values))
     order = [first, *(kind for kind in wrong if kind != first)]
     details = [_line(kind, wrong[kind], sum(v.kind == kind for v in values)) for kind in order]
     return Verdict(2, f"the resume is wrong: {first}: {_NEXT[first]}", [*details, *unseen])
 
 
-def _first(wrong: dict[str, list[Held]]) -> str:
-    lost = [kind for kind in (WEIGHTS, AVERAGED, BUFFERS) if max((v.apart for v in wrong.get(kind, ())), default=0) > _NOT_RESTORED]
+def _first(wrong: dict[str, list[Held]], moments: int) -> str:
+    """Return the kind that the others follow from. moments: how many there are.
+
+    Weights that differ before a step give every parameter another gradient, so that all moments differ after it. Where some
+    are the same, or most are far smaller, the moments themselves were not brought back.
+    """
     free = [kind for kind in KINDS[:5] if kind in wrong]
-    return (free or lost or [kind for kind in (MOMENTS, BUFFERS, AVERAGED, WEIGHTS) if kind in wrong])[0]
+    own = wrong.get(MOMENTS, [])
+    if free or (own and (len(own) < moments or 2 * sum(value.shrunk for value in own) >= len(own))):
+        return (free or [MOMENTS])[0]
+    lost = [
+        kind for kind in (WEIGHTS, BUFFERS, AVERAGED) if max((v.apart for v in wrong.get(kind, ())), default=0) > _NOT_RESTORED
+    ]
+    return (lost or [kind for kind in (WEIGHTS, BUFFERS, AVERAGED, MOMENTS) if kind in wrong])[0]
 
 
 def _line(kind: str, found: Sequence[Held], total: int) -> str:
@@ -105,16 +120,17 @@ def _of_tensor(row: TensorRow) -> Held:
     differs = row.verdict not in ("identical", "rounding")
     apart = row.difference.relative_l2 if row.verdict == "differ" else float(differs)
     told = f"{apart:.2g} apart" if row.verdict == "differ" else row.verdict
-    return Held(_kind_of_tensor(row), row.key, differs, row.verdict == "rounding", apart, told)
+    shrunk = row.difference.square_b < _SHRUNK * row.difference.square_a
+    return Held(_kind_of_tensor(row), row.key, differs, row.verdict == "rounding", apart, told, shrunk)
 
 
 def _kind_of_tensor(row: TensorRow) -> str:
     name = row.key
     if row.what == "optimizer":
         return COUNTERS if re.search(r"(^|[./ :])step$", name) else MOMENTS
-    if re.search(r"\((.*ema.*|.*averag.*|swa.*)\)$", name):
-        return AVERAGED
-    return BUFFERS if _BUFFERS.search(name) else WEIGHTS
+    if _BUFFERS.search(name):
+        return BUFFERS
+    return AVERAGED if re.search(r"\((.*ema.*|.*averag.*|swa.*)\)$", name) else WEIGHTS
 
 
 def _kind_of_place(path: str) -> str:

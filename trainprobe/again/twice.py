@@ -11,7 +11,7 @@ machine is not seen.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -146,8 +146,8 @@ class RepeatedStep(Program):
             self._before = StateGuard(list(self._roots.values()), parameters=False)
             self._before.__enter__()
         with torch.no_grad(), DisableTorchFunction():
-            held = pytree.tree_map(_copied, (args, kwargs))
-        micro = Micro(module, *held, random_states(), _contexts(tensors_of((args, kwargs))))
+            args, kwargs = pytree.tree_map(_copied, (args, kwargs))
+        micro = Micro(module, args, kwargs, random_states(), _contexts(tensors_of((args, kwargs))))
         self._micros.append(micro)
         return micro
 
@@ -214,10 +214,11 @@ class RepeatedStep(Program):
                 put_random_states(micro.random)
                 for name, value in self._micro(micro):
                     gradients.setdefault(name, []).append((tape.value(value, CHECKSUM), value))
+            run, step_data = recorder.end(self._probe.step_number, self._probe.place)
         finally:
             recorder.keep = None
             if recorder.tape is not None:
-                run, step_data = recorder.end(self._probe.step_number, self._probe.place)
+                recorder.drop()
         sums = step_data.checksums
         for name, values in gradients.items():
             for number, (value, t) in enumerate(values):
@@ -243,10 +244,11 @@ class RepeatedStep(Program):
             outs, given = [t for t, _ in pairs], [g for _, g in pairs]
             with _as_the_program():
                 made = torch.autograd.grad(outs, parameters, given, retain_graph=n + 1 < passes, allow_unused=True)
-            yield from ((names.get(id(p), ""), g) for p, g in zip(parameters, made, strict=True) if g is not None)
+            named: Any = zip((names.get(id(p), "") for p in parameters), made, strict=True)
+            yield from ((name, gradient) for name, gradient in named if gradient is not None)
 
     @contextmanager
-    def _others_rest(self) -> Iterator[None]:
+    def _others_rest(self) -> Generator[None]:
         """Have all that listens to the training rest."""
         audit = getattr(self._making.parts, "audit", None)
         self._probe.pause()
@@ -326,8 +328,8 @@ class RepeatedStep(Program):
 
     def _not_deterministic(self, place: Difference, outcomes: int, runs: int) -> Finding:
         text = (
-            f"not deterministic: {place.key}, {place.slot}: {outcomes} different outcomes in {runs} runs of the same step; from "
-            f"there on {place.total} of {place.compared} values differ"
+            f"not deterministic: {place.key}, {place.slot}: {outcomes} different outcomes in {runs} runs of the same step; "
+            f"from there on {place.total} of {place.compared} values differ"
         )
         return self._finding("warning", text, _site(place), None, _OF_OPS)
 
@@ -380,7 +382,8 @@ class RepeatedStep(Program):
 
 
 _OF_HARDWARE = (
-    "stop using this device until it is tested (`nvidia-smi -q`, vendor diagnostics), and go on from a checkpoint before this step"
+    "test this device before it is used again (`nvidia-smi -q`, the vendor's diagnostics), and go on from a checkpoint before "
+    "this step"
 )
 _OF_OPS = "`torch.use_deterministic_algorithms(True)` names such ops; give each generator a seed"
 _OF_STATE = "look for state outside of the model that its forward reads or writes; if there is none, test this device"

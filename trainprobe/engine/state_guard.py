@@ -122,10 +122,11 @@ def _put_tensor(t: Any, copy: Any, version: int) -> None:
         t.data = copy
     elif not _same_bits(t, copy):
         t.detach().copy_(copy)
+    set_counter: Any = torch._C._autograd._unsafe_set_version_counter  # pyright: ignore
     try:
-        torch._C._autograd._unsafe_set_version_counter((t,), (version,))
-    except TypeError:  # of releases before torch 2.6
-        torch._C._autograd._unsafe_set_version_counter(t, version)  # pyright: ignore[reportArgumentType]
+        set_counter((t,), (version,))
+    except TypeError:  # of earlier releases of torch
+        set_counter(t, version)
 
 
 def _same_bits(a: Any, b: Any) -> bool:
