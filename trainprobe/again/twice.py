@@ -79,7 +79,7 @@ class RepeatedStep(Program):
 
     def opened(self, model: Any, optimizer: Any, declared: bool) -> None:
         """Learn the model."""
-        self._roots = {id(root): root for root in (list(unwrapped(chunk))[-1] for chunk in chunks_of(model))}
+        self._roots = {id(root): root for root in map(_inside_of_ranks, chunks_of(model))}
         self._recorder = Recorder(self._making, self._probe.report)
         self._recorder.open(model, optimizer)
         self._recorder.guard.on_trip(self._remove)
@@ -112,7 +112,7 @@ class RepeatedStep(Program):
     def ended(self, step: int, complete: bool) -> None:
         """Let go of the step."""
         if self._asked and not self._done and complete:
-            self._say(f"step {step} was not run again: no optimizer of torch stepped in it")
+            self._say("were not run again: no optimizer of torch stepped in them")
         self._remove()
 
     def dropped(self) -> None:
@@ -173,7 +173,7 @@ class RepeatedStep(Program):
         assert recorder is not None
         first = recorder.end(self._probe.step_number, self._probe.place)[0]
         if not self._micros or not any(micro.arrived for micro in self._micros):
-            self._say(f"step {self._probe.step_number} was not run again: no gradient reached the outputs of the model")
+            self._say("were not run again: no gradient was seen at the outputs of the model")
             return
         self.repeated += 1
         with self._others_rest(), StateGuard(list(self._roots.values())):
@@ -197,7 +197,7 @@ class RepeatedStep(Program):
         odd = missing(first, second) if place is None else None
         if place is None:
             if odd is not None:
-                self._say(f"step {self._probe.step_number} was not judged: {odd} ran in one of two runs alone")
+                self._say(f"were not judged: {odd} ran in one of two runs alone")
             return None
         return self._judged([first, second, *(self._run() for _ in range(FURTHER))])
 
@@ -283,9 +283,9 @@ class RepeatedStep(Program):
         return False, None
 
     def _weight_finding(self, name: str, when: str, flip: Flip | None) -> Finding | None:
-        step, rank = self._probe.step_number, self._probe.place.rank
+        rank = self._probe.place.rank
         if flip is None:
-            self._say(f"step {step} was not judged: {name} was written {when}, in more than one bit")
+            self._say(f"were not judged: {name} was written {when}, in more than one bit, or by a write that torch knows of")
             return None
         text = f"hardware: on rank {rank} one bit of the weight {name} changed {when}: element {flip}"
         return self._finding("error", text, Site("parameter", name, "value"), str(flip), _OF_HARDWARE)
@@ -367,7 +367,10 @@ class RepeatedStep(Program):
         return ((names[id(p)], p) for p in root.parameters() if id(p) in names)
 
     def _say(self, why: str) -> None:
-        self._probe.report_once(Finding("repeat", "info", why))
+        """Say once why a step was not run again, or not judged."""
+        step, place = self._probe.step_number, self._probe.place
+        note = Finding("repeat", "info", f"step {step} and others like it {why}", step, place)
+        self._probe.reporter.report_once(note, key=f"repeat: {why}")
 
     def _remove(self) -> None:
         self._asked = False
@@ -394,6 +397,12 @@ def _site(place: Difference) -> Site:
     return Site(key.kind, key.name, place.slot, key.number)  # pyright: ignore[reportArgumentType]
 
 
+def _inside_of_ranks(model: Any) -> Any:
+    """Return a model without the wrappers that exchange gradients, but as it is compiled."""
+    layers = list(unwrapped(model))
+    return next((layer for layer in layers if type(layer).__name__ == "OptimizedModule"), layers[-1])
+
+
 def _why_not(roots: Sequence[Any]) -> str:
     """Return why a model cannot be run again; empty where it can."""
     for root in roots:
@@ -402,7 +411,7 @@ def _why_not(roots: Sequence[Any]) -> str:
             if not why and type(p) not in (torch.Tensor, torch.nn.Parameter):
                 why = f"it is a {type(p).__name__}"
             if why:
-                return f"no step is run again: {name}: {why}"
+                return f"were not run again: {name}: {why}"
     return ""
 
 
