@@ -60,6 +60,8 @@ STOREYS = {
     **dict.fromkeys(["trainprobe.run", "trainprobe.watching", "trainprobe.compare_with_cpu"], 6),
     **dict.fromkeys(["trainprobe.debugger", "trainprobe.pytorch", "trainprobe.core", "trainprobe.mindspore"], 6),
     "trainprobe.integrations": 6,
+    **dict.fromkeys([f"trainprobe.again.{name}" for name in ("recording", "first_place", "twice")], 5),
+    "trainprobe.again": 7,
     "trainprobe.demo": 7,
     "trainprobe.parity": 7,
     "trainprobe.preflight.script": 7,
@@ -75,8 +77,10 @@ FRAMEWORKS = {
 }
 MAY_IMPORT_FRAMEWORKS = (
     *(
+        "again",
         "engine/arrays",
         "engine/capture",
+        "engine/state_guard",
         "ckpt_compare/formats",
         "config_check/capture",
         "op_check",

@@ -70,6 +70,8 @@ VERBS: dict[str, tuple[str, str]] = {
         "trainprobe.preflight.script.command:preflight_script",
         "test the loss and the model of a script on its first batch, and train nothing",
     ),
+    "golden": ("trainprobe.again.golden_command:app", "record what a small run computes, and check it after an upgrade"),
+    "resume-check": ("trainprobe.again.resume_check:resume_check", "does a resumed run have all that the run had"),
     "run": ("trainprobe.integrations.run_command:run", "run a training script under a plan, with no edit"),
 }
 
@@ -103,6 +105,8 @@ EXAMPLES = {
     "floor": "trainprobe floor plan.yaml -- train.py",
     "parity": "trainprobe parity --layout 'tp=2 --tp 2' --layout dp=2 -- train.py",
     "preflight": "trainprobe preflight -- train.py --lr 3e-4",
+    "golden": "trainprobe golden check golden.txt -- train.py",
+    "resume-check": "trainprobe resume-check straight.pt resumed.pt",
     "run": "trainprobe run -- train.py --lr 3e-4",
 }
 

@@ -6,11 +6,14 @@ This is the only part of the package that changes a training, and it is never th
 from __future__ import annotations
 
 import functools
+import os
 import weakref
 from typing import Any
 
 from trainprobe.config_check.capture.on_import import ImportWatch
 from trainprobe.engine.core.log_lines import say
+
+SEED = "TRAINPROBE_FLOOR_SEED"  # chooses which elements go up; 0 without it
 
 _MOVED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id: of several optimizers each moves once
 
@@ -44,7 +47,7 @@ def _watch(torch: Any) -> None:
 def move(parameter: Any) -> int:
     """Move each element of a float tensor to the next larger or smaller number, by chance; return how many there are.
 
-    Zeros stay. The choice depends on the shape alone, so that replicas stay equal. The generators of the program are not used.
+    Zeros stay. The choice depends on the shape and SEED alone, so that replicas stay equal. The generators of the program are not used.
     """
     import torch
 
@@ -52,7 +55,8 @@ def move(parameter: Any) -> int:
         return 0
     _MOVED[id(parameter)] = parameter
     local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-    up = torch.rand(local.shape, generator=torch.Generator().manual_seed(0)).to(local.device) < 0.5
+    seed = int(os.environ.get(SEED, "0"))
+    up = torch.rand(local.shape, generator=torch.Generator().manual_seed(seed)).to(local.device) < 0.5
     with torch.no_grad():
         far = torch.where(up, torch.inf, -torch.inf).to(local.dtype)
         local.copy_(torch.where(local == 0, local, torch.nextafter(local, far)))

@@ -20,6 +20,12 @@ Whole: TypeAlias = Annotated[int, Field(strict=True, ge=1)]
 Pairs: TypeAlias = Annotated[tuple[tuple[str, ...], ...], BeforeValidator(lambda v: tuple(map(tuple, v)) if v else ())]
 
 
+def _steps_of(setting: object) -> object:
+    """Return the number of "every 500"."""
+    words = setting.split() if isinstance(setting, str) else []
+    return int(words[1]) if len(words) == 2 and words[0] == "every" and words[1].isdigit() else setting
+
+
 class AuditPlan(BaseModel):
     """All settings of the audit."""
 
@@ -39,6 +45,9 @@ class AuditPlan(BaseModel):
     """Patterns of the parameters that are to be trained; left out: those that were at set-up."""
     schedule: Callable[[int], float] | None = None
     """The learning rate that each step number is to have, for schedules that no torch scheduler declares."""
+    repeat: Annotated[Whole, BeforeValidator(_steps_of)] | None = None
+    """Run each so many steps ("every 500", or the number) twice before the optimizer moves, and name the op, or the bit of the
+    hardware, that differs (docs/again.md). PyTorch alone. Left out: no step."""
     severity: Literal["info", "warning", "error"] = "warning"
     """The lowest severity that is told."""
 

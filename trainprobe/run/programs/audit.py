@@ -14,8 +14,12 @@ def program(making: Making) -> Program:
     """Return the program that checks relations."""
     from trainprobe.monitor.audit.program import AuditProgram
 
-    gather = making.backend.gathering().gather
-    return AuditProgram(validate(making.plan.section("audit")), making.parts.audit, making.schedules["audit"], gather)
+    gather, plan = making.backend.gathering().gather, validate(making.plan.section("audit"))
+    if plan.repeat is not None:
+        from trainprobe.again.twice import RepeatedStep
+
+        making.made["repeat"] = RepeatedStep(making, plan.repeat)
+    return AuditProgram(plan, making.parts.audit, making.schedules["audit"], gather)
 
 
 def schedule(plan: Plan, parts: Parts) -> Schedule:

@@ -86,6 +86,10 @@ class AuditTap:
     def resume(self) -> None:
         """Nothing rested."""
 
+    def rest(self, begins: bool) -> None:
+        """Take no notice of the model while the tool itself runs it; begins: False when that has ended."""
+        self._audited.asleep = begins
+
     def end(self, again: bool = False) -> None:
         """Listen no more; what was seen stays until `take`."""
         self._observers.end()

@@ -1,0 +1,148 @@
+"""A golden record of a small run: what is the same, what is rounding, and where a change is first seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import trainprobe
+from trainprobe.again import golden_command
+from trainprobe.again.golden import MOST, Row, judge, read_golden, rows_of_dump, with_floors, within_reach, write_golden
+from trainprobe.cli import main
+from trainprobe.errors import FormatError
+from trainprobe.integrations import perturbed_start
+
+PLAN: dict[str, Any] = {"level": "L0", "summary": "both", "sinks": ["dump"], "stacks": False, "console": False}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4)
+        self.act: Callable[[Tensor], Tensor] = torch.tanh
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.act(self.norm(self.first(x))))
+
+
+def rows(
+    folder: Path, change: Callable[[Net], Any] = lambda net: None, rate: float = 0.01, scale: float = 1.0, draw: int = 1
+) -> list[Row]:
+    """Train three steps and return what they showed."""
+    torch.manual_seed(0)
+    net = Net()
+    change(net)
+    optimizer = torch.optim.Adam(net.parameters(), lr=rate)
+    data = torch.Generator().manual_seed(draw)
+    with trainprobe.watch(net, optimizer, {**PLAN, "output": folder}) as probe:
+        for _ in range(3):
+            with probe.step():
+                optimizer.zero_grad()
+                (scale * net(torch.randn(6, 8, generator=data)).square().mean()).backward()
+                optimizer.step()
+    return rows_of_dump(folder)
+
+
+def perturbed(net: Net) -> None:
+    for p in net.parameters():
+        perturbed_start.move(p)
+
+
+@pytest.fixture(scope="module")
+def golden(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
+    folder = tmp_path_factory.mktemp("golden")
+    made = with_floors(rows(folder / "run"), [rows(folder / "floor", perturbed)])
+    write_golden(folder / "golden.txt", made, ["train.py"])
+    return read_golden(folder / "golden.txt")
+
+
+def in_two_halves(net: Net) -> None:
+    net.first.forward = lambda x: x[:, :4] @ net.first.weight[:, :4].T + x[:, 4:] @ net.first.weight[:, 4:].T + net.first.bias  # type: ignore
+
+
+def test_the_same_training_has_the_same_bits(golden: list[Row], tmp_path: Path) -> None:
+    verdict = judge(golden, rows(tmp_path))
+    assert (verdict.code, verdict.sentence) == (0, f"identical: all {len(golden)} values have the same bits")
+
+
+def test_another_order_of_a_sum_is_rounding(golden: list[Row], tmp_path: Path) -> None:
+    verdict = judge(golden, rows(tmp_path, in_two_halves))
+    assert verdict.code == 1, verdict.sentence
+
+
+def set_eps(net: Net) -> None:
+    net.norm.eps = 1e-3
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"change": set_eps}, "module norm, output, step 0, rank 0"),
+        ({"change": lambda net: setattr(net, "act", torch.relu)}, "what module last is given, input.0, step 0"),
+        ({"change": lambda net: net.last.weight.data.mul_(2)}, "the weights that the run begins with, last.weight"),
+        ({"rate": 0.011}, "the update of first.weight, step 1"),
+        ({"scale": 2.0}, "the loss or its scale"),
+        ({"draw": 2}, "the data, input.0 of the model"),
+    ],
+)
+def test_a_change_is_named_where_it_is_first_seen(golden: list[Row], tmp_path: Path, more: dict[str, Any], words: str) -> None:
+    verdict = judge(golden, rows(tmp_path, **more), ["torch is another"])
+    assert verdict.code == 2
+    assert verdict.sentence.startswith("not the same: ")
+    assert words in verdict.sentence
+    assert verdict.details[-1] == "otherwise than then: torch is another"
+
+
+def test_values_that_are_gone_are_no_success(golden: list[Row], tmp_path: Path) -> None:
+    now = rows(tmp_path)
+    assert judge(golden, [row for row in now if row.step < 2]).code == 3
+    assert judge(golden, []).code == 3
+
+
+def test_numbers_that_are_not_finite_are_another_answer(golden: list[Row], tmp_path: Path) -> None:
+    verdict = judge(golden, rows(tmp_path, lambda net: setattr(net, "act", lambda x: x / 0)))
+    assert verdict.code == 2
+    assert "step 0" in verdict.sentence
+
+
+def test_a_record_is_text_that_is_bounded_and_checked(golden: list[Row], tmp_path: Path) -> None:
+    path = tmp_path / "golden.txt"
+    write_golden(path, golden, ["train.py"])
+    assert read_golden(path) == golden
+    kept, note = within_reach(golden, 2000)
+    assert sum(len(row.line()) + 1 for row in kept) <= 3 * 2000
+    assert "are left out" in note
+    assert within_reach(golden, MOST) == (golden, "")
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:6], lines[6].replace("\t", " "), *lines[7:]]))
+    with pytest.raises(FormatError, match="line 7: not the 15 columns"):
+        read_golden(path)
+    path.write_text("hello")
+    with pytest.raises(FormatError, match="is no golden record"):
+        read_golden(path)
+
+
+def test_the_command_records_and_checks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys, torch\ntorch.manual_seed(0)\nnet = torch.nn.Linear(4, 2)\n"
+        "o = torch.optim.SGD(net.parameters(), lr=float(sys.argv[1]))\n"
+        "for _ in range(3):\n    net(torch.randn(3, 4)).square().mean().backward()\n    o.step()\n    o.zero_grad()\n"
+    )
+    monkeypatch.setattr(golden_command, "FLOORS", ())
+    golden = str(tmp_path / "golden.txt")
+    assert main(["golden", "record", "--steps", "2", golden, "--", str(script), "0.1"]) == 0
+    answer = tmp_path / "answer.json"
+    code = main(["golden", "check", "--json", str(answer), golden, "--", str(script), "0.2"])
+    said = capsys.readouterr().out
+    assert code == 2
+    assert "not the same: the update of weight, step 1, rank 0" in said
+    assert "otherwise than then: learning rate differs: 0.1 and 0.2" in said
+    assert '"code": 2' in answer.read_text()

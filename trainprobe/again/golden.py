@@ -1,0 +1,298 @@
+"""A golden record: what the first steps of a small run showed, as text that git can hold and a person can compare.
+
+A line a value: step, rank, phase, kind, name, call, slot, dtype, shape, fingerprint, max, min, mean, norm, floor. The floor is
+what rounding does to these numbers, measured when the record was made, by runs of the same training with another rounding. A
+later run is judged value by value: equal bits; within the floor; or not, and then the first module where it is not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+from trainprobe.again.first_place import Difference, first_difference
+from trainprobe.again.recording import Key, Run, Shown, parameter_of
+from trainprobe.comparison.files import writing
+from trainprobe.comparison.verdict import Verdict
+from trainprobe.engine.core.records import Record
+from trainprobe.engine.storage.dumps import read
+from trainprobe.engine.storage.dumps.layout import find_dumps
+from trainprobe.engine.storage.safe_files import read_bounded
+from trainprobe.errors import FormatError
+
+HEAD = "trainprobe golden 1"
+MOST = 100_000  # bytes a step
+ABOVE = 10  # times the floor is rounding still
+_STATISTICS = ("max", "min", "mean", "norm")
+_COLUMNS = 15
+_MOST_FILE = 1 << 28
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What a record says of one value. fingerprint: of its bits. floor: see the module text; 0 of what no rounding changes."""
+
+    step: int
+    rank: int
+    key: Key
+    slot: str
+    dtype: str
+    shape: tuple[int, ...]
+    fingerprint: int
+    numbers: tuple[float, float, float, float]  # max, min, mean, norm
+    floor: float = 0.0
+
+    @property
+    def place(self) -> tuple[int, int, Key, str]:
+        """Where the value stands in the run."""
+        return self.step, self.rank, self.key, self.slot
+
+    def line(self) -> str:
+        """Return the row as a line of the file."""
+        key = self.key
+        about = (self.step, self.rank, key.phase, key.kind, key.name, key.number, self.slot, self.dtype.removeprefix("torch."))
+        shape = "x".join(map(str, self.shape)) or "-"
+        numbers = (*(f"{x:.9g}" for x in self.numbers), f"{self.floor:.2g}")
+        return "\t".join((*map(str, about), shape, f"{self.fingerprint:016x}", *numbers))
+
+    def distance(self, other: Row) -> float:
+        """Return how far the numbers of two values are apart, as a part of their size; infinity where one is not finite."""
+        if self.fingerprint == other.fingerprint and self.shape == other.shape and self.dtype == other.dtype:
+            return 0.0
+        if self.shape != other.shape:
+            return math.inf
+        (high, low, mean, norm), theirs = self.numbers, other.numbers
+        whole = (high, low, mean, norm, *theirs)
+        if not all(map(math.isfinite, whole)):
+            return 0.0 if repr(self.numbers) == repr(theirs) else math.inf
+        elements = max(math.prod(self.shape), 1)
+        largest, size = max(abs(high), abs(low), abs(theirs[0]), abs(theirs[1])), max(norm, theirs[3])
+        apart = max(abs(high - theirs[0]), abs(low - theirs[1])) / largest if largest else 0.0
+        return max(apart, abs(norm - theirs[3]) / size if size else 0.0, abs(mean - theirs[2]) / (size / elements**0.5 or 1.0))
+
+
+def rows_of_dump(folder: Path) -> list[Row]:
+    """Return the rows of all steps and ranks of a dump, in the order in which the values came. Raises FormatError."""
+    found: list[Row] = []
+    for step, ranks in sorted(find_dumps(folder).items()):
+        for rank, path in sorted(ranks.items()):
+            found += [row for record in read(path).records() if (row := _row(record, step, rank)) is not None]
+    return found
+
+
+def _row(record: Record, step: int, rank: int) -> Row | None:
+    site, values = record.site, record.values
+    if site.kind == "scalar":
+        x = float(values["value"])
+        return Row(step, rank, Key("scalar", site.name, "step", 0), "value", "float64", (), 0, (x, x, x, abs(x)))
+    if "checksum" not in values or record.step.phase == "recompute":
+        return None
+    numbers = tuple(float(values.get(name, 0.0)) for name in _STATISTICS)
+    key = Key(site.kind, site.name, record.step.phase, site.call)
+    return Row(step, rank, key, site.slot, record.dtype, record.shape, int(values["checksum"]), numbers)  # pyright: ignore
+
+
+# ---- the file --------------------------------------------------------------------------------------------------------
+
+
+def with_floors(rows: Sequence[Row], others: Iterable[Sequence[Row]]) -> list[Row]:
+    """Return the rows with what rounding does to them, as runs of the same training with another rounding show it.
+
+    Statistics can agree by chance: of a value whose own runs are nearer than is usual in its phase, the usual is taken.
+    """
+    floors = {row.place: 0.0 for row in rows}
+    for other in others:
+        theirs = {row.place: row for row in other}
+        for row in rows:
+            if row.place in theirs:
+                floors[row.place] = max(floors[row.place], row.distance(theirs[row.place]))
+    usual: dict[tuple[int, str, str], list[float]] = {}
+    for row in rows:
+        if math.isfinite(floors[row.place]) and floors[row.place]:
+            usual.setdefault(_sort(row), []).append(floors[row.place])
+    typical = {sort: median(values) for sort, values in usual.items()}
+    return [
+        replace(row, floor=max(floors[row.place], typical.get(_sort(row), 0.0) if "float" in row.dtype else 0.0))
+        for row in rows
+    ]
+
+
+def _sort(row: Row) -> tuple[int, str, str]:
+    side = "weight" if row.slot.startswith("parameters.") else row.key.kind
+    return row.step, row.key.phase, side
+
+
+def within_reach(rows: Sequence[Row], most: int = MOST) -> tuple[list[Row], str]:
+    """Return as many rows as take at most so many bytes a step, and a sentence about what was left out."""
+    steps = max(len({row.step for row in rows}), 1)
+    depth = max((row.key.name.count(".") for row in rows), default=0)
+    kept, left = list(rows), ""
+    for deepest in range(depth, -1, -1):
+        for whole in (True, False):
+            kept = [row for row in rows if row.key.kind == "scalar" or (_depth(row) <= deepest and (whole or _made(row)))]
+            if sum(len(row.line()) + 1 for row in kept) <= most * steps:
+                left = (
+                    ""
+                    if len(kept) == len(rows)
+                    else f"{len(rows) - len(kept)} of {len(rows)} values are left out: depth {deepest}"
+                )
+                return kept, left + ("" if whole else ", no inputs")
+    return kept[: most * steps // 200], f"most of {len(rows)} values are left out"
+
+
+def _depth(row: Row) -> int:
+    return row.key.name.count(".")
+
+
+def _made(row: Row) -> bool:
+    return not row.slot.startswith(("input", "kwargs", "grad_output")) or row.key.name == "root"
+
+
+def write_golden(path: Path, rows: Sequence[Row], command: Sequence[str], note: str = "") -> None:
+    """Write a record. Raises OutputError."""
+    about = [HEAD, f"# {' '.join(command)}", *([f"# {note}"] if note else [])]
+    text = "\n".join((*about, *(row.line() for row in rows), ""))
+    with writing(path):
+        path.write_text(text, encoding="utf-8")
+
+
+def read_golden(path: Path) -> list[Row]:
+    """Return the rows of a record. Raises FormatError where the file is none, or a line was edited."""
+    lines = read_bounded(path, _MOST_FILE).decode("utf-8", "replace").splitlines()
+    if not lines or lines[0] != HEAD:
+        raise FormatError(f"{path} is no golden record: its first line is not {HEAD!r}")
+    rows: list[Row] = []
+    for number, line in enumerate(lines[1:], 2):
+        if line.startswith("#"):
+            continue
+        cells = line.split("\t")
+        try:
+            step, rank, phase, kind, name, call, slot, dtype, shape, bits, *numbers, floor = cells
+            high, low, mean, norm = map(float, numbers)
+            key = Key(kind, name, phase, int(call))
+            sizes = () if shape == "-" else tuple(map(int, shape.split("x")))
+            rows.append(
+                Row(int(step), int(rank), key, slot, dtype, sizes, int(bits, 16), (high, low, mean, norm), float(floor))
+            )
+        except ValueError:
+            raise FormatError(f"{path}, line {number}: not the {_COLUMNS} columns of a golden record: {line[:80]!r}") from None
+    return rows
+
+
+# ---- the answer ------------------------------------------------------------------------------------------------------
+
+
+def judge(golden: Sequence[Row], now: Sequence[Row], changed: Sequence[str] = ()) -> Verdict:
+    """Return whether a run is what the record says. changed: sentences about what is configured otherwise than then."""
+    before, after = {row.place: row for row in golden}, {_plain(row).place: _plain(row) for row in now}
+    both = [place for place in before if place in after]
+    lost = [place for place in before if place not in after]
+    if not both:
+        return Verdict(3, "not comparable: no value of the record is in this run; does the training reach its first step?")
+    factors = [_factor(before[place], after[place]) for place in both]
+    equal = sum(factor == 0 for factor in factors)
+    details = [*(f"otherwise than then: {sentence}" for sentence in changed)]
+    if max(factors) > ABOVE:
+        place = _first(before, after)
+        return Verdict(2, f"not the same: {place}", [*_how_many(both, factors), *details])
+    if lost:
+        step, rank, key, slot = lost[0]
+        where = f"step {step}, rank {rank}: {key}, {slot}"
+        text = f"{len(lost)} of {len(before)} values of the record are not in this run, first {where}"
+        return Verdict(3, f"incomplete: {text}", details)
+    if equal == len(both):
+        return Verdict(0, f"identical: all {equal} values have the same bits", details)
+    worst = max(factors)
+    text = f"equal within rounding: {equal} of {len(both)} values have the same bits, the others are within {worst:.2g} floors"
+    return Verdict(1, text, details)
+
+
+def _plain(row: Row) -> Row:
+    return replace(row, dtype=row.dtype.removeprefix("torch."))
+
+
+def _factor(golden: Row, now: Row) -> float:
+    """Return how many floors a value is away from the record; infinity where no rounding was seen to change it, and it did."""
+    distance = golden.distance(now)
+    if distance == 0 and golden.dtype == now.dtype:
+        return 0.0 if golden.fingerprint == now.fingerprint else 1e-9
+    if golden.dtype != now.dtype:
+        return math.inf
+    return distance / golden.floor if golden.floor else math.inf
+
+
+def _how_many(both: Sequence[tuple[int, int, Key, str]], factors: Sequence[float]) -> list[str]:
+    far = sum(factor > ABOVE for factor in factors)
+    return [
+        f"{far} of {len(both)} values are beyond {ABOVE} times the floor, {sum(f == 0 for f in factors)} have the same bits"
+    ]
+
+
+def _first(before: Mapping[tuple[int, int, Key, str], Row], after: Mapping[tuple[int, int, Key, str], Row]) -> str:
+    """Say where a run is first beyond rounding, and how far."""
+    moments = sorted({(step, rank) for step, rank, _, _ in before})
+    for step, rank in moments:
+        a, b = (_run(rows, step, rank) for rows in (before, after))
+        found = first_difference(a, b, lambda mine, theirs: _factor(mine, theirs) <= ABOVE)
+        if found is not None:
+            row = {**a[found.key].given, **a[found.key].made}[found.slot]
+            return f"{_cause(found, step == moments[0][0])}, step {step}, rank {rank}: {_told(row, after[row.place])}"
+    return "nowhere"
+
+
+def _run(rows: Mapping[tuple[int, int, Key, str], Row], step: int, rank: int) -> Run:
+    """Return one step of a rank as a run; the module around another is told by its name."""
+    found: Run = {}
+    for row in rows.values():
+        if (row.step, row.rank) == (step, rank):
+            shown = found.setdefault(row.key, Shown(row.key, None))
+            made = row.key.kind in ("parameter", "scalar") or row.slot.startswith(("output", "grad_input"))
+            (shown.made if made else shown.given)[row.slot] = row
+    for key, shown in found.items():
+        shown.parent = _around(key, found)
+    return found
+
+
+def _around(key: Key, run: Run) -> Key | None:
+    if key.kind != "module" or key.name == "root":
+        return None
+    name = key.name
+    while name:
+        name = name.rpartition(".")[0]
+        for number in (key.number, 0):
+            around = key._replace(name=name or "root", number=number)
+            if around in run:
+                return around
+    return None
+
+
+def _cause(found: Difference, at_first: bool) -> str:
+    key, slot = found.key, found.slot
+    if slot.startswith("parameters."):
+        name = parameter_of(key, slot)
+        return f"the weights that the run begins with, {name}" if at_first else f"the update of {name}"
+    if key.kind == "module" and key.name == "root" and slot.startswith(("input", "kwargs")):
+        return f"the data, {slot} of the model"
+    if key.kind == "module" and key.name == "root" and slot.startswith("grad_output"):
+        return "the loss or its scale: the gradient of the model's output"
+    if key.kind == "parameter":
+        return f"the gradient of {key.name}"
+    if key.kind == "scalar":
+        return f"the noted number {key.name}"
+    if key.kind == "module" and slot.startswith(("input", "kwargs", "grad_output")):
+        return f"what module {key} is given, {slot}"
+    return f"{'module ' if key.kind == 'module' else ''}{key}, {slot}"
+
+
+def _told(golden: Row, now: Row) -> str:
+    if golden.shape != now.shape or golden.dtype != now.dtype:
+        return f"{golden.dtype} {list(golden.shape)} then, {now.dtype} {list(now.shape)} now"
+    floor = (
+        f"{_factor(golden, now):.3g} times the measured floor of {golden.floor:.2g}"
+        if golden.floor
+        else "no rounding changed it"
+    )
+    return f"norm {golden.numbers[3]:.9g} then, {now.numbers[3]:.9g} now, {golden.distance(now):.2g} apart, {floor}"

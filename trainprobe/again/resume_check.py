@@ -1,0 +1,166 @@
+"""Is a resume right? What the run that went on saved, against what the resumed run saved at the same step.
+
+The saved states are read as `ckpt-compare` reads them: any format, any cut into ranks, nothing of them is run. What differs is
+told by kind, and the kind that cannot follow from the others first: a wrong learning rate makes wrong weights one step later,
+and no wrong weight makes a wrong rate.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from trainprobe.ckpt_compare.compare import compare, logical
+from trainprobe.ckpt_compare.formats import open_checkpoint
+from trainprobe.ckpt_compare.pieces import KINDS as CONTENT
+from trainprobe.ckpt_compare.results import CheckpointComparison, TensorRow
+from trainprobe.comparison.files import write_json
+from trainprobe.comparison.terminal import show_verdict
+from trainprobe.comparison.verdict import Verdict
+
+WEIGHTS, MOMENTS, BUFFERS, AVERAGED = "weights", "moments", "buffers", "averaged weights"
+COUNTERS, RATES, SCALE, DATA, RANDOM = "step counters", "learning rates", "loss scale", "data position", "random states"
+# what a resume has to bring back, first what cannot follow from anything behind it
+KINDS = (COUNTERS, RATES, SCALE, DATA, RANDOM, WEIGHTS, AVERAGED, BUFFERS, MOMENTS)
+_NOT_RESTORED = 0.05  # relative difference of weights that no few steps make
+_SHRUNK = 0.3  # of the squared norm
+_OF_PLACES = (
+    (SCALE, re.compile(r"scaler|loss_scale|growth|(^|[._])scale$")),
+    (RANDOM, re.compile(r"rng|random|generator|seed")),
+    (RATES, re.compile(r"sched|(^|[._])lr|rate|last_epoch|warmup")),
+    (DATA, re.compile(r"sampl|loader|data|epoch|batch|consumed|position|cursor|shard")),
+    (COUNTERS, re.compile(r"(^|[._])(step|iter|iteration|global_step|updates|n_averaged)s?$")),
+)
+_BUFFERS = re.compile(r"(running_mean|running_var|num_batches_tracked|_ema|inv_freq|cos_cached|sin_cached)( \(|$)")
+_NEXT = {
+    COUNTERS: "load the optimizer's whole state, and the loop's own counter",
+    RATES: "load the scheduler after it is made with this optimizer, and step it where the first run did",
+    SCALE: "save and load `scaler.state_dict()`",
+    DATA: "save where the data stood, and skip as many batches or load the sampler's state",
+    RANDOM: "save and load the states of torch, each device, NumPy and Python, and of own generators",
+    WEIGHTS: "load with `strict=True` and look at the keys; see `trainprobe ckpt-compare` for each tensor",
+    AVERAGED: "save and load the averaged model too",
+    BUFFERS: "save `model.state_dict()` and not parameters alone; make buffers persistent",
+    MOMENTS: "load the optimizer's state after its parameters are those that train",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """One value of a kind. differs: in another way than by rounding. apart: relative difference, where it is known.
+
+    shrunk: it is far smaller in the resumed run, as what begins anew is.
+    """
+
+    kind: str
+    name: str
+    differs: bool
+    rounding: bool = False
+    apart: float = 0.0
+    told: str = ""
+    shrunk: bool = False
+
+
+def held_by(compared: CheckpointComparison) -> list[Held]:
+    """Return all values that two saved states hold, by kind."""
+    found = [_of_tensor(row) for row in compared.rows]
+    for row in compared.state:
+        kind = _kind_of_place(f"{row.what}.{row.path}" if row.what != "args" else row.path)
+        if kind and not _is_clock(row.path):
+            found.append(Held(kind, f"{row.what} {row.path}", not row.equal, told=f"{row.a} against {row.b}"))
+    return found
+
+
+def judge(values: Sequence[Held]) -> Verdict:
+    """Return whether a resume is right, from what both states hold."""
+    if not values:
+        return Verdict(3, "not comparable: the two states have nothing in common")
+    seen = [kind for kind in KINDS if any(value.kind == kind for value in values)]
+    unseen = [f"not judged, as it is in neither state: {kind}" for kind in KINDS if kind not in seen]
+    wrong = {kind: [v for v in values if v.kind == kind and v.differs] for kind in KINDS}
+    wrong = {kind: found for kind, found in wrong.items() if found}
+    if not wrong:
+        rounded = sum(value.rounding for value in values)
+        text = f"the resume is right in all that was seen: {len(values)} values of {', '.join(seen)}"
+        return Verdict(1 if rounded else 0, f"{text}{f', {rounded} within rounding' if rounded else ''}", unseen)
+    first = _first(wrong, sum(value.kind == MOMENTS for value in values))
+    order = [first, *(kind for kind in wrong if kind != first)]
+    details = [_line(kind, wrong[kind], sum(v.kind == kind for v in values)) for kind in order]
+    return Verdict(2, f"the resume is wrong: {first}: {_NEXT[first]}", [*details, *unseen])
+
+
+def _first(wrong: dict[str, list[Held]], moments: int) -> str:
+    """Return the kind that the others follow from. moments: how many there are.
+
+    Weights that differ before a step give every parameter another gradient, so that all moments differ after it. Where some
+    are the same, or most are far smaller, the moments themselves were not brought back.
+    """
+    free = [kind for kind in KINDS[:5] if kind in wrong]
+    own = wrong.get(MOMENTS, [])
+    if free or (own and (len(own) < moments or 2 * sum(value.shrunk for value in own) >= len(own))):
+        return (free or [MOMENTS])[0]
+    lost = [
+        kind for kind in (WEIGHTS, BUFFERS, AVERAGED) if max((v.apart for v in wrong.get(kind, ())), default=0) > _NOT_RESTORED
+    ]
+    return (lost or [kind for kind in (WEIGHTS, BUFFERS, AVERAGED, MOMENTS) if kind in wrong])[0]
+
+
+def _line(kind: str, found: Sequence[Held], total: int) -> str:
+    first = max(found, key=lambda value: value.apart)
+    return f"{kind}: {len(found)} of {total} differ, such as {first.name}{f': {first.told}' if first.told else ''}"
+
+
+def _of_tensor(row: TensorRow) -> Held:
+    differs = row.verdict not in ("identical", "rounding")
+    apart = row.difference.relative_l2 if row.verdict == "differ" else float(differs)
+    told = f"{apart:.2g} apart" if row.verdict == "differ" else row.verdict
+    shrunk = row.difference.square_b < _SHRUNK * row.difference.square_a
+    return Held(_kind_of_tensor(row), row.key, differs, row.verdict == "rounding", apart, told, shrunk)
+
+
+def _kind_of_tensor(row: TensorRow) -> str:
+    name = row.key
+    if row.what == "optimizer":
+        return COUNTERS if re.search(r"(^|[./ :])step$", name) else MOMENTS
+    if _BUFFERS.search(name):
+        return BUFFERS
+    return AVERAGED if re.search(r"\((.*ema.*|.*averag.*|swa.*)\)$", name) else WEIGHTS
+
+
+def _kind_of_place(path: str) -> str:
+    if path.startswith("rng"):
+        return RANDOM
+    return next((kind for kind, words in _OF_PLACES if words.search(path.lower())), "")
+
+
+def _is_clock(path: str) -> bool:
+    return re.search(r"time|date$|version|host|path|uuid", path.lower()) is not None
+
+
+def resume_check(
+    straight: Annotated[Path, typer.Argument(help="What the run that went on saved.", metavar="STRAIGHT")],
+    resumed: Annotated[Path, typer.Argument(help="What the resumed run saved at the same step.", metavar="RESUMED")],
+    json: Annotated[Path | None, typer.Option(help="Write the answer as JSON.")] = None,
+) -> int:
+    """Say whether a resumed run has what the run that went on has, and which kind of state it lacks.
+
+    Save both at the same step, best right after the resume or one step later. Exit code: 0 the same bits, 1 within rounding,
+    2 wrong, 3 not comparable.
+    """
+    verdict = judge(held_by(compared(straight, resumed)))
+    show_verdict(verdict, Console(highlight=False))
+    if json is not None:
+        write_json({"code": verdict.code, "sentence": verdict.sentence, "details": list(verdict.details)}, json)
+    return verdict.code
+
+
+def compared(straight: Path, resumed: Path) -> CheckpointComparison:
+    """Return the comparison of all that two saved states hold. Raises FormatError where one cannot be read."""
+    a, b = logical(open_checkpoint(straight), open_checkpoint(resumed))
+    return compare(a, b, CONTENT)

@@ -1,0 +1,144 @@
+"""Gives back what running a model again may change: parameters, buffers, gradients, attributes, random states.
+
+    with StateGuard([model]):
+        ...  # run the model as often as you like, or fail
+
+Afterwards every tensor is the same object with the same bits and the same version counter, so that a graph which saved it can
+still be used. Where nothing was written, nothing is written back.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch._C import DisableTorchFunction
+
+from trainprobe.engine.arrays.without_dispatch import without_dispatch
+
+_REGISTERED = ("_parameters", "_buffers", "_modules")
+
+
+class StateGuard:
+    """See the module text; also usable for more than one run, with `put_back` between them.
+
+    models: modules. generators: further `torch.Generator`s that the training draws from. parameters: False where parameters and
+    their gradients are known to stay as they are, and need no copies. Not kept: optimizers, and what attributes of modules
+    refer to other than tensors and generators (a list that a forward appends to).
+    """
+
+    def __init__(self, models: Sequence[Any], generators: Iterable[Any] = (), parameters: bool = True) -> None:
+        self._modules = [module for model in models for module in model.modules()]
+        self._generators = list(generators)
+        self._parameters = parameters
+
+    def __enter__(self) -> StateGuard:
+        with torch.no_grad(), DisableTorchFunction():
+            self._attributes = [(m, dict(vars(m)), {n: dict(getattr(m, n)) for n in _REGISTERED}) for m in self._modules]
+            held = self._held()
+            self._tensors = [(t, t.detach().clone(), t._version) for t in held.values()]
+            self._grads = [(t, t.grad) for t in held.values() if t.is_leaf and t.requires_grad]
+            known = [x for m in self._modules for x in vars(m).values() if isinstance(x, torch.Generator)]
+            every = {id(g): g for g in (*self._generators, *known)}
+            self._random = random_states(), [(g, g.get_state()) for g in every.values()]
+        return self
+
+    def put_back(self) -> None:
+        """Give back everything, as it was when the block began."""
+        with torch.no_grad(), DisableTorchFunction():
+            for module, attributes, registered in self._attributes:
+                _put_attributes(module, attributes, registered)
+            for t, copy, version in self._tensors:
+                _put_tensor(t, copy, version)
+            for t, grad in self._grads:
+                if t.grad is not grad:
+                    t.grad = grad
+        states, generators = self._random
+        put_random_states(states)
+        for generator, state in generators:
+            generator.set_state(state)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.put_back()
+
+    def bytes(self) -> int:
+        """Return how much memory the copies take that the block needs, in bytes."""
+        return sum(t.numel() * t.element_size() for t in self._held().values())
+
+    def _held(self) -> dict[int, Any]:
+        """Return id → tensor of all tensors that are kept."""
+        tensors = {id(t): t for m in self._modules for t in _tensors_of(m)}
+        if not self._parameters:
+            return {key: t for key, t in tensors.items() if not isinstance(t, torch.nn.Parameter)}
+        return tensors | {id(t.grad): t.grad for t in tensors.values() if t.is_leaf and t.grad is not None}
+
+
+def random_states() -> tuple[Any, ...]:
+    """Return the states of all default generators: Python, NumPy, torch on the host and on each accelerator in use."""
+    with without_dispatch():
+        devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+        return random.getstate(), np.random.get_state(), torch.get_rng_state(), devices
+
+
+def put_random_states(states: tuple[Any, ...]) -> None:
+    """Set all default generators to what `random_states` returned."""
+    python, numpy, host, devices = states
+    random.setstate(python)
+    np.random.set_state(numpy)
+    with without_dispatch():
+        torch.set_rng_state(host)
+        if devices:
+            torch.cuda.set_rng_state_all(devices)
+
+
+def _tensors_of(module: Any) -> Iterable[Any]:
+    """Return the parameters and buffers of a module, and tensors that are plain attributes."""
+    every = (*module._parameters.values(), *module._buffers.values(), *vars(module).values())
+    return (t for t in every if isinstance(t, torch.Tensor))
+
+
+def _put_attributes(module: Any, attributes: dict[str, Any], registered: dict[str, dict[str, Any]]) -> None:
+    now = vars(module)
+    for name in [name for name in now if name not in attributes]:
+        del now[name]
+    for name, value in attributes.items():
+        if now.get(name, module) is not value:
+            now[name] = value
+    for name, entries in registered.items():
+        held = now[name]
+        if list(held) != list(entries) or any(held[key] is not value for key, value in entries.items()):
+            held.clear()
+            held.update(entries)
+
+
+def _put_tensor(t: Any, copy: Any, version: int) -> None:
+    if t._version == version and _same_bits(t, copy):
+        return
+    if t.shape != copy.shape or t.dtype != copy.dtype or t.device != copy.device:
+        t.data = copy
+    elif not _same_bits(t, copy):
+        t.detach().copy_(copy)
+    set_counter: Any = torch._C._autograd._unsafe_set_version_counter  # pyright: ignore
+    try:
+        set_counter((t,), (version,))
+    except TypeError:  # of earlier releases of torch
+        set_counter(t, version)
+
+
+def _same_bits(a: Any, b: Any) -> bool:
+    """Tell whether two tensors of the same shape and dtype hold the same bits, NaN and signed zeros included."""
+    if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
+        return False
+    return torch.equal(_bits(a), _bits(b))
+
+
+def _bits(t: Any) -> Any:
+    if not t.is_floating_point() and not t.is_complex():
+        return t
+    t = t.detach()
+    t = torch.view_as_real(t) if t.is_complex() else t
+    return t.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
