@@ -47,7 +47,8 @@ def _watch(torch: Any) -> None:
 def move(parameter: Any) -> int:
     """Move each element of a float tensor to the next larger or smaller number, by chance; return how many there are.
 
-    Zeros stay. The choice depends on the shape and SEED alone, so that replicas stay equal. The generators of the program are not used.
+    Zeros stay. The choice depends on the shape and SEED alone, so that replicas stay equal. The generators of the program are
+    not used.
     """
     import torch
 

@@ -24,7 +24,7 @@ _NO_LOSS_OF_A_STEP = re.compile(r"(^|[ _./-])(eval|evaluation|val|valid|validati
 def role_of(name: str) -> Role | None:
     """Return what the scalar `name` is, or None. The loss of an evaluation or of a whole epoch is not the loss of a step."""
     lower = name.lower()
-    role = next((role for role, pattern in _ROLES if pattern.search(lower)), None)
+    role: Role | None = next((role for role, pattern in _ROLES if pattern.search(lower)), None)
     return None if role == "loss" and _NO_LOSS_OF_A_STEP.search(lower) else role
 
 
