@@ -25,27 +25,32 @@ SAID = 6  # named examples in a list
 
 
 def verdict_of(c: CheckpointComparison) -> Verdict:
-    """Judge a whole comparison."""
+    """Judge a whole comparison. What the sentence says is not said again in the details."""
+    code, sentence, details = _judged(c)
+    return Verdict(code, sentence, tuple(text for text in details if text not in sentence))
+
+
+def _judged(c: CheckpointComparison) -> tuple[int, str, list[str]]:
     differ = [r for r in c.rows if r.verdict == "differ"]
     lost = [r for r in c.rows if r.verdict in INCOMPLETE]
     rounding = [r for r in c.rows if r.verdict == "rounding"]
     state = [s for s in c.state if s.what in c.counted and not s.equal]
     severe = [f for f in c.faults if f.severe]
     copies = [f for f in c.faults if not f.severe]
-    details = tuple(_details(c, lost))
+    details = _details(c, lost)
     if differ or copies or state:
-        return Verdict(DIFFER, _differ_sentence(c, differ, len(copies), state), details)
+        return (DIFFER, _differ_sentence(c, differ, len(copies), state), details)
     frameworks = {"mindspore" if side.format == "mindspore" else "torch" for side in (c.a, c.b)}
     alike = c.a.family == c.b.family and len(frameworks) == 1  # `gamma` of MindSpore is `weight` of torch
     renamed = c.renamed if alike and 2 * len(c.renamed) <= len(c.rows) else ()
     if renamed and not (lost or severe or c.one_sided):
-        return Verdict(INCOMPLETE_CODE, _renamed_sentence(c, renamed), details)
+        return (INCOMPLETE_CODE, _renamed_sentence(c, renamed), details)
     if lost or severe or c.one_sided or not any(r.verdict in ("identical", "rounding") for r in c.rows):
-        return Verdict(INCOMPLETE_CODE, _incomplete_sentence(c, lost, severe), details)
+        return (INCOMPLETE_CODE, _incomplete_sentence(c, lost, severe), details)
     if rounding:
-        return Verdict(ROUNDING, _rounding_sentence(c, rounding), details)
+        return (ROUNDING, _rounding_sentence(c, rounding), details)
     names = f", {len(c.renamed)} of them under other names" if c.renamed else ""
-    return Verdict(IDENTICAL, f"identical: {_census(c.rows)} hold the same values in both{names}", details)
+    return (IDENTICAL, f"identical: {_census(c.rows)} hold the same values in both{names}", details)
 
 
 def relative(row: TensorRow) -> float:
@@ -176,7 +181,7 @@ def _details(c: CheckpointComparison, lost: Sequence[TensorRow]) -> list[str]:
     """Say what moved, what is broken, and what else is not the same."""
     said = [f"{side}: warning: {text}" for side, one in (("A", c.a), ("B", c.b)) for text in one.warnings]
     said += [cause.sentence for cause in c.causes]
-    said += layer_sentences(c.moves)
+    said += layer_sentences(m for m in c.moves if not (m.turned and m.a_key == m.b_key))  # which are a cause
     said += [
         f"{f.side}: {f.where} {f.message}" if f.message.startswith("is ") else f"{f.side}: {f.message} ({f.where})"
         for f in c.faults

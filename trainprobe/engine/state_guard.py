@@ -19,6 +19,7 @@ import torch
 from torch._C import DisableTorchFunction
 
 from trainprobe.engine.arrays.without_dispatch import without_dispatch
+from trainprobe.engine.core.guard import all_of
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 
@@ -27,21 +28,23 @@ class StateGuard:
     """See the module text; also usable for more than one run, with `put_back` between them.
 
     models: modules. generators: further `torch.Generator`s that the training draws from. parameters: False where parameters and
-    their gradients are known to stay as they are, and need no copies. Not kept: optimizers, and what attributes of modules
-    refer to other than tensors and generators (a list that a forward appends to).
+    their gradients are known to stay as they are, and need no copies. on_host: copies lie in the memory of the host. Not kept:
+    optimizers, and what attributes of modules refer to other than tensors and generators (a list that a forward appends to).
     """
 
-    def __init__(self, models: Sequence[Any], generators: Iterable[Any] = (), parameters: bool = True) -> None:
-        self._modules = [module for model in models for module in model.modules()]
+    def __init__(
+        self, models: Sequence[Any], generators: Iterable[Any] = (), parameters: bool = True, on_host: bool = False
+    ) -> None:
+        self._modules = list(dict.fromkeys(module for model in models for module in model.modules()))
         self._generators = list(generators)
-        self._parameters = parameters
+        self._parameters, self._on_host = parameters, on_host
 
     def __enter__(self) -> StateGuard:
         with torch.no_grad(), DisableTorchFunction():
             self._attributes = [(m, dict(vars(m)), {n: dict(getattr(m, n)) for n in _REGISTERED}) for m in self._modules]
             held = self._held()
-            self._tensors = [(t, t.detach().clone(), t._version) for t in held.values()]
-            self._grads = [(t, t.grad) for t in held.values() if t.is_leaf and t.requires_grad]
+            self._tensors = [(t, t.data, self._copied(t), t._version) for t in held.values()]
+            self._grads = [(t, t.grad, t.requires_grad) for t in held.values() if t.is_leaf]
             known = [x for m in self._modules for x in vars(m).values() if isinstance(x, torch.Generator)]
             every = {id(g): g for g in (*self._generators, *known)}
             self._random = random_states(), [(g, g.get_state()) for g in every.values()]
@@ -49,14 +52,35 @@ class StateGuard:
 
     def put_back(self) -> None:
         """Give back everything, as it was when the block began."""
+        all_of((self.put_attributes, self.put_tensors, self.put_gradients, self.put_random))
+
+    def put_attributes(self, all_attributes: bool = True) -> None:
+        """Give back what modules register, their modes, and all other attributes if these are wanted."""
+        for module, attributes, registered in self._attributes:
+            if all_attributes:
+                _put_attributes(module, attributes)
+            for name, entries in registered.items():
+                _put_registered(vars(module)[name], entries)
+            if "training" in attributes:  # a compiled module asks the module in it
+                vars(module)["training"] = attributes["training"]
+
+    def put_tensors(self) -> None:
+        """Give back the bits of parameters, buffers and gradients, and which of them are trained."""
         with torch.no_grad(), DisableTorchFunction():
-            for module, attributes, registered in self._attributes:
-                _put_attributes(module, attributes, registered)
-            for t, copy, version in self._tensors:
-                _put_tensor(t, copy, version)
-            for t, grad in self._grads:
-                if t.grad is not grad:
-                    t.grad = grad
+            for t, *kept in self._tensors:
+                _put_tensor(t, *kept)
+            for t, _, trained in self._grads:
+                if t.requires_grad is not trained:
+                    t.requires_grad_(trained)
+
+    def put_gradients(self) -> None:
+        """Give each leaf the gradient that it had."""
+        for t, grad, _ in self._grads:
+            if t.grad is not grad:
+                t.grad = grad
+
+    def put_random(self) -> None:
+        """Give back the states of all generators."""
         states, generators = self._random
         put_random_states(states)
         for generator, state in generators:
@@ -64,6 +88,9 @@ class StateGuard:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.put_back()
+
+    def _copied(self, t: Any) -> Any:
+        return t.detach().to("cpu", copy=True) if self._on_host else t.detach().clone()
 
     def bytes(self) -> int:
         """Return how much memory the copies take that the block needs, in bytes."""
@@ -80,19 +107,25 @@ class StateGuard:
 def random_states() -> tuple[Any, ...]:
     """Return the states of all default generators: Python, NumPy, torch on the host and on each accelerator in use."""
     with without_dispatch():
-        devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
-        return random.getstate(), np.random.get_state(), torch.get_rng_state(), devices
+        on_devices = [(device, device.get_rng_state_all()) for device in _devices()]
+        return random.getstate(), np.random.get_state(), torch.get_rng_state(), on_devices
 
 
 def put_random_states(states: tuple[Any, ...]) -> None:
     """Set all default generators to what `random_states` returned."""
-    python, numpy, host, devices = states
+    python, numpy, host, on_devices = states
     random.setstate(python)
     np.random.set_state(numpy)
     with without_dispatch():
         torch.set_rng_state(host)
-        if devices:
-            torch.cuda.set_rng_state_all(devices)
+        for device, held in on_devices:
+            device.set_rng_state_all(held)
+
+
+def _devices() -> list[Any]:
+    """Return the modules of the accelerators that are in use, such as `torch.cuda`."""
+    found = [getattr(torch, name, None) for name in ("cuda", "npu", "xpu")]
+    return [device for device in found if device is not None and device.is_available() and device.is_initialized()]
 
 
 def _tensors_of(module: Any) -> Iterable[Any]:
@@ -101,27 +134,30 @@ def _tensors_of(module: Any) -> Iterable[Any]:
     return (t for t in every if isinstance(t, torch.Tensor))
 
 
-def _put_attributes(module: Any, attributes: dict[str, Any], registered: dict[str, dict[str, Any]]) -> None:
+def _put_attributes(module: Any, attributes: dict[str, Any]) -> None:
     now = vars(module)
     for name in [name for name in now if name not in attributes]:
         del now[name]
     for name, value in attributes.items():
         if now.get(name, module) is not value:
             now[name] = value
-    for name, entries in registered.items():
-        held = now[name]
-        if list(held) != list(entries) or any(held[key] is not value for key, value in entries.items()):
-            held.clear()
-            held.update(entries)
 
 
-def _put_tensor(t: Any, copy: Any, version: int) -> None:
-    if t._version == version and _same_bits(t, copy):
+def _put_registered(held: dict[str, Any], entries: dict[str, Any]) -> None:
+    if list(held) != list(entries) or any(held[key] is not value for key, value in entries.items()):
+        held.clear()
+        held.update(entries)
+
+
+def _put_tensor(t: Any, data: Any, copy: Any, version: int) -> None:
+    same_memory = t.data_ptr() == data.data_ptr() and t.shape == data.shape and t.dtype == data.dtype
+    here = copy.to(t.device)
+    if same_memory and t._version == version and _same_bits(t, here):
         return
-    if t.shape != copy.shape or t.dtype != copy.dtype or t.device != copy.device:
-        t.data = copy
-    elif not _same_bits(t, copy):
-        t.detach().copy_(copy)
+    if not same_memory or t.device != data.device:
+        t.data = data
+    if not _same_bits(t, here):
+        t.detach().copy_(here)
     set_counter: Any = torch._C._autograd._unsafe_set_version_counter  # pyright: ignore
     try:
         set_counter((t,), (version,))

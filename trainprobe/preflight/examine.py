@@ -11,7 +11,7 @@ from trainprobe.engine.core.guard import attempt, fault_text
 from trainprobe.errors import UsageError, did_you_mean
 from trainprobe.preflight.properties import ORDER
 from trainprobe.preflight.report import NOT_REACHED, Line, Outcome, Report, broken, not_applicable
-from trainprobe.preflight.state_guard import kept
+from trainprobe.preflight.state_guard import TrainingGuard
 from trainprobe.preflight.subject import Subject
 
 UNREPEATABLE = 1e-2  # relative distance of two runs of one step above which nothing can be told from another
@@ -45,7 +45,7 @@ def preflight(
     if not any(p.requires_grad for p in model.parameters()):
         raise UsageError("the model has no parameter that is trained: preflight(loss, model, batch)")
     start = time.monotonic()
-    with kept(model, optimizers) as guard:
+    with TrainingGuard(model, optimizers) as guard:
         subject = Subject(loss, model, batch, guard, step=step, micro_batches=micro_batches, optimizers=optimizers)
         subject.deadline = start + seconds
         subject.measure()

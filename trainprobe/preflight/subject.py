@@ -18,7 +18,7 @@ from trainprobe.engine.core.guard import attempt
 from trainprobe.errors import UsageError
 from trainprobe.preflight.batches import Batch
 from trainprobe.preflight.modes import RANDOM, Quiet, Reordered
-from trainprobe.preflight.state_guard import StateGuard
+from trainprobe.preflight.state_guard import TrainingGuard
 
 _MOST_NODES = 200  # of autograd's graph behind the logits
 MARGIN = 32  # times the measured floor
@@ -68,7 +68,7 @@ class Subject:
         loss: Callable[[Any, Any], Any],
         model: nn.Module,
         batch: Any,
-        guard: StateGuard,
+        guard: TrainingGuard,
         *,
         step: Callable[[Any, list[Any]], Any] | None = None,
         micro_batches: int = 1,

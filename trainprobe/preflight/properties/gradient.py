@@ -45,7 +45,7 @@ class _Slopes:
 
     def __init__(self, subject: Subject, batch: Batch) -> None:
         self.subject, self.batch = subject, batch
-        subject.guard.rewind_random()
+        subject.guard.put_random()
         self.seen = subject.run(batch, rewind=None)
         self.parameters = subject.parameters
         self.sizes = {name: float(p.detach().double().pow(2).mean().sqrt()) or 0.02 for name, p in self.parameters.items()}
@@ -94,7 +94,7 @@ class _Slopes:
             with torch.no_grad():
                 for name, by in moved.items():
                     self.parameters[name].add_((by * step).to(self.parameters[name].dtype))
-            state.rewind_random()
+            state.put_random()
             return self.subject.run(self.batch, rewind=None, backward=False).loss
         finally:
             with torch.no_grad():

@@ -25,7 +25,7 @@ def examine(subject: Subject) -> Outcome:
             optimizer.step()
         return _judged(subject, before, rates)
     finally:
-        subject.guard.restore()
+        subject.guard.put_back()
         subject.guard.clear_gradients()
 
 
