@@ -67,12 +67,12 @@ class Fresh:
         )
 
 
-@pytest.fixture
-def fresh(tmp_path):
+@pytest.fixture(scope="session")
+def fresh(tmp_path_factory):
     """Return what makes an environment with a package installed; PyTorch and the rest are seen through a path file."""
 
     def make(package: Path) -> Fresh:
-        home = tmp_path / "fresh"
+        home = tmp_path_factory.mktemp("environment") / "fresh"
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", home], check=True)
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", home / "bin" / "python", "install"]
         subprocess.run([*pip, "--quiet", "--no-deps", "--no-index", package], check=True)

@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from trainprobe.config_check.capture.on_import import ImportWatch
 from trainprobe.engine import at_start as python_start
+from trainprobe.engine.at_start.door import VARIABLE as DOOR
+from trainprobe.engine.core.log_lines import say
+from trainprobe.errors import PlanError
 from trainprobe.integrations import expected_stops
 
 if TYPE_CHECKING:
@@ -71,15 +74,20 @@ def at_start() -> None:
 def _attach(file: str, imported: Any) -> None:
     attach = getattr(importlib.import_module(f"trainprobe.integrations.{file}"), "attach_to_script", None)
     if attach is not None:
-        attach(_plan("mindspore" if file == "mindformers" else "pytorch"))
+        try:
+            plan = _plan("mindspore" if file == "mindformers" else "pytorch")
+        except PlanError as error:  # `trainprobe run` has read the plan before
+            say(f"{DOOR}={os.environ.get(DOOR)}: this process is not watched: {error}", severity="error")
+        else:
+            attach(plan)
 
 
 def _plan(framework: str) -> Plan:
-    """Return the plan of this run, as a framework has it."""
+    """Return the plan of this run, as a framework has it. Raises PlanError."""
     from trainprobe.engine.plan.loading import load_plan
 
-    plan_file = os.environ[VARIABLE]
-    return load_plan(None if plan_file == "default" else plan_file, framework, output=os.environ[OUTPUT])
+    plan_file, output = os.environ[VARIABLE], os.environ.get(OUTPUT)
+    return load_plan(None if plan_file == "default" else plan_file, framework, **({} if output is None else {"output": output}))
 
 
 def called_from(packages: tuple[str, ...]) -> bool:

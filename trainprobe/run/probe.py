@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trainprobe.compiled import require
+from trainprobe.engine.at_start.door import is_off
 from trainprobe.engine.capture import part_of
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.naming import Rename, chunks_of
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from trainprobe.monitor.audit.program import AuditProgram
     from trainprobe.monitor.program import MonitorProgram
 
+# the plan of a run that is switched off by TRAINPROBE=off
+_NOTHING: dict[str, Any] = {"record": "nothing", "monitor": False, "audit": False, "sinks": (), "console": False}
 PlanSource = Plan | Mapping[str, Any] | str | os.PathLike[str] | None
 
 
@@ -71,6 +74,8 @@ class Probe(EngineProbe):
         require()
         backend = self.backend
         loaded = load_plan(plan, backend.name, **overrides)
+        if is_off():
+            loaded = load_plan(None, backend.name, output=loaded.output, **_NOTHING)
         guard = Guard(loaded.on_error, without_dispatch=backend.without_dispatch)
         stacks = Stacks() if loaded.stacks else None
         self._maker = backend.taps(loaded, guard, stacks, rename)
