@@ -119,7 +119,7 @@ def test_gemma_s_norms_with_the_one_added_are_explained(build, tmp_path):
     torch.save(added, tmp_path / "b.pt")
     found = judged(tmp_path / "a.pt", tmp_path / "b.pt")
     assert found.code == 2
-    assert "zero-centred in A: one less than in the other; 9 of" in found.sentence
+    assert "zero-centred in A: one less than in the other. 9 of" in found.sentence
 
 
 def test_llama_s_rule_for_the_norm_before_the_mlp_is_not_gemma_s(build, tmp_path):

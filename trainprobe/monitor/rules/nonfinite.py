@@ -241,7 +241,7 @@ def _not_seen(frame: Frame, bad: Bools) -> str:
         f"load an earlier checkpoint and repeat step {frame.step} with `record: mix, step: [{frame.step}], output: again`. "
         "Then `trainprobe nan-trace again` names the call"
     )
-    if all(frame.table.addresses[s].kind == "scalar" for s in frame.addresses.tolist()):
+    if all(address.kind == "scalar" for address in frame.table.addresses):
         return "scalars alone were recorded: `trainprobe run -- …` of the same script names the module"
     if _is_recorded(frame.table.addresses[s] for s in frame.addresses.tolist()):
         return again
