@@ -150,6 +150,13 @@ def test_runs_near_a_folder_without_one_are_named(run, command, wrong, tmp_path,
     assert "first, second" in said and f"`trainprobe runs {tmp_path}` lists them" in said
 
 
+def test_runs_in_a_folder_beside_are_named_without_their_ranks(run, tmp_path, capsys):
+    (tmp_path / "here").mkdir()
+    shutil.copytree(run, tmp_path / "project" / "first")
+    assert main(["judge", str(tmp_path / "here")]) == 3
+    assert f"Runs in {tmp_path}: {Path('project', 'first')} (" in capsys.readouterr().err
+
+
 def test_top_shows_step_loss_findings_and_what_stands_out(run, capsys):
     assert main(["top", str(run), "--once"]) == 0
     out = capsys.readouterr().out

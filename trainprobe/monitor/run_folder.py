@@ -119,8 +119,8 @@ def _runs_at(folder: Path) -> Iterator[Path]:
     """Yield a folder, or those in it, that hold folders of ranks or steps."""
     if folder.is_dir() and not folder.name.startswith("."):
         own = any(True for pattern in _OF_RUNS for _ in folder.glob(pattern))
-        found = [folder] if own else {rank.parent for pattern in _OF_RUNS for rank in folder.glob(f"*/{pattern}")}
-        yield from (run.parent if run.name.startswith("step") else run for run in found)
+        inside = (path.relative_to(folder).parts[0] for pattern in _OF_RUNS for path in folder.glob(f"*/{pattern}"))
+        yield from [folder] if own else {folder / name for name in inside}
 
 
 def _holds_black_box(folder: Path) -> bool:
