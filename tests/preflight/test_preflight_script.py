@@ -277,11 +277,12 @@ def test_lightning():
 
 
 SCRIPT = """
-import sys, torch
+import sys, torch, trainprobe
 from torch import nn
 model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
 optimizer = torch.optim.SGD(model.parameters(), lr=float(sys.argv[1]))
 model[2] = nn.Linear(8, 3)
+trainprobe.watch(model, optimizer).__enter__()
 try:
     for _ in range(3):
         x, y = torch.randn(6, 4), torch.randint(0, 3, (6,))

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from trainprobe.comparison.files import write_json
 from trainprobe.comparison.terminal import say
+from trainprobe.engine.at_start.door import VARIABLE as DOOR
 from trainprobe.engine.core.guard import attempt, fault_text
 from trainprobe.engine.core.log_lines import say as log
 from trainprobe.errors import ProbeError, UsageError
@@ -60,6 +61,7 @@ def preflight_script(
         sys.stderr.flush()
         os._exit(answer)
 
+    os.environ[DOOR] = "off"  # a script that is watched writes no run
     sys.argv = script
     sys.path.insert(0, str(path.resolve().parent))
     with FirstUpdate(end) as first:
