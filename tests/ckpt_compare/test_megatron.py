@@ -259,7 +259,7 @@ def test_zeroed_moments_are_named(megatron, copy):
     spoil(rank(spoiled, "mp_rank_00"), edit)
     found = judged(megatron("dist_tp1"), spoiled)
     assert found.code == 2
-    assert any("exp_avg tensors are all zeros in B" in d for d in found.details)
+    assert any("exp_avg tensors are all zeros in B" in d for d in (found.sentence, *found.details))
 
 
 def test_the_rng_of_another_rank_is_named(megatron, copy):

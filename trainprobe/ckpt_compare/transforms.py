@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from trainprobe.ckpt_compare.pieces import LogicalTensor, Piece, Reshaped, Turned, window
-from trainprobe.engine.geometry.fused_rows import Band, interleaved
+from trainprobe.engine.geometry.fused_rows import Band, bands_of, rows_of_qkv
 from trainprobe.errors import CompareError
 
 
@@ -77,40 +78,13 @@ def turn(tensor: LogicalTensor, axes: tuple[int, ...] | None = None) -> LogicalT
     return replace(tensor, shape=reorder(tensor.shape), held=pieces, native=tensor.native or tensor.name)
 
 
-def _even(tensor: LogicalTensor, parts: int, axis: int) -> list[LogicalTensor]:
-    size = tensor.shape[axis] // parts
-    return split(tensor, axis, interleaved([size] * parts), parts)
-
-
-def _halves(tensor: LogicalTensor, config: Mapping[str, Any]) -> list[LogicalTensor]:
-    """Gated MLP: the first half of the rows is the gate, the second half is up (whole tensor, not per rank)."""
-    return _even(tensor, 2, max(0, len(tensor.shape) - 2) if len(tensor.shape) > 2 else 0)
-
-
-def _column_halves(tensor: LogicalTensor, config: Mapping[str, Any]) -> list[LogicalTensor]:
-    """Gated MLP stored as [input, 2·ffn]: halves of the last axis."""
-    return _even(tensor, 2, len(tensor.shape) - 1)
-
-
-def _thirds(tensor: LogicalTensor, config: Mapping[str, Any]) -> list[LogicalTensor]:
-    """Plain fused attention: all q, then all k, then all v."""
-    return _even(tensor, 3, 0)
-
-
-def _qkv_by_group(tensor: LogicalTensor, config: Mapping[str, Any]) -> list[LogicalTensor]:
-    """Fused attention interleaved by query group: heads/groups queries, one key, one value, of head_dim rows each."""
-    heads, groups, dim = (config[k] for k in ("heads", "groups", "head_dim"))
-    kv = groups * dim
-    return split(tensor, 0, interleaved([heads // groups * kv, kv, kv], groups), 3)
-
-
-def _qkv_blocks(tensor: LogicalTensor, config: Mapping[str, Any]) -> list[LogicalTensor]:
-    """Fused attention stored as all q, all k, all v with fewer key and value heads than query heads."""
-    if all(config.get(k) for k in NEEDS["qkv_blocks"]):
-        q, kv = config["heads"] * config["head_dim"], config["groups"] * config["head_dim"]
-    else:
-        q, kv = config[QKV_ROWS]
-    return split(tensor, 0, interleaved([q, kv, kv]), 3)
+def _fused(kind: str, tensor: LogicalTensor, config: Mapping[str, Any]) -> list[LogicalTensor]:
+    """Parts that are one tensor elsewhere: see `bands_of`."""
+    rows = (0, 0, 1)
+    if kind in NEEDS:
+        rows = rows_of_qkv(config) if all(config.get(name) for name in NEEDS[kind]) else (*config[QKV_ROWS], 1)
+    axis, bands = bands_of(kind, tensor.shape, *rows)
+    return split(tensor, axis, bands, 1 + max(band.part for band in bands))
 
 
 def _rotary_pairs(tensor: LogicalTensor, config: Mapping[str, Any]) -> list[LogicalTensor]:
@@ -149,11 +123,7 @@ def _same(tensor: LogicalTensor, config: Mapping[str, Any]) -> list[LogicalTenso
 Transform = Callable[[LogicalTensor, Mapping[str, Any]], list[LogicalTensor]]
 TRANSFORMS: dict[str, Transform] = {
     "same": _same,
-    "halves": _halves,
-    "column_halves": _column_halves,
-    "thirds": _thirds,
-    "qkv_by_group": _qkv_by_group,
-    "qkv_blocks": _qkv_blocks,
+    **{kind: partial(_fused, kind) for kind in ("halves", "column_halves", "thirds", "qkv_by_group", "qkv_blocks")},
     "rotary_pairs": _rotary_pairs,
     "transpose": _transpose,
     "by_index": _by_index,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from trainprobe.engine.core.held_parameters import members, shards_of
 from trainprobe.engine.core.naming import count_outer_wrappers, logical_name
 from trainprobe.engine.core.sources import Source
-from trainprobe.engine.geometry.fused_rows import Band, interleaved
+from trainprobe.engine.geometry.fused_rows import Band, bands_of, rows_of_qkv
 from trainprobe.engine.geometry.shards import Shard, mesh_shard
 from trainprobe.engine.model_names import ADAPTER, NameMap, built_in
 
@@ -130,40 +130,30 @@ def _transformed(by: str, piece: HeldPiece, config: Config) -> Iterator[tuple[in
     elif by == "transpose":
         yield 0, _turned(piece)
     elif by == "by_index":
-        bands = [Band(i, 1, i, 0) for i in range(whole[0])]
-        for i, part in _split(piece, 0, bands, 1):
+        for i, part in _split(piece, 0, [Band(i, 1, i, 0) for i in range(whole[0])]):
             yield i, part._replace(tensor=part.tensor[0], base=None if part.base is None else part.base[0], shard=_inner(part))
     elif by in ("halves", "column_halves", "thirds"):
-        axis = len(whole) - 1 if by == "column_halves" else max(0, len(whole) - 2) if by == "halves" and len(whole) > 2 else 0
-        parts = 3 if by == "thirds" else 2
-        size = whole[axis] // parts
-        yield from _split(piece, axis, interleaved([size] * parts), size)
+        yield from _split(piece, *bands_of(by, whole))
     elif by in ("qkv_blocks", "qkv_by_group") and all(config.get(k) for k in ("heads", "groups", "head_dim")):
-        heads, groups, dim = config["heads"], config["groups"], config["head_dim"]
-        sizes = [heads * dim, groups * dim, groups * dim]
-        if sum(sizes) == whole[0]:
-            bands = interleaved(sizes, groups if by == "qkv_by_group" else 1)
-            for i, part in _split(piece, 0, bands, 0):
-                yield i, part._replace(shard=_as_long(part.shard, sizes[i]))
+        axis, bands = bands_of(by, whole, *rows_of_qkv(config))
+        if sum(band.size for band in bands) == whole[axis]:
+            yield from _split(piece, axis, bands)
 
 
-def _split(piece: HeldPiece, axis: int, bands: Iterable[Band], size: int) -> Iterator[tuple[int, HeldPiece]]:
-    """Yield what is held of each band of one axis, at its place in its part, which has `size` indices on that axis."""
+def _split(piece: HeldPiece, axis: int, bands: Sequence[Band]) -> Iterator[tuple[int, HeldPiece]]:
+    """Yield what is held of each band of one axis, at its place in its part."""
     shard = piece.shard
     begin, end = shard.offset[axis], shard.offset[axis] + shard.shape[axis]
     for band in bands:
         low, high = max(begin, band.start), min(end, band.start + band.size)
         if low >= high:
             continue
+        size = sum(other.size for other in bands if other.part == band.part)
         offset = (*shard.offset[:axis], band.target + low - band.start, *shard.offset[axis + 1 :])
         shape = (*shard.shape[:axis], high - low, *shard.shape[axis + 1 :])
         whole = (*shard.whole[:axis], size, *shard.whole[axis + 1 :])
         cut = [t if t is None else t.narrow(axis, low - begin, high - low) for t in (piece.tensor, piece.base)]
         yield band.part, piece._replace(tensor=cut[0], base=cut[1], shard=Shard(offset, shape, whole, shard.replicas))
-
-
-def _as_long(shard: Shard, size: int) -> Shard:
-    return Shard(shard.offset, shard.shape, (size, *shard.whole[1:]), shard.replicas)
 
 
 def _inner(part: HeldPiece) -> Shard:
