@@ -159,6 +159,23 @@ def fleet(work: Path, page: Path) -> int:
 
 
 # page → what makes it, and the exit code with which its command says what was planted
+def rollout_compare(work: Path, page: Path) -> int:
+    """Show log-probabilities of which one side was scored at another temperature, in text that can be read."""
+    chance = torch.Generator().manual_seed(0)
+    rows, length = 24, 64
+    logits = 3 * torch.randn(rows, length, 50, generator=chance)
+    tokens = torch.distributions.Categorical(logits=logits).sample()
+    trainer, engine = (
+        (logits / t).log_softmax(-1).gather(-1, tokens[..., None])[..., 0] + 1e-3 * torch.randn(rows, length, generator=chance)
+        for t in (1.0, 0.7)
+    )
+    columns = {"tokens": tokens, "trainer_logprobs": trainer, "engine_logprobs": engine}
+    columns["mask"] = (torch.arange(length) < torch.randint(8, length, (rows, 1), generator=chance)).int()
+    columns["version"] = torch.arange(rows) // 8
+    save_file(columns, work / "step12.safetensors")
+    return command("rollout-compare", work / "step12.safetensors", "--html", page)
+
+
 PAGES: dict[str, tuple[Callable[[Path, Path], int], int]] = {
     "report": (report_of_findings, 0),
     "report-needle": (report_with_a_needle, 0),
@@ -168,6 +185,7 @@ PAGES: dict[str, tuple[Callable[[Path, Path], int], int]] = {
     "op-check": (op_check, 2),
     "ckpt-compare": (ckpt_compare, 2),
     "config-check": (config_check, 2),
+    "rollout-compare": (rollout_compare, 2),
     "fleet": (fleet, 0),
 }
 
