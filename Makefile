@@ -124,7 +124,7 @@ check: $(VENV)/.dev
 SANITIZED := build/sanitized
 IN_SANITIZED := tests/engine/test_tape.py tests/engine/core/test_stacks.py tests/engine/arrays/test_geometry.py \
 	tests/engine/arrays/test_views.py tests/engine/storage/test_step_journal.py \
-	tests/engine/storage/test_dumps_read_compiled.py tests/op_check/test_compiled_measure.py tests/test_gradients.py
+	tests/op_check/test_compiled_measure.py tests/test_gradients.py
 sanitize: $(VENV)/.dev
 	rm -rf $(SANITIZED) && mkdir -p $(SANITIZED)
 	cp -r trainprobe tests benchmarks setup.py pyproject.toml README.md LICENSE $(SANITIZED)
