@@ -8,6 +8,7 @@ import urllib.request
 from collections.abc import Generator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ import torch
 from torch import nn
 
 import trainprobe
+from trainprobe.engine.core.records import Place
+from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.storage.dumps.log import read_log
-from trainprobe.engine.storage.service_clients import FewNumbers
+from trainprobe.engine.storage.service_clients import FewNumbers, SendsNothing
 from trainprobe.engine.storage.tagged_numbers import numbers_of
 from trainprobe.errors import PlanError, ProbeError
 
@@ -110,6 +113,12 @@ def test_prometheus_is_served_the_numbers_of_the_last_step_on_loopback(tmp_path,
         assert shown['trainprobe_step{rank="0"}'] == step
         for name, number in numbers.items():
             assert shown[f'trainprobe_value{{rank="0",series="{name}"}}'] == pytest.approx(number)
+
+
+@pytest.mark.parametrize("sink", ["wandb", "mlflow", "otlp", "prometheus"])
+def test_another_rank_of_the_machine_sends_nothing(tmp_path, sink):
+    opened = import_module(f"trainprobe.engine.storage.sinks.{sink}").open(tmp_path, Plan(), Place(1, 2))
+    assert isinstance(opened, SendsNothing) and not hasattr(opened, "write")
 
 
 def test_an_address_that_is_none_is_named(tmp_path, monkeypatch):

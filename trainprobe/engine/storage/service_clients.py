@@ -38,6 +38,13 @@ def sends(place: Place) -> bool:
     return int(os.environ.get("LOCAL_RANK") or place.rank) == 0
 
 
+class SendsNothing:
+    """The sink of a process that leaves the service to another one."""
+
+    def close(self) -> None:
+        """Return at once: nothing is open."""
+
+
 class FewNumbers:
     """The numbers of steps for a service that takes few series: scalars first, then norms, in the order of the model."""
 

@@ -15,25 +15,24 @@ from typing import Any
 
 from trainprobe.engine.core.records import Finding, Place, StepData
 from trainprobe.engine.plan.model import Plan
-from trainprobe.engine.storage.service_clients import FewNumbers, client_of
+from trainprobe.engine.storage.service_clients import FewNumbers, SendsNothing, client_of
 
 _REFUSED = re.compile(r"[^\w\-. :/]")  # characters that a name of a metric must not have
 _MOST = 1000  # metrics that one request may hold
 
 
 class MlflowSink:
-    """Logs the numbers of each step. client: None on ranks that send nothing. own: whether the run is to be ended here."""
+    """Logs the numbers of each step. own: whether the run is to be ended here."""
 
     def __init__(self, client: Any, metric: Any, run: str, own: bool) -> None:
-        self._client, self._metric, self._run, self._own = client, metric, run, own
+        self._client: Any = client  # None once it is closed
+        self._metric, self._run, self._own = metric, run, own
         self._few = FewNumbers("mlflow", _MOST // 2)
         self._findings = 0
         self._sent: list[Any] = []
 
     def write(self, step_data: StepData) -> None:
         """Log the numbers of a step."""
-        if self._client is None:
-            return
         now = int(time.time() * 1000)
         metrics = [
             self._metric("trainprobe/" + _REFUSED.sub("_", name), number, now, step_data.step)
@@ -44,8 +43,6 @@ class MlflowSink:
 
     def findings(self, findings: Sequence[Finding]) -> None:
         """Keep each finding as a tag."""
-        if self._client is None:
-            return
         for finding in findings:
             name = f"trainprobe.finding.{self._findings}"
             self._findings += 1
@@ -65,11 +62,11 @@ class MlflowSink:
             self._client = None
 
 
-def open(folder: Path, plan: Plan, place: Place) -> MlflowSink:
+def open(folder: Path, plan: Plan, place: Place) -> MlflowSink | SendsNothing:
     """Take the active run or begin one, on rank 0. Raises MissingExtra without the client."""
     mlflow, fluent = client_of("mlflow", "mlflow", "mlflow.tracking.fluent")
     if place.rank:
-        return MlflowSink(None, None, "", False)
+        return SendsNothing()
     active = mlflow.active_run()
     client = mlflow.MlflowClient()
     if active is not None:

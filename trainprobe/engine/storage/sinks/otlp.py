@@ -20,7 +20,7 @@ from typing import Any
 
 from trainprobe.engine.core.records import Finding, Place, StepData
 from trainprobe.engine.plan.model import Plan
-from trainprobe.engine.storage.service_clients import FewNumbers, client_of, sends
+from trainprobe.engine.storage.service_clients import FewNumbers, SendsNothing, client_of, sends
 
 _LAUNCHERS = {"slurm.job.id": "SLURM_JOB_ID", "k8s.pod.name": "POD_NAME", "torchelastic.run.id": "TORCHELASTIC_RUN_ID"}
 _SEVERITIES = {"error": (17, "ERROR"), "warning": (13, "WARN"), "info": (9, "INFO")}  # numbers of the log data model
@@ -29,18 +29,17 @@ Observed = list[tuple[float, dict[str, Any]]]  # numbers, each with its attribut
 
 
 class OtlpSink:
-    """Shows the last step to the SDK's reader, and emits log records. meters, logs: providers, None where none exports."""
+    """Shows the last step to the SDK's reader, and emits log records. meters, logs: their providers."""
 
     def __init__(self, meters: Any, logs: Any, api: tuple[Any, Any], place: Place) -> None:
         self._meters, self._logs, (self._metrics_api, self._logs_api), self._place = meters, logs, api, place
+        self._open = [meters, logs]
         self._few = FewNumbers("otlp")
         self._last: dict[str, Observed] = {}
         self._gauges: dict[str, Any] = {}
 
     def write(self, step_data: StepData) -> None:
         """Let the gauges be those of a step."""
-        if self._meters is None:
-            return
         seen, rank = defaultdict[str, Observed](list), {"rank": self._place.rank}
         numbers = self._few.of(step_data)
         for tag, number in numbers.items():
@@ -63,8 +62,6 @@ class OtlpSink:
 
     def findings(self, findings: Sequence[Finding]) -> None:
         """Emit a log record for each finding."""
-        if self._logs is None:
-            return
         for finding in findings:
             number, text = _SEVERITIES[finding.severity]
             about = {"rule": finding.rule, "step": finding.step, "rank": self._place.rank, "next": finding.next}
@@ -83,12 +80,12 @@ class OtlpSink:
 
     def close(self) -> None:
         """Export what is left."""
-        for provider in filter(None, (self._meters, self._logs)):
+        for provider in self._open:
             provider.shutdown()
-        self._meters = self._logs = None
+        self._open = []
 
 
-def open(folder: Path, plan: Plan, place: Place) -> OtlpSink:
+def open(folder: Path, plan: Plan, place: Place) -> OtlpSink | SendsNothing:
     """Make providers of metrics and logs on local rank 0, for this sink alone. Raises MissingExtra without the SDK."""
     grpc = os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL") == "grpc"
     home = f"opentelemetry.exporter.otlp.proto.{'grpc' if grpc else 'http'}"
@@ -96,7 +93,7 @@ def open(folder: Path, plan: Plan, place: Place) -> OtlpSink:
     sdk = client_of("otlp", *(f"opentelemetry.sdk.{name}" for name in _MODULES))
     api = tuple(client_of("otlp", "opentelemetry.metrics", "opentelemetry._logs"))
     if not sends(place):
-        return OtlpSink(None, None, api, place)
+        return SendsNothing()
     metrics, readers, resources, logs, processors = sdk
     told = {name: os.environ[variable] for name, variable in _LAUNCHERS.items() if os.environ.get(variable)}
     about = {"service.name": "trainprobe", "host.name": socket.gethostname(), "trainprobe.run": folder.name, **told}

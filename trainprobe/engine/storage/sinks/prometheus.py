@@ -13,20 +13,17 @@ from typing import Any
 
 from trainprobe.engine.core.records import Finding, Place, StepData
 from trainprobe.engine.plan.model import Plan
-from trainprobe.engine.storage.service_clients import FewNumbers, client_of, sends
+from trainprobe.engine.storage.service_clients import FewNumbers, SendsNothing, client_of, sends
 from trainprobe.errors import PlanError
 
 _ADDRESS = "127.0.0.1:9464"
 
 
 class PrometheusSink:
-    """Serves the numbers of the last step. client: None on ranks that serve nothing."""
+    """Serves the numbers of the last step."""
 
     def __init__(self, client: Any, rank: int) -> None:
         self._few = FewNumbers("prometheus")
-        self._server: Any = None
-        if client is None:
-            return
         host, _, port = os.environ.get("TRAINPROBE_PROMETHEUS", _ADDRESS).rpartition(":")
         if not port.isdecimal() or int(port) > 65535:
             raise PlanError(f"TRAINPROBE_PROMETHEUS={host}:{port} is no HOST:PORT, for example {_ADDRESS}")
@@ -35,6 +32,7 @@ class PrometheusSink:
         self._value = client.Gauge("trainprobe_value", "a number of the last step", ["rank", "series"], registry=registry)
         self._step = client.Gauge("trainprobe_step", "the last step", ["rank"], registry=registry)
         self._found = client.Counter("trainprobe_findings", "findings", ["rank", "rule", "severity"], registry=registry)
+        self._server: Any  # None once it is closed
         self._server, self._thread = client.start_http_server(int(port), addr=host or "127.0.0.1", registry=registry)
 
     @property
@@ -44,14 +42,13 @@ class PrometheusSink:
 
     def write(self, step_data: StepData) -> None:
         """Show the numbers of a step."""
-        if self._server is not None:
-            for name, number in self._few.of(step_data).items():
-                self._value.labels(self._rank, name).set(number)
-            self._step.labels(self._rank).set(step_data.step)
+        for name, number in self._few.of(step_data).items():
+            self._value.labels(self._rank, name).set(number)
+        self._step.labels(self._rank).set(step_data.step)
 
     def findings(self, findings: Sequence[Finding]) -> None:
         """Count findings."""
-        for finding in findings if self._server is not None else ():
+        for finding in findings:
             self._found.labels(self._rank, finding.rule, finding.severity).inc()
 
     def warnings_made(self) -> Sequence[Finding]:
@@ -67,7 +64,7 @@ class PrometheusSink:
             self._server = None
 
 
-def open(folder: Path, plan: Plan, place: Place) -> PrometheusSink:
+def open(folder: Path, plan: Plan, place: Place) -> PrometheusSink | SendsNothing:
     """Begin to serve on local rank 0. Raises MissingExtra without the client, OSError where the port is taken."""
     (client,) = client_of("prometheus", "prometheus_client")
-    return PrometheusSink(client if sends(place) else None, place.rank)
+    return PrometheusSink(client, place.rank) if sends(place) else SendsNothing()

@@ -13,27 +13,26 @@ from typing import Any
 
 from trainprobe.engine.core.records import Finding, Place, StepData
 from trainprobe.engine.plan.model import Plan
-from trainprobe.engine.storage.service_clients import FewNumbers, client_of
+from trainprobe.engine.storage.service_clients import FewNumbers, SendsNothing, client_of
 
 _LEVELS = {"error": "ERROR", "warning": "WARN"}
 
 
 class WandbSink:
-    """Logs the numbers of each step. run: that of the client, None on ranks that send nothing."""
+    """Logs the numbers of each step. run: that of the client."""
 
     def __init__(self, run: Any) -> None:
-        self._run = run
+        self._run: Any = run  # None once it is closed
         self._few = FewNumbers("wandb")
 
     def write(self, step_data: StepData) -> None:
         """Log the numbers of a step."""
-        if self._run is not None:
-            self._run.log(self._few.of(step_data), step=step_data.step)
+        self._run.log(self._few.of(step_data), step=step_data.step)
 
     def findings(self, findings: Sequence[Finding]) -> None:
         """Raise an alert for each warning and error."""
         for finding in findings:
-            if self._run is not None and finding.severity in _LEVELS:
+            if finding.severity in _LEVELS:
                 text = "\n".join(filter(None, [finding.message, finding.next]))
                 self._run.alert(f"trainprobe: {finding.rule}, step {finding.step}", text, level=_LEVELS[finding.severity])
 
@@ -48,11 +47,11 @@ class WandbSink:
             self._run = None
 
 
-def open(folder: Path, plan: Plan, place: Place) -> WandbSink:
+def open(folder: Path, plan: Plan, place: Place) -> WandbSink | SendsNothing:
     """Begin a run on rank 0. Raises MissingExtra without the client."""
     (client,) = client_of("wandb", "wandb")
     if place.rank:
-        return WandbSink(None)
+        return SendsNothing()
     theirs = client.run
     run = client.init(
         project=theirs.project if theirs else os.environ.get("WANDB_PROJECT") or "trainprobe",
