@@ -14,7 +14,6 @@ from typing import Any
 from trainprobe.engine.storage.dumps.layout import FINDINGS_FILE, LOG_FILE
 from trainprobe.engine.storage.left_out import DAMAGED, leave_out
 from trainprobe.engine.storage.safe_files import lines_of, open_to_read
-from trainprobe.errors import FormatError
 from trainprobe.monitor.scalar_logs.rows import scalars_of, step_of
 
 WHAT = "files of JSON lines with a `step`"
@@ -33,7 +32,7 @@ def counts_steps(file: Path) -> bool:
     try:
         with open_to_read(file) as lines:
             return any(_scalars(_row(line)) for line in islice(lines_of(lines, file), _LOOKED_AT))
-    except (FormatError, *DAMAGED):
+    except DAMAGED:
         return False
 
 

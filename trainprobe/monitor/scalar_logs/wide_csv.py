@@ -12,16 +12,15 @@ from pathlib import Path
 from trainprobe.engine.storage.left_out import leave_out
 from trainprobe.engine.storage.safe_files import text_lines
 from trainprobe.errors import FormatError
-from trainprobe.monitor.metric_files import is_metric_file
 from trainprobe.monitor.scalar_logs.rows import STEPS, scalars_of, step_of
 
 WHAT = "CSV files with a column `step`"
 
 
 def find(path: Path) -> list[list[Path]]:
-    """Return each such file under a folder, or the one that is named; not those that a monitor has written."""
+    """Return each such file under a folder, or the one that is named; what a monitor has written is read before."""
     files = [path] if path.is_file() and path.suffix == ".csv" else sorted(path.rglob("*.csv")) if path.is_dir() else []
-    return [[file] for file in files if file.is_file() and _counts_steps(file) and not is_metric_file(file)]
+    return [[file] for file in files if file.is_file() and _counts_steps(file)]
 
 
 def _counts_steps(file: Path) -> bool:
