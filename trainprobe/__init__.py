@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from trainprobe.preflight import preflight as preflight
     from trainprobe.rollout import SingleComparator as SingleComparator
     from trainprobe.rollout import SingleSave as SingleSave
+    from trainprobe.rollout.health import note_rollout as note_rollout
     from trainprobe.rollout.weights.prints import fingerprints as fingerprints
     from trainprobe.rollout.weights.sync import read_sync as read_sync
     from trainprobe.rollout.weights.sync import weight_sync as weight_sync
@@ -45,6 +46,7 @@ _PUBLIC = {
     "compare_for_single_op": "trainprobe.op_check.saved_calls",
     "fingerprints": "trainprobe.rollout.weights.prints",
     "nan_inf_track_for_single_op": "trainprobe.op_check.saved_calls",
+    "note_rollout": "trainprobe.rollout.health",
     "open_module_tracker": "trainprobe.compare_with_cpu",
     "preflight": "trainprobe.preflight",
     "read_sync": "trainprobe.rollout.weights.sync",
@@ -67,6 +69,7 @@ __all__ = [
     "compare_for_single_op",
     "fingerprints",
     "nan_inf_track_for_single_op",
+    "note_rollout",
     "open_module_tracker",
     "preflight",
     "read_sync",

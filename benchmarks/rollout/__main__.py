@@ -1,10 +1,11 @@
 """What the first line says of planted causes in reinforcement learning, and of healthy pairs.
 
-    python -m benchmarks.rollout [--part logprobs|weights] [--details] [--seed 0]
+    python -m benchmarks.rollout [--part logprobs|weights|health] [--details] [--seed 0]
 
 Log-probabilities: tiny random models of transformers score the same tokens in two ways. Eleven causes with two seeds each must
 be named first; ten healthy pairs must be called identical or rounding. Weights: twelve faults in two layouts must be named with
-the tensor; twenty healthy pushes must arrive. Exits with 1 below 20 of 22 or 22 of 24, or with a false answer.
+the tensor; twenty healthy pushes must arrive. Health: seventeen faults of GRPO loops must be named first, and twenty healthy
+loops have no finding. Exits with 1 below 20 of 22, 22 of 24 or 16 of 17, or with a false answer.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from benchmarks.rollout import weights as pushes
+from benchmarks.rollout.health import results
 from benchmarks.rollout.logprobs import healthy, planted
 from benchmarks.rollout.models import LAYERS
 from trainprobe.rollout.logprobs.judge import judge
 from trainprobe.rollout.logprobs.read import read_file
 
-GOAL, GOAL_OF_WEIGHTS = 20, 22
+GOAL, GOAL_OF_WEIGHTS, GOAL_OF_HEALTH = 20, 22, 16
 
 
 def logprobs(details: bool, seed: int) -> bool:
@@ -65,14 +67,32 @@ def weights() -> bool:
     return named >= GOAL_OF_WEIGHTS and not false
 
 
+def health(seed: int) -> bool:
+    """Print the answers; return whether the goal is met."""
+    named = found = false = 0
+    for case, messages in results(seed):
+        good = bool(re.search(case.fault, messages[0])) if case.fault and messages else not case.fault and not messages
+        named += bool(case.fault) and good
+        found += bool(case.fault and messages)
+        false += not case.fault and not good
+        print(f"{'ok  ' if good else 'MISS'} {case.name:20} {messages[0] if messages else 'no finding'}", flush=True)
+    print(f"health: {found} of 17 found, {named} named first, {false} alarms in 20 healthy loops")
+    return named >= GOAL_OF_HEALTH and not false
+
+
 def main() -> None:
     """Run the benches."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--part", choices=["logprobs", "weights"])
+    parser.add_argument("--part", choices=["logprobs", "weights", "health"])
     parser.add_argument("--details", action="store_true")
     parser.add_argument("--seed", type=int, default=0, help="the first, an even number")
     given = parser.parse_args()
-    met = [given.part == "weights" or logprobs(given.details, given.seed), given.part == "logprobs" or weights()]
+    parts = {
+        "logprobs": lambda: logprobs(given.details, given.seed),
+        "weights": weights,
+        "health": lambda: health(given.seed),
+    }
+    met = [part() for name, part in parts.items() if given.part in (None, name)]
     sys.exit(0 if all(met) else 1)
 
 

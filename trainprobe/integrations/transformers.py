@@ -19,6 +19,7 @@ from trainprobe.errors import MissingExtra
 from trainprobe.integrations.deepspeed import engine_of, follow
 from trainprobe.integrations.deepspeed_layout import place_of, renaming
 from trainprobe.integrations.session import Session, agreed
+from trainprobe.integrations.trl import follow_rollouts
 from trainprobe.monitor.audit.facts.updates import Progress
 from trainprobe.watching import PlanSource
 
@@ -42,6 +43,7 @@ class ProbeCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self.trainer: Any = None
         self._made_of = (plan, overrides)
         self._step: Replaced | None = None  # the Trainer's training_step, while a step is collected
+        self._no_rollouts: Callable[[], None] = lambda: None  # ends what notes the rollouts of a trainer of TRL
         self._awaits_log = False  # the step is done, and what the Trainer reports of it is still to come
 
     @property
@@ -70,6 +72,8 @@ class ProbeCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             follow=partial(follow, engine=engine),
             progress=lambda: Progress(int(state.epoch or 0), max(state.max_steps, 0)),
         )
+        self._no_rollouts()
+        self._no_rollouts = follow_rollouts(self.trainer, self.session)
 
     def _model(self, handed: Any) -> Any:
         """Return the model that trains: the Trainer's own, where a library hands callbacks an object around it (SetFit)."""
@@ -80,6 +84,7 @@ class ProbeCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write everything."""
         self._step_ends(args, control)
+        self._no_rollouts()
         self.session.end()
 
     # ---- a step --------------------------------------------------------------------------------------------------

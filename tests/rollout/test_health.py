@@ -1,0 +1,138 @@
+"""The series of a batch of rollouts against NumPy, and what the rule `rollout` says of them."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import trainprobe
+from benchmarks.rollout.health import faults, healthy, run
+from trainprobe.errors import UsageError
+from trainprobe.monitor.rules import rollout as rule
+from trainprobe.rollout.health import note_rollout, rollout_numbers
+
+PROMPTS, EACH, LENGTH, END = 3, 4, 24, 2
+
+
+def batch(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    n = PROMPTS * EACH
+    tokens = torch.randint(3, 6, (n, LENGTH), generator=generator)
+    tokens[: n // 2, 18] = END
+    ends = (tokens == END).cumsum(1) - (tokens == END).int()
+    rewards = torch.rand(n, generator=generator)
+    of_group = rewards.view(PROMPTS, EACH)
+    return {
+        "prompts": torch.arange(PROMPTS).repeat_interleave(EACH)[:, None].expand(n, 3),
+        "tokens": tokens,
+        "mask": ends == 0,
+        "rewards": rewards,
+        "advantages": ((of_group - of_group.mean(1, keepdim=True)) / of_group.std(1, keepdim=True)).view(-1),
+        "trainer_logprobs": -torch.rand(n, LENGTH, generator=generator),
+        "engine_logprobs": -torch.rand(n, LENGTH, generator=generator),
+        "entropy": torch.rand(n, LENGTH, generator=generator),
+    }
+
+
+def numbers(given: dict[str, torch.Tensor], **kwargs: object) -> dict[str, float]:
+    return {name: float(x) for name, x in rollout_numbers(given, **kwargs).items()}  # type: ignore[arg-type]
+
+
+def test_each_series_is_what_numpy_makes_of_the_batch():
+    given = batch()
+    got = numbers(given, end_token=END)
+    tokens, mask = given["tokens"].numpy(), given["mask"].numpy()
+    assert got["length"] == mask.sum(1).mean()
+    again = whole = 0
+    for row, counted in zip(tokens, mask, strict=True):
+        grams = [tuple(row[i : i + 4]) for i in range(LENGTH - 3) if counted[i : i + 4].all()]
+        again, whole = again + len(grams) - len(set(grams)), whole + len(grams)
+    assert again > 0
+    assert got["repeated"] == pytest.approx(again / whole)
+    assert got["ended"] == (tokens == END).any(1).mean()
+    assert got["behind_end"] == 0
+    ratio = (given["trainer_logprobs"].double() - given["engine_logprobs"].double()).numpy()[mask]
+    assert got["gap"] == pytest.approx(np.abs(ratio).mean())
+    assert got["weight_max"] == pytest.approx(math.exp(ratio.max()))
+    weight = np.exp(ratio)
+    assert got["effective_share"] == pytest.approx(weight.sum() ** 2 / (weight**2).sum() / len(weight))
+    assert got["logprob"] == pytest.approx(given["trainer_logprobs"].double().numpy()[mask].mean())
+    assert got["entropy"] == pytest.approx(given["entropy"].double().numpy()[mask].mean())
+    rewards = given["rewards"].double().numpy()
+    assert (got["reward"], got["reward_spread"]) == (pytest.approx(rewards.mean()), pytest.approx(rewards.std()))
+    assert got["advantage"] == pytest.approx(np.sqrt((given["advantages"].double().numpy() ** 2).mean()))
+    assert (got["flat_groups"], got["against_reward"], got["alike"]) == (0, 0, 0)
+    assert got["off_centre"] < rule.NONE
+
+
+def test_groups_are_known_by_prompts_by_names_and_by_their_size():
+    given = batch()
+    given["rewards"] = torch.where(torch.arange(len(given["rewards"])) < EACH, 0.5, given["rewards"])
+    by_prompt = numbers(given)
+    assert by_prompt["flat_groups"] == pytest.approx(1 / PROMPTS)
+    names = [f"prompt {i // EACH}" for i in range(PROMPTS * EACH)]
+    without = {key: x for key, x in given.items() if key != "prompts"}
+    assert numbers(without | {"uid": names}) == by_prompt  # type: ignore[operator]
+    assert numbers(without, group_size=EACH) == by_prompt
+    assert "flat_groups" not in numbers(without)
+    order = torch.randperm(PROMPTS * EACH)
+    shuffled = numbers({key: x[order] for key, x in given.items()})
+    assert {k: v for k, v in shuffled.items() if k != "off_blocks"} == pytest.approx(
+        {k: v for k, v in by_prompt.items() if k != "off_blocks"}, abs=1e-7
+    )
+
+
+def test_names_of_other_trainers_are_known():
+    given = batch()
+    theirs = {
+        "prompt_ids": given["prompts"],
+        "responses": given["tokens"],
+        "response_mask": given["mask"].long(),
+        "token_level_scores": given["rewards"][:, None] * (torch.arange(LENGTH) == LENGTH - 1),
+        "advantages": given["advantages"][:, None].expand(-1, LENGTH),
+        "old_log_probs": given["trainer_logprobs"],
+        "rollout_log_probs": given["engine_logprobs"],
+        "entropys": None,
+    }
+    ours = numbers({key: x for key, x in given.items() if key != "entropy"})
+    assert numbers(theirs) == pytest.approx(ours, abs=1e-7)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"reword": torch.ones(3)}, "no name that is known"),
+        ({"rewards": torch.ones(3), "advantages": torch.ones(4)}, "different numbers of rollouts"),
+        ({"tokens": torch.ones(3, 4), "mask": torch.ones(3, 5)}, "different shapes"),
+        ({"tokens": torch.ones(12)}, "different shapes"),
+    ],
+)
+def test_a_batch_that_does_not_fit_is_refused_with_its_names(given, words):
+    with pytest.raises(UsageError, match=words):
+        rollout_numbers(given)
+
+
+def test_a_step_that_is_not_collected_reads_nothing(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    with trainprobe.watch(model, plan={"level": "off", "output": str(tmp_path), "step": [0], "monitor": True}) as probe:
+        for _ in range(2):
+            with probe.step():
+                collected = probe.tape is not None
+                if collected:
+                    note_rollout(probe, batch())
+                else:
+                    note_rollout(probe, {"not": "read"})
+                model(torch.ones(1, 2)).sum().backward()
+
+
+@pytest.mark.parametrize("name", ["cut_across_prompts", "says_again"])
+def test_a_fault_of_a_training_is_named(name):
+    case = next(case for case in faults() if case.name == name)
+    assert case.fault in run(case)[0]
+
+
+def test_a_healthy_training_has_no_finding():
+    assert run(healthy()[0]) == []
