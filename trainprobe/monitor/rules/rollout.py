@@ -47,10 +47,6 @@ class Options(RuleOptions):
     effective: float = 0.5
     """The effective sample size, as a share of the tokens, that is too small."""
 
-    def needs(self) -> int:
-        """Return how many steps must be collected until a level can be judged."""
-        return self.start + self.patience
-
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
