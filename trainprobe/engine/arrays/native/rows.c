@@ -554,21 +554,21 @@ static void stats_rows_free(StatsRows *self) {
     Py_DECREF(type);
 }
 
-static PyMethodDef stats_rows_methods[] = {{"add", (PyCFunction)(void (*)(void))stats_rows_add, METH_FASTCALL,
-                                            "add(data_ptr, dtype, shape, strides, flags[, whole, offset]) -> "
-                                            "row\n\nReduce one tensor. shape and strides (in elements) are tuples, or "
-                                            "shape is the number of contiguous elements and strides None. whole, "
-                                            "offset: of a tensor that this is a rectangle of, tuples too; the "
-                                            "checksum is then its share in that of the whole."},
-                                           {"blank", (PyCFunction)stats_rows_blank, METH_NOARGS,
-                                            "blank() -> row\n\nLeave a row of zeros for what is reduced elsewhere."},
-                                           {"peek", (PyCFunction)stats_rows_peek, METH_O,
-                                            "peek(row) -> (its partials as bytes, its checksum)"},
-                                           {"take", (PyCFunction)stats_rows_take, METH_NOARGS,
-                                            "take() -> (partials, checksums, crcs)\n\nHand over the rows and start "
-                                            "anew: bytearrays of float64 [rows, 12] and uint64 [rows], and "
-                                            "a list of ints, empty when no CRC was asked for."},
-                                           {NULL, NULL, 0, NULL}};
+static PyMethodDef stats_rows_methods[] = {
+    {"add", (PyCFunction)(void (*)(void))stats_rows_add, METH_FASTCALL,
+     "add(data_ptr, dtype, shape, strides, flags[, whole, offset]) -> "
+     "row\n\nReduce one tensor. shape and strides (in elements) are tuples, or "
+     "shape is the number of contiguous elements and strides None. whole, "
+     "offset: of a tensor that this is a rectangle of, tuples too; the "
+     "checksum is then its share in that of the whole."},
+    {"blank", (PyCFunction)stats_rows_blank, METH_NOARGS,
+     "blank() -> row\n\nLeave a row of zeros for what is reduced elsewhere."},
+    {"peek", (PyCFunction)stats_rows_peek, METH_O, "peek(row) -> (its partials as bytes, its checksum)"},
+    {"take", (PyCFunction)stats_rows_take, METH_NOARGS,
+     "take() -> (partials, checksums, crcs)\n\nHand over the rows and start "
+     "anew: bytearrays of float64 [rows, 12] and uint64 [rows], and "
+     "a list of ints, empty when no CRC was asked for."},
+    {NULL, NULL, 0, NULL}};
 
 static PyType_Slot stats_rows_slots[] = {
     {Py_tp_methods, stats_rows_methods},

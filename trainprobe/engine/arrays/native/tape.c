@@ -371,9 +371,9 @@ static Slot *slot_of(Tape *self, long kinds) {
 static int journal_value(Tape *self, Value *value, const StatsRows *rows, Py_ssize_t row) {
     if (!self->journal) return 0;
     const char *partials = row < 0 ? NULL : (const char *)(rows->partials + row * COLUMNS);
-    PyObject *done =
-        PyObject_CallMethod(self->journal, "value", "Oy#K", (PyObject *)value, partials,
-                            (Py_ssize_t)(COLUMNS * sizeof(double)), row < 0 ? 0ULL : (unsigned long long)rows->checksums[row]);
+    PyObject *done = PyObject_CallMethod(self->journal, "value", "Oy#K", (PyObject *)value, partials,
+                                         (Py_ssize_t)(COLUMNS * sizeof(double)),
+                                         row < 0 ? 0ULL : (unsigned long long)rows->checksums[row]);
     Py_XDECREF(done);
     return done ? 0 : -1;
 }
@@ -791,7 +791,8 @@ PyObject *tape_noted(Tape *self, PyObject *value, PyObject *note) {
     if (pair && !self->noted) self->noted = PyList_New(0);
     if (!pair || !self->noted || PyList_Append(self->noted, pair)) Py_CLEAR(twin);
     Py_XDECREF(pair);
-    PyObject *done = twin && self->journal ? PyObject_CallMethodObjArgs(self->journal, n_twin, twin, value, NULL) : NULL;
+    PyObject *done =
+        twin && self->journal ? PyObject_CallMethodObjArgs(self->journal, n_twin, twin, value, NULL) : NULL;
     if (twin && self->journal && !done) Py_CLEAR(twin);
     Py_XDECREF(done);
     return twin;
