@@ -27,7 +27,6 @@ TAPE = (
     "records.c",
     "gradients.c",
     "nodes.c",
-    "stacks.c",
     "arena.c",
 )
 HEADERS = ("reduce.h", "sweeps.h", "objects.h", "module_watch.h")

@@ -54,7 +54,7 @@ typedef struct {
 
 int is_info(PyObject *x); /* 0 with an exception set where it is none */
 
-extern PyTypeObject *info_type, *stats_rows_type, *value_type, *call_type, *tape_type, *stacks_type, *op_hook_type;
+extern PyTypeObject *info_type, *stats_rows_type, *value_type, *call_type, *tape_type, *op_hook_type;
 
 typedef struct Tape Tape;
 
@@ -170,14 +170,13 @@ PyObject *value_with_note(Value *self, PyObject *note); /* a new reference */
 Call *call_new(PyObject *kind, PyObject *name, Py_ssize_t number, PyObject *phase, PyObject *cls, PyObject *micro,
                PyObject *parent, Py_ssize_t stack);
 
-/* Number of the stack that begins at the current Python frame, `skip` frames left out, or -2 with an exception set. */
+/* See engine/core/stacks.py. `skip`: frames left out, from the current Python frame on. -2 with an exception set. */
 Py_ssize_t stacks_capture(PyObject *stacks, Py_ssize_t base, const void *stop, int skip);
 
 int rows_fill(PyObject *module);
 int torch_fill(PyObject *module);
 int records_fill(PyObject *module);
 int tape_fill(PyObject *module);
-int stacks_fill(PyObject *module);
 int ops_fill(PyObject *module);
 int nodes_fill(PyObject *module);
 int modules_fill(PyObject *module);
