@@ -27,9 +27,7 @@ TAPE = (
     "records.c",
     "gradients.c",
     "nodes.c",
-    "stacks.c",
     "arena.c",
-    "step_journal.c",
 )
 HEADERS = ("reduce.h", "sweeps.h", "objects.h", "module_watch.h")
 FLAGS = [] if sys.platform == "win32" else ["-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno"]

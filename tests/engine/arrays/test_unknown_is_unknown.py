@@ -52,7 +52,7 @@ from trainprobe.engine.storage.run_log.replicas import compact_segment
 from trainprobe.engine.storage.run_log.schema import OF_STATISTIC
 from trainprobe.engine.storage.sinks import csv as csv_sink
 from trainprobe.engine.storage.sinks import dump, jsonl, msprobe_csv, msprobe_second_csv, parquet, tensorboard
-from trainprobe.engine.storage.step_journal import open_journal, read_journal
+from trainprobe.engine.storage.step_journal import StepJournal, read_journal
 from trainprobe.engine.tape import Tape
 from trainprobe.monitor.frames import Frame, SeriesTable, frame_of_step
 from trainprobe.monitor.frames_of_run_log import RunLog
@@ -322,7 +322,7 @@ def by_old_jsonl(step_data: StepData, folder: Path) -> Seen:
 
 def by_journal(step_data: StepData, folder: Path) -> Seen:
     memory = memoryview(bytearray(1 << 20))
-    journal = open_journal(memory)
+    journal = StepJournal(memory)
     about = {
         "place": {"rank": 0, "world_size": 1, "axes": {}},
         "framework": "pytorch",

@@ -107,7 +107,7 @@ class ModuleTap:
             plus=plus,
             micro=request.micro,
             grad_enabled=torch.is_grad_enabled,
-            stacks=None if self._stacks is None else self._stacks.table,
+            stacks=self._stacks,
             stack=self.stack,
             plain=(torch.Tensor, torch.nn.Parameter),
             untouched=UNTOUCHED,

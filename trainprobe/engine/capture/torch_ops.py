@@ -70,7 +70,7 @@ class OpTap:
             fault=self._guard.take,
             repeats=self._repeated.number,
             micro=request.micro,
-            stacks=None if self._stacks is None else self._stacks.table,
+            stacks=self._stacks,
             inside=self._inside,
             stop=self._module_code,
             generator=generator_state,

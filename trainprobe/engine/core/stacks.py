@@ -7,13 +7,13 @@ module call only the few frames below that module's own call are walked. Equal s
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from types import CodeType
-from typing import Any
 
-from trainprobe.compiled import recording
 from trainprobe.engine.core.records import Call
 
+_DEEPEST = 2000  # frames
 _HIDDEN = (
     "torch/overrides.py",
     "torch/utils/_contextlib.py",
@@ -33,19 +33,42 @@ _HIDDEN = (
 
 
 class Stacks:
-    """Interns call stacks; `-1` is the empty stack.
-
-    capture(base, stop, depth=2) returns the number of the caller's stack. base: number of the enclosing stack, put outermost,
-    once the walk meets the code object whose id is `stop`; where that is never met, the walk ends at the outermost frame and
-    base is not used. depth: own frames to leave out.
-    """
+    """Interns call stacks; `-1` is the empty stack."""
 
     def __init__(self) -> None:
         self._frames: list[tuple[int, tuple[tuple[CodeType, int], ...]]] = []
         self._text: dict[tuple[CodeType, int], str | None] = {}
         self._lines: list[list[str]] = []
-        self.table: Any = recording.StackTable(self._frames)
-        self.capture: Callable[..., int] = self.table.capture
+        self._numbers: dict[tuple[int, ...], int] = {}  # by base, and id and instruction of each code object, which is held
+
+    def capture(self, base: int, stop: int, depth: int = 2) -> int:
+        """Return the number of the caller's stack. base: number of the enclosing stack, put outermost.
+
+        stop: id of a code object or a frame, at which the walk ends; where it is never met, the walk ends at the outermost
+        frame and base is not used. depth: own frames to leave out, this one included.
+        """
+        frame = sys._getframe()
+        for _ in range(depth):
+            frame = frame.f_back
+            if frame is None:  # a thread that runs no Python besides
+                return -1
+        key: list[int] = []
+        codes: list[CodeType] = []
+        while frame is not None and len(codes) < _DEEPEST:
+            code = frame.f_code
+            if id(code) == stop or id(frame) == stop:
+                break
+            codes.append(code)
+            key += id(code), frame.f_lasti
+            frame = frame.f_back
+        else:
+            base = -1
+        known = (base, *key)
+        number = self._numbers.get(known)
+        if number is None:
+            number = self._numbers[known] = len(self._frames)
+            self._frames.append((base, tuple(zip(codes, key[1::2], strict=True))))
+        return number
 
     def text(self) -> list[list[str]]:
         """Return every stack so far, innermost line first, `File P, line L, in F, \\n SOURCE`; new ones are made once."""

@@ -1,103 +1,174 @@
 """The journal of a step: what it has brought so far, written as it comes into memory that may outlive the process.
 
     used, step, left out     uint64, int64, uint64: bytes of records; the step; records for which there was no room
-    record                   its whole length (uint32), a letter, and what the letter says:
 
-    H   about the run, as JSON                       V   a value: who it is, what it is, and its numbers
-    C   a call: who it is, its parent, its name …    T   the same value with a note of its own: who it is, whose twin, the note
-    F   a tree of a call: args, kwargs, out, params  S   a scalar: its name and a tree
-    B   the fingerprint of a batch
+Behind them lie the records, each a line of JSON, a list that begins with a letter:
 
-Values and calls are identified by the object's address while the step runs (uint64). Texts have their length before them
-(uint16), columns of partials that are zero are left out (a mask of uint16 says which). A record counts when `used` says so,
-which is written last: whatever ends the process, the memory holds whole records. Numbers that are on a device are not there.
+    H, about                                   about the run
+    V, number, head, note, row, checksum       a value: what it is, and its partials in base64, null without them
+    T, number, of, note                        the same value with a note of its own
+    C, number, call                            a call, with the number of the one that it was made in
+    F, number, field, tree                     a tree of a call: args, kwargs, out or params
+    S, name, tree                              a scalar
+    B, fingerprint                             of a batch
 
-`native/step_journal.c` writes it, 0.1 µs a record; here it is read.
+Calls and trees are as in a line of the record log. A record counts when `used` says so, which is written last: whatever ends
+the process, the memory holds whole records. Numbers that are on a device are not there.
 """
 
 from __future__ import annotations
 
+import binascii
 import struct
-from typing import Any, Protocol
+import threading
+from collections import defaultdict
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import orjson
 
-from trainprobe.compiled import recording
-from trainprobe.engine.core.records import Call, Opaque, StepData, Value
+from trainprobe.engine.core.records import Call, StepData, Value
 from trainprobe.engine.stats.partials import PARTIALS, finish
 from trainprobe.engine.storage.dumps.header import read_place
+from trainprobe.engine.storage.dumps.record_log import OPTIONS, TREES, call_head, described, read_call, read_tree, tree_text
+from trainprobe.engine.storage.left_out import DAMAGED
 
 HEAD = 24
 ON_DEVICE = "its numbers were still on the device when the process ended"
-_TREES = ("args", "kwargs", "out", "params")
-_NONE = -(1 << 63)
+_ALL = (1 << len(TREES)) - 1
 
 
-class StepJournal(Protocol):
-    """What is recorded of a step. Everything is dropped between `end` and the next `begin`, and after `close`."""
+class StepJournal:
+    """Writes what a step brings into memory, uint8 [n]. Everything is dropped between `end` and the next `begin`.
+
+    A step may bring something on several threads. The values and calls of a step are held until it ends.
+    """
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
+        self._open = True
+        self._follows = False  # a step is in progress
+        self._lock = threading.RLock()
+        self._used = self._left_out = 0
+        self._full = False  # what does not fit is left out from there on
+        self._values: dict[Value, int] = {}
+        self._heads: dict[tuple[Any, ...], int] = {}
+        self._calls: dict[Call, int] = {}
 
     def begin(self, step: int, about: bytes) -> None:
         """A step begins. about: JSON of what all of it has in common (see `read_journal`)."""
-        ...
+        with self._lock:
+            if self._open:
+                self._forget()
+                struct.pack_into("<QqQ", self._memory, 0, 0, step, 0)
+                self._follows = True
+                self._append(b'["H",' + about + b"]\n")
 
     def end(self) -> None:
         """The step is kept elsewhere."""
-        ...
+        with self._lock:
+            self._follows = False
+            self._forget()
+            if self._open:
+                struct.pack_into("<Q", self._memory, 0, 0)
 
     def close(self) -> None:
-        """Let go of the memory."""
-        ...
+        """Let go of the memory: what comes afterwards is dropped."""
+        with self._lock:
+            self._follows = self._open = False
+            self._memory.release()
+            self._forget()
 
     def value(self, value: Value, row: bytes | None, checksum: int) -> None:
         """A value was looked at. row: its partials, None while they are on a device."""
-        ...
+        with self._lock:
+            if self._follows:
+                self._value(value, row, checksum)
 
     def twin(self, twin: Value, value: Value) -> None:
         """The same value has a twin with a note of its own."""
-        ...
+        with self._lock:
+            if self._follows and value in self._values:
+                self._write("T", self._values.setdefault(twin, len(self._values)), self._values[value], twin.note)
 
-    def call(self, call: Call) -> None:
-        """A call is like this now."""
-        ...
+    def call(self, call: Call, fields: int = _ALL) -> None:
+        """More is known of a call. fields: which of its trees have come or changed, a bit for each."""
+        with self._lock:
+            if not self._follows:
+                return
+            number = self._calls.get(call)
+            if number is None:
+                number = self._calls[call] = len(self._calls)
+                parent = self._calls.get(call.parent) if isinstance(call.parent, Call) else None
+                self._write("C", number, call_head(call, parent))
+            for i, name in enumerate(TREES):
+                tree = getattr(call, name) if fields >> i & 1 else None
+                if tree is not None:
+                    self._write_tree("F", number, i, tree=tree)
 
     def scalar(self, name: str, x: Any) -> None:
         """A scalar of the step: a Value or a number."""
-        ...
+        with self._lock:
+            if self._follows:
+                self._write_tree("S", name, tree=x)
 
     def batch(self, fingerprint: int) -> None:
         """What the model was called with."""
-        ...
+        with self._lock:
+            if self._follows:
+                self._write("B", fingerprint)
 
+    def _value(self, value: Value, row: bytes | None = None, checksum: int = 0) -> int:
+        number = self._values.setdefault(value, len(self._values))
+        head = value.type, value.dtype, value.shape, value.device, value.requires_grad
+        known = self._heads.get(head)
+        if known is None:
+            self._heads[head] = len(self._heads)
+        packed = None if row is None else binascii.b2a_base64(row, newline=False).decode()
+        self._write("V", number, head if known is None else known, value.note, packed, checksum)
+        return number
 
-def open_journal(memory: memoryview) -> StepJournal:
-    """Return a journal in this memory, uint8 [n]."""
-    held = np.frombuffer(memory, np.uint8)
-    return recording.StepJournal(held.__array_interface__["data"][0], held.size, held)
+    def _number(self, value: Value) -> int:
+        known = self._values.get(value)
+        return self._value(value) if known is None else known
+
+    def _write_tree(self, *about: Any, tree: Any) -> None:
+        try:
+            text = tree_text(tree, self._number)
+        except RecursionError:
+            self._leave_out()
+        else:
+            self._write(*about, text)
+
+    def _write(self, *record: Any) -> None:
+        try:
+            line = orjson.dumps(record, default=described, option=OPTIONS | orjson.OPT_APPEND_NEWLINE)
+        except TypeError:  # it nests too deep, or is no text
+            self._leave_out()
+        else:
+            self._append(line)
+
+    def _append(self, line: bytes) -> None:
+        begin = HEAD + self._used
+        if self._full or begin + len(line) > len(self._memory):
+            self._full = True
+            self._leave_out()
+            return
+        self._memory[begin : begin + len(line)] = line
+        self._used += len(line)
+        struct.pack_into("<Q", self._memory, 0, self._used)
+
+    def _leave_out(self) -> None:
+        self._left_out += 1
+        struct.pack_into("<Q", self._memory, 16, self._left_out)
+
+    def _forget(self) -> None:
+        self._used, self._left_out, self._full = 0, 0, False
+        self._values, self._heads, self._calls = {}, {}, {}
 
 
 # ---- reading ----------------------------------------------------------------------------------------------------------
-
-
-class _Cursor:
-    """Takes one thing after the other from bytes. Raises struct.error where they end."""
-
-    def __init__(self, data: memoryview) -> None:
-        self._data, self._at = data, 0
-
-    def take(self, form: str) -> tuple[Any, ...]:
-        found = struct.unpack_from("<" + form, self._data, self._at)
-        self._at += struct.calcsize("<" + form)
-        return found
-
-    def text(self) -> str | None:
-        (size,) = self.take("H")
-        (data,) = self.take(f"{size}s")
-        return data.decode(errors="replace") or None
-
-    def rest(self) -> bytes:
-        return bytes(self._data[self._at :])
 
 
 class _Reader:
@@ -105,107 +176,73 @@ class _Reader:
 
     def __init__(self) -> None:
         self.about: dict[str, Any] = {}
-        self.calls: list[Call] = []
         self.values: list[Value] = []
         self.rows: list[npt.NDArray[np.float64]] = []
         self.checksums: list[int] = []
         self.scalars: dict[str, Any] = {}
         self.batches: list[int] = []
+        self.calls: dict[int, Call] = {}
         self.last: Call | None = None
-        self._calls: dict[int, Call] = {}
-        self._values: dict[int, Value] = {}
-        self._read = {"H": self._head, "V": self._value, "T": self._twin, "C": self._call, "F": self._field, "S": self._scalar}
+        self._heads: list[Any] = []
+        self._known: Any = defaultdict(lambda: None)  # values by number
+        self._read = {"V": self._value, "T": self._twin, "C": self._call, "F": self._field, "S": self._scalar}
 
-    def record(self, letter: str, data: memoryview) -> None:
-        cursor = _Cursor(data)
-        if letter == "B":
-            self.batches += cursor.take("Q")
+    def record(self, line: bytes) -> None:
+        letter, *about = orjson.loads(line)
+        if letter == "H":
+            (self.about,) = about
+        elif letter == "B":
+            self.batches += about
         else:
-            self._read[letter](cursor)
+            self._read[letter](*about)
 
-    def _head(self, c: _Cursor) -> None:
-        self.about = orjson.loads(c.rest())
-
-    def _value(self, c: _Cursor) -> Value:
-        who, flags, nd = c.take("QBB")
-        shape = c.take(f"{nd}q")
-        kind, dtype, device, note = c.text(), c.text(), c.text(), c.text()
-        grad = {2: True, 4: False}.get(flags & 6)
-        value = Value(-1, dtype or "", shape, type=kind or "", device=device or "", requires_grad=grad, note=note)
-        if flags & 1:
-            (mask,) = c.take("H")
-            row = np.zeros(len(PARTIALS))
-            there = [i for i in range(len(PARTIALS)) if mask >> i & 1]
-            row[there] = c.take(f"{len(there)}d")
+    def _value(self, number: int, head: Any, note: str | None, row: str | None, checksum: int) -> None:
+        if not isinstance(head, int):
+            self._heads.append(head)
+            head = -1
+        kind, dtype, shape, device, grad = self._heads[head]
+        value = Value(-1, dtype, tuple(shape), type=kind, device=device, requires_grad=grad, note=note)
+        if row is not None:
             value.row = len(self.rows)
-            self.rows.append(row)
-            self.checksums += c.take("Q")
+            self.rows.append(np.frombuffer(binascii.a2b_base64(row), np.float64))
+            self.checksums.append(checksum)
         elif note is None:
             value.note = ON_DEVICE
+        self._keep(number, value)
+
+    def _twin(self, number: int, of: int, note: str | None) -> None:
+        self._keep(number, self._known[of].with_note(note))
+
+    def _keep(self, number: int, value: Value) -> None:
         self.values.append(value)
-        self._values[who] = value
-        return value
+        self._known[number] = value
 
-    def _twin(self, c: _Cursor) -> None:
-        who, whose = c.take("QQ")
-        self._values[who] = self._values[whose].with_note(c.text())
-        self.values.append(self._values[who])
+    def _call(self, number: int, text: dict[str, Any]) -> None:
+        parent = text.get("parent")
+        call = self.calls[number] = read_call(text, self._known)
+        call.parent = self.calls[parent] if isinstance(parent, int) else parent
 
-    def _call(self, c: _Cursor) -> None:
-        who, above, number, micro = c.take("QQqq")
-        kind, name, phase, cls, node, parent = (c.text() for _ in range(6))
-        call: Any = Call(
-            kind or "",  # pyright: ignore[reportArgumentType]
-            name or "",
-            number,
-            phase or "",  # pyright: ignore[reportArgumentType]
-            cls=cls or "",
-            micro=None if micro == _NONE else micro,
-            parent=self._calls.get(above, parent),
-        )
-        call.node = node
-        self._calls[who] = call
-        self.calls.append(call)
+    def _field(self, number: int, field: int, tree: Any) -> None:
+        self.last = self.calls[number]
+        setattr(self.last, TREES[field], read_tree(tree, self._known))
 
-    def _field(self, c: _Cursor) -> None:
-        who, field = c.take("QB")
-        self.last = self._calls[who]
-        setattr(self.last, _TREES[field], self._tree(c))
-
-    def _scalar(self, c: _Cursor) -> None:
-        name = c.text() or ""
-        self.scalars[name] = self._tree(c)
-
-    def _tree(self, c: _Cursor) -> Any:
-        letter = chr(*c.take("B"))
-        if letter in "iqd":
-            return c.take("q" if letter == "i" else "d")[0]
-        if letter == "v":
-            return self._values.get(*c.take("Q"))
-        if letter == "l":
-            return [self._tree(c) for _ in range(*c.take("I"))]
-        if letter == "m":
-            return {c.text() or "": self._tree(c) for _ in range(*c.take("I"))}
-        if letter in "so":
-            text = c.text() or ""
-            return text if letter == "s" else Opaque(text, None)
-        return self._value(c) if letter == "w" else {"t": True, "f": False}.get(letter)
+    def _scalar(self, name: str, tree: Any) -> None:
+        self.scalars[name] = read_tree(tree, self._known)
 
 
 def read_journal(data: bytes | memoryview) -> tuple[StepData, Call | None] | None:
     """Return (the step in progress, the call that was seen last) of a journal, uint8 [n]; None where no step was in progress.
 
-    The step is marked incomplete; its calls are in the order in which they began. Its notes say what had no room.
+    The step is marked incomplete; its calls are in the order in which they began. Its notes say what had no room. A record that
+    is damaged ends it.
     """
-    whole = memoryview(data)
-    used, step, left_out = struct.unpack_from("<QqQ", whole)
-    reader, at, end = _Reader(), HEAD, min(HEAD + used, len(whole))
-    while at + 5 <= end:
-        size, letter = struct.unpack_from("<IB", whole, at)
-        if size < 5 or at + size > end:
-            break
-        reader.record(chr(letter), whole[at + 5 : at + size])
-        at += size
+    used, step, left_out = struct.unpack_from("<QqQ", data)
+    reader = _Reader()
+    try:
+        for line in bytes(data[HEAD : HEAD + used]).splitlines():
+            reader.record(line)
+    except DAMAGED:
+        pass
     if not reader.about:
         return None
     about = reader.about
@@ -218,7 +255,7 @@ def read_journal(data: bytes | memoryview) -> tuple[StepData, Call | None] | Non
         level=about["level"],
         task=about["task"],
         statistics=tuple(about["wanted"]),
-        calls=reader.calls,
+        calls=list(reader.calls.values()),
         values=reader.values,
         partials=rows,
         checksums=sums if sums.any() else None,

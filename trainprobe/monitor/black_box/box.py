@@ -24,7 +24,7 @@ from trainprobe.engine.core.records import Finding, Place, StepData
 from trainprobe.engine.storage.dumps.header import place_text
 from trainprobe.engine.storage.dumps.layout import log_folder
 from trainprobe.engine.storage.dumps.record_log import encode
-from trainprobe.engine.storage.step_journal import StepJournal, open_journal
+from trainprobe.engine.storage.step_journal import StepJournal
 from trainprobe.monitor.black_box.last_words import FAULT_FILE, TERMINATED_FILE, LastWords
 from trainprobe.monitor.black_box.plan import GRAVITY, BlackBoxPlan
 from trainprobe.monitor.black_box.ring import Ring, read_ring
@@ -61,7 +61,7 @@ class BlackBox:
         _set_aside(self.folder)
         self._ring = Ring(self.folder / RING_FILE, plan.steps + LAG, plan.max_bytes)
         self.position.keep_in(self._ring.room_for_position())
-        self._journal = open_journal(self._ring.room_for_journal())
+        self._journal = StepJournal(self._ring.room_for_journal())
         self._about = orjson.dumps({"place": place_text(place), **(about or {})})
         self._words = LastWords(self.folder)
         _open.add(self)

@@ -23,7 +23,7 @@ from trainprobe.engine.core.position import BYTES, Where, read_position
 from trainprobe.engine.storage.safe_files import open_private, open_to_read
 from trainprobe.errors import FormatError, OutputError
 
-MAGIC = b"TPBOX\0\0\3"
+MAGIC = b"TPBOX\0\0\4"
 _HEADER = struct.Struct("<8sQQQ")  # MAGIC, slots, bytes of a slot, bytes of the journal
 _JOURNAL = _HEADER.size + BYTES  # where the journal begins
 _SHARE = 4  # of the file, for the journal

@@ -111,9 +111,9 @@ static PyObject *merged_value(Backward *b, PyObject *value, Py_ssize_t i, PyObje
     value = with_note(b, value, note);
     for (Py_ssize_t k = 0; value && k < PyList_Size(others); k++) {
         Py_ssize_t place = PyLong_AsSsize_t(PyList_GetItem(others, k));
-        Value *other = (Value *)with_note(b, Py_NewRef(value), note);
+        Value *other = (Value *)value_with_note((Value *)value, note);
         if (!other) goto failed;
-        other->row = -1, other->epoch = 0; /* no twin in the journal either */
+        other->row = -1;
         Py_XDECREF(other->requires_grad);
         other->requires_grad = Py_NewRef(Py_False);
         Py_CLEAR(other->tensor);
@@ -157,8 +157,7 @@ int backward_take(Backward *b, int side, Py_ssize_t i, PyObject *gradient, int u
         value = named;
     }
     if (!value || PyList_SetItem(where, slot->index, value)) return -1;
-    if (self->native) tape_report(self->native, b->call, side ? OUT : ARGS);
-    return 0;
+    return self->native ? tape_report(self->native, b->call, side ? OUT : ARGS) : 0;
 }
 
 void backward_end(Backward *b) { b->watch = NULL; }
@@ -390,8 +389,8 @@ static int record_gradient(ModuleWatch *self, const ModuleInfo *info, PyObject *
         if (call && info->flags & SAVE)
             at = PyUnicode_FromFormat("Module.%U.%U.parameters_grad.%zd.%U", info->name, info->cls, number, name);
         if (call && !PyErr_Occurred()) tree = tape_tree(self->native, gradient, info->flags, at, 0);
-        failed = !tree || PyDict_SetItem(call->params, name, tree);
-        if (!failed && self->native) tape_report(self->native, call, PARAMS);
+        failed = !tree || PyDict_SetItem(call->params, name, tree) ||
+                 (self->native && tape_report(self->native, call, PARAMS));
         Py_XDECREF(at);
         Py_XDECREF(tree);
         Py_XDECREF((PyObject *)call);

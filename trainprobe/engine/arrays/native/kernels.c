@@ -86,32 +86,6 @@
 #undef MULTIPLY
 #if defined(__clang__)
 #pragma clang attribute pop
-#pragma clang attribute push(__attribute__((target("avx512f,avx512dq,avx512bw,avx512vl"))), apply_to = function)
-#else
-#pragma GCC pop_options
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c,avx512f,avx512dq,avx512bw,avx512vl,prefer-vector-width=512")
-#endif
-#define SUFFIX avx512
-#define WIDTH 64
-#define MIN_F(A, B) ((vf_avx512)_mm512_min_ps((__m512)(A), (__m512)(B)))
-#define MAX_F(A, B) ((vf_avx512)_mm512_max_ps((__m512)(A), (__m512)(B)))
-#define MIN_D(A, B) ((vd_avx512)_mm512_min_pd((__m512d)(A), (__m512d)(B)))
-#define MAX_D(A, B) ((vd_avx512)_mm512_max_pd((__m512d)(A), (__m512d)(B)))
-#define WIDEN_F(V) ((vd_avx512)_mm512_cvtps_pd((__m256)(V)))
-#define ADD_SQUARE(S, D) ((vd_avx512)_mm512_fmadd_pd((__m512d)(D), (__m512d)(D), (__m512d)(S)))
-#define SWAP_HALVES(V) ((vu_avx512)_mm512_rol_epi32((__m512i)(V), 16))
-#define ODD(V)                                     \
-    ((vu_avx512)_mm512_shuffle_epi32((__m512i)(V), \
-                                     0xf5)) /* not a shift: it leaves the port of the multiplications alone */
-#define MULTIPLY(A, B) ((vul_avx512)_mm512_mul_epu32((__m512i)(A), (__m512i)(B)))
-#define NONZERO __mmask16
-#define ALL_NONZERO 0xffff
-#define STILL_NONZERO(MASK, V) _mm512_mask_cmp_ps_mask(MASK, (__m512)(V), _mm512_setzero_ps(), _CMP_NEQ_UQ)
-#include "sweeps.h"
-#undef SUFFIX
-#if defined(__clang__)
-#pragma clang attribute pop
 #else
 #pragma GCC pop_options
 #endif
@@ -150,12 +124,6 @@ static float float8(int format, int bits) {
 int kernels_select(const char *name) {
 #ifdef X86_TARGETS
     __builtin_cpu_init();
-    if (!strcmp(name, "avx512") && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl")) {
-        kernels = table_avx512;
-        kernels.name = "avx512";
-        return 0;
-    }
     if (!strcmp(name, "avx2") && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
         kernels = table_avx2;
         kernels.name = "avx2";
@@ -173,5 +141,5 @@ int kernels_select(const char *name) {
 void kernels_init(void) {
     for (int format = 0; format < 5; format++)
         for (int bits = 0; bits < 256; bits++) float8_table[format][bits] = float8(format, bits);
-    if (kernels_select("avx512") && kernels_select("avx2")) kernels_select("baseline");
+    if (kernels_select("avx2")) kernels_select("baseline");
 }

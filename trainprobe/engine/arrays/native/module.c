@@ -23,7 +23,7 @@ static PyObject *use(PyObject *self, PyObject *name) {
     if (!text) return NULL;
     int failed = kernels_select(PyBytes_AsString(text));
     Py_DECREF(text);
-    if (failed) return PyErr_Format(PyExc_ValueError, "this machine or build has no %R (avx512, avx2, baseline)", name);
+    if (failed) return PyErr_Format(PyExc_ValueError, "this machine or build has no %R (avx2, baseline)", name);
     return PyUnicode_FromString(kernels.name);
 }
 
@@ -52,7 +52,7 @@ static PyMethodDef functions[] = {
     {"set_threads", set_threads, METH_O, "set_threads(n) -> threads in use. Numbers do not depend on it."},
     {"get_threads", get_threads, METH_NOARGS, "Return how many threads reduce a large tensor."},
     {"use", use, METH_O,
-     "use(name) -> name. Choose the instruction set: avx512, avx2 or baseline; numbers do not depend on it."},
+     "use(name) -> name. Choose the instruction set: avx2 or baseline; numbers do not depend on it."},
     {"instruction_set", instruction_set, METH_NOARGS, "Return the instruction set in use."},
     {NULL, NULL, 0, NULL}};
 
@@ -70,8 +70,8 @@ static int fill(PyObject *module) {
         Py_XDECREF(value);
     }
     Py_XDECREF(codes);
-    int (*const fill[])(PyObject *) = {rows_fill,  torch_fill,   records_fill,   tape_fill,  stacks_fill, ops_fill,
-                                       nodes_fill, modules_fill, gradients_fill, arena_fill, journal_fill};
+    int (*const fill[])(PyObject *) = {rows_fill,  torch_fill,   records_fill,   tape_fill, ops_fill,
+                                       nodes_fill, modules_fill, gradients_fill, arena_fill};
     for (size_t i = 0; !failed && i < sizeof fill / sizeof *fill; i++) failed = fill[i](module);
     return failed ? -1 : 0;
 }

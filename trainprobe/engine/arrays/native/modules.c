@@ -139,8 +139,8 @@ static Call *enter(ModuleWatch *self, const ModuleInfo *info, PyObject *module, 
                 *flow < 0 ||
                 (*flow && (edges_of(self, args, NULL, -1, edges, 0) || edges_of(self, kwargs, NULL, -1, edges, 0)));
         }
-        failed = failed || PyList_Append(self->calls, (PyObject *)call);
-        if (!failed) tape_report(self->native, call, ARGS | KWARGS | PARAMS);
+        failed = failed || PyList_Append(self->calls, (PyObject *)call) ||
+                 tape_report(self->native, call, ARGS | KWARGS | PARAMS);
     }
     if (failed || PyList_Append(self->stack, (PyObject *)call)) {
         Py_XDECREF((PyObject *)call);
@@ -158,14 +158,14 @@ static int leave(ModuleWatch *self, const ModuleInfo *info, Call *call, long lon
     int seen = self->forward && !(call->phase == t_recompute && !self->recompute);
     if (seen && !call->params) {
         if (note_parameters(self, info, call)) return -1;
-        if (self->native && call->params) tape_report(self->native, call, PARAMS);
+        if (self->native && call->params && tape_report(self->native, call, PARAMS)) return -1;
     }
     if (seen && self->outputs && self->native) {
         PyObject *tree = looked(self, info, call, out, "output");
         if (!tree) return -1;
         Py_XDECREF(call->out);
         call->out = tree;
-        if (self->native) tape_report(self->native, call, OUT);
+        if (self->native && tape_report(self->native, call, OUT)) return -1;
     }
     if (!self->backward || !self->native) return 0;
     if (!flow) flow = gradients_flow(self);

@@ -36,14 +36,12 @@ typedef struct {
     PyObject_HEAD
     Py_ssize_t row;
     PyObject *type, *dtype, *shape, *device, *requires_grad, *note, *tensor, *extra;
-    uint64_t epoch; /* of the step in whose journal it was written */
 } Value;
 
 typedef struct {
     PyObject_HEAD
     Py_ssize_t call, stack;
     PyObject *kind, *name, *phase, *cls, *micro, *parent, *args, *kwargs, *out, *params, *node;
-    uint64_t epoch;
 } Call;
 
 /* A module of the model as it is recorded; nothing of it changes. */
@@ -56,7 +54,7 @@ typedef struct {
 
 int is_info(PyObject *x); /* 0 with an exception set where it is none */
 
-extern PyTypeObject *info_type, *stats_rows_type, *value_type, *call_type, *tape_type, *stacks_type, *op_hook_type;
+extern PyTypeObject *info_type, *stats_rows_type, *value_type, *call_type, *tape_type, *op_hook_type;
 
 typedef struct Tape Tape;
 
@@ -119,13 +117,10 @@ typedef struct Arena Arena;
 int arena_check(PyObject *x);
 int arena_keep(Arena *self, PyObject *key, PyObject *dtype, PyObject *shape, const Job *job);
 
-/* The journal of a step (step_journal.c): fields are those trees of the call that have come or changed. */
+/* Tell the journal of the step of a call, where there is one; fields: those of its trees that have come or changed.
+   -1 with an exception set. */
 enum { ARGS = 1, KWARGS = 2, OUT = 4, PARAMS = 8 };
-int journal_check(PyObject *x);
-void journal_value(PyObject *journal, Value *v, const double *row, uint64_t checksum);
-void journal_twin(PyObject *journal, Value *twin, const Value *v);
-void journal_call(PyObject *journal, Call *c, int fields);
-void tape_report(Tape *self, Call *c, int fields); /* does so where the tape has a journal */
+int tape_report(Tape *self, Call *c, int fields);
 
 /* The graph of the forward that is running (nodes.c). */
 PyObject *graph_new_empty(void);
@@ -175,19 +170,17 @@ PyObject *value_with_note(Value *self, PyObject *note); /* a new reference */
 Call *call_new(PyObject *kind, PyObject *name, Py_ssize_t number, PyObject *phase, PyObject *cls, PyObject *micro,
                PyObject *parent, Py_ssize_t stack);
 
-/* Number of the stack that begins at the current Python frame, `skip` frames left out, or -2 with an exception set. */
+/* See engine/core/stacks.py. `skip`: frames left out, from the current Python frame on. -2 with an exception set. */
 Py_ssize_t stacks_capture(PyObject *stacks, Py_ssize_t base, const void *stop, int skip);
 
 int rows_fill(PyObject *module);
 int torch_fill(PyObject *module);
 int records_fill(PyObject *module);
 int tape_fill(PyObject *module);
-int stacks_fill(PyObject *module);
 int ops_fill(PyObject *module);
 int nodes_fill(PyObject *module);
 int modules_fill(PyObject *module);
 int gradients_fill(PyObject *module);
 int arena_fill(PyObject *module);
-int journal_fill(PyObject *module);
 
 #endif

@@ -82,7 +82,7 @@ static int keep_beside(OpWatch *self, Call *call, PyObject *name, PyObject *tree
     int failed = !tree || !call->params || PyDict_SetItem(call->params, name, tree);
     Py_XDECREF(tree);
     if (!failed && self->native && (call->phase == t_forward || self->recompute))
-        tape_report(self->native, call, PARAMS);
+        failed = tape_report(self->native, call, PARAMS);
     return failed ? -1 : 0;
 }
 
@@ -130,11 +130,10 @@ static Call *before(OpWatch *self, PyObject *spec, long flags, PyObject *args, P
     if (!call || !self->forward) goto done;
     int draws = flags & SAVE && PyTuple_GetItem(spec, 4) == Py_True;
     if (look_at_given(self, call, spec, flags, args, kwargs) || (draws && keep_generator(self, call, args, kwargs)) ||
-        ((!recompute || self->recompute) && self->calls && PyList_Append(self->calls, (PyObject *)call))) {
+        ((!recompute || self->recompute) && self->calls && PyList_Append(self->calls, (PyObject *)call)) ||
+        ((!recompute || self->recompute) && self->native && tape_report(self->native, call, ARGS | KWARGS))) {
         Py_DECREF((PyObject *)call);
         call = NULL;
-    } else if ((!recompute || self->recompute) && self->native) {
-        tape_report(self->native, call, ARGS | KWARGS);
     }
 done:
     Py_XDECREF(again);
@@ -280,8 +279,7 @@ static int look_at_results(OpWatch *self, Call *call, long flags, PyObject *out)
     if (!tree) return -1;
     Py_XDECREF(call->out);
     call->out = tree;
-    if (self->native && (call->phase == t_forward || self->recompute)) tape_report(self->native, call, OUT);
-    return 0;
+    return self->native && (call->phase == t_forward || self->recompute) ? tape_report(self->native, call, OUT) : 0;
 }
 
 static int after(OpWatch *self, PyObject *spec, long flags, Call *call, long long floor, PyObject *args,
@@ -411,8 +409,7 @@ static int record(OpWatch *self, OpHook *hook, PyObject *sent, PyObject *receive
     }
     if (join(self, hook, &hook->call->args, received, "input")) return -1;
     if (hook->watch && join(self, hook, &hook->call->out, sent, "output")) return -1;
-    if (hook->watch && self->native) tape_report(self->native, hook->call, ARGS | OUT);
-    return 0;
+    return hook->watch && self->native ? tape_report(self->native, hook->call, ARGS | OUT) : 0;
 }
 
 static PyObject *hook_called(OpHook *hook, PyObject *args, PyObject *kwargs) {

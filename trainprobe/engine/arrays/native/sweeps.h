@@ -44,38 +44,14 @@ static inline __attribute__((always_inline)) float F(highest)(float *v) {
     return v[0];
 }
 
-#ifdef STILL_NONZERO
-/* Zeros among whole rows of lanes. */
-static int64_t F(zeros_f32)(const float *restrict x, int64_t n) {
-    F(vi) z[NF];
-    int32_t zeros[L];
-    int64_t found = 0;
-    EACH(NF) z[l] = (F(vi)){0};
-    for (int64_t i = 0; i < n; i += L) EACH(NF) {
-            F(vf) v;
-            memcpy(&v, x + i + l * (WIDTH / 4), WIDTH);
-            z[l] -= (F(vi))(v == 0);
-        }
-    memcpy(zeros, z, sizeof zeros);
-    for (int l = 0; l < L; l++) found += zeros[l];
-    return found;
-}
-#endif
-
-/* With STILL_NONZERO this sweep learns only whether there are zeros at all, which costs half as much; if so they are
- * counted after it. */
 static void F(stats_f32)(const float *restrict x, int64_t n, int64_t left, Part *p) {
     AHEAD;
     F(vf) mn[NF], mx[NF];
     F(vd) s[ND], q[ND];
     EACH(NF) mn[l] = (F(vf)){0} + INFINITY, mx[l] = (F(vf)){0} - INFINITY;
     EACH(ND) s[l] = q[l] = (F(vd)){0};
-#ifdef STILL_NONZERO
-    NONZERO nonzero = ALL_NONZERO;
-#else
     F(vi) z[NF];
     EACH(NF) z[l] = (F(vi)){0};
-#endif
     int64_t whole = n / L * L, rest = n - whole;
     for (int64_t i = 0; i < whole; i += L) {
         ASK(x + i); /* L floats are a line of the cache */
@@ -84,11 +60,7 @@ static void F(stats_f32)(const float *restrict x, int64_t n, int64_t left, Part 
             memcpy(&v, x + i + l * (WIDTH / 4), WIDTH);
             mn[l] = MIN_F(v, mn[l]);
             mx[l] = MAX_F(v, mx[l]);
-#ifdef STILL_NONZERO
-            nonzero = STILL_NONZERO(nonzero, v);
-#else
             z[l] -= (F(vi))(v == 0);
-#endif
         }
         EACH(ND) {
             F(half_vf) v;
@@ -102,14 +74,10 @@ static void F(stats_f32)(const float *restrict x, int64_t n, int64_t left, Part 
     double sums[L], squares[L];
     memcpy(lows, mn, sizeof lows), memcpy(highs, mx, sizeof highs);
     memcpy(sums, s, sizeof sums), memcpy(squares, q, sizeof squares);
-#ifdef STILL_NONZERO
-    int64_t found = nonzero == ALL_NONZERO ? 0 : F(zeros_f32)(x, whole);
-#else
     int32_t zeros[L];
     int64_t found = 0;
     memcpy(zeros, z, sizeof zeros);
     for (int l = 0; l < L; l++) found += zeros[l];
-#endif
     const float *tail = x + whole;
     for (int64_t l = 0; l < rest; l++) {
         double d = tail[l];

@@ -4,6 +4,14 @@
 
 PyObject *call_one(PyObject *callable, PyObject *x) { return PyObject_CallFunctionObjArgs(callable, x, NULL); }
 
+Py_ssize_t stacks_capture(PyObject *stacks, Py_ssize_t base, const void *stop, int skip) {
+    PyObject *ends = PyLong_FromVoidPtr((void *)stop);
+    PyObject *found = ends ? PyObject_CallMethod(stacks, "capture", "nNi", base, ends, skip + 1) : NULL;
+    Py_ssize_t number = found ? PyLong_AsSsize_t(found) : -2;
+    Py_XDECREF(found);
+    return number;
+}
+
 PyObject *call_two(PyObject *callable, PyObject *x, PyObject *y) {
     return PyObject_CallFunctionObjArgs(callable, x, y, NULL);
 }

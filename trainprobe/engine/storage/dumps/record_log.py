@@ -8,7 +8,7 @@ they have 0 for what was not computed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from trainprobe.engine.storage.dumps.header import place_text, read_place, read_
 FORMAT = 1
 DEPTH = 400
 _CALL = ("kind", "name", "call", "phase", "cls", "micro", "stack", "node")
-_TREES = ("args", "kwargs", "out", "params")
+TREES = ("args", "kwargs", "out", "params")
 _VALUE = ("type", "dtype", "shape", "device", "requires_grad")
 _SPARSE = ("note", "tensor", "extra")
 _COUNTS = frozenset({"count", "nan", "posinf", "neginf", "zero", "exponent", "sublow"})
@@ -49,7 +49,7 @@ def calls_text(step_data: StepData) -> bytes:
 
 
 def _members(thing: Mapping[str, Any]) -> bytes:
-    return orjson.dumps(thing, default=_described, option=_OPTIONS)[1:-1]
+    return orjson.dumps(thing, default=described, option=OPTIONS)[1:-1]
 
 
 def _first(step_data: StepData) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def _read_feature(text: Sequence[Any]) -> Feature:
     return Feature(name, slot, call, micro, *(np.array([read_number(x) for x in array], float) for array in arrays))
 
 
-_OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
+OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
 
 
 def _calls_and_columns(step_data: StepData, values: _Values | None = None) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -126,7 +126,7 @@ def structure(step_data: StepData, places: Sequence[Value]) -> bytes:
         "places": [values.numbers[id(value)] for value in places],
         "stacks": [list(stack) for stack in step_data.stacks],
     }
-    return orjson.dumps(text, default=_described, option=_OPTIONS)
+    return orjson.dumps(text, default=described, option=OPTIONS)
 
 
 def read_structure(text: Mapping[str, Any], shapes: Sequence[Sequence[int]]) -> tuple[list[Call], list[Value]]:
@@ -169,6 +169,16 @@ class _Values:
 
 
 def _call_text(call: Call, numbers: Mapping[int, int], values: _Values) -> dict[str, Any]:
+    text = call_head(call, numbers.get(id(call.parent)))
+    for field in TREES:
+        tree = getattr(call, field)
+        if tree is not None:
+            text[field] = tree_text(tree, values.number)
+    return text
+
+
+def call_head(call: Call, parent: int | None) -> dict[str, Any]:
+    """Return what a line has of a call but for its trees. parent: the number of the call that it was made in, where known."""
     text: dict[str, Any] = {"kind": call.kind, "name": call.name, "call": call.call, "phase": call.phase}
     if call.cls:
         text["cls"] = call.cls
@@ -178,24 +188,20 @@ def _call_text(call: Call, numbers: Mapping[int, int], values: _Values) -> dict[
         text["stack"] = call.stack
     if call.node is not None:
         text["node"] = call.node
-    parent = call.parent
-    if parent is not None:
-        text["parent"] = parent if isinstance(parent, str) else numbers.get(id(parent))
-    for field in _TREES:
-        tree = getattr(call, field)
-        if tree is not None:
-            text[field] = _tree_text(tree, values)
+    if call.parent is not None:
+        text["parent"] = call.parent if isinstance(call.parent, str) else parent
     return text
 
 
-def _tree_text(tree: Any, values: _Values) -> Any:
+def tree_text(tree: Any, number: Callable[[Value], int]) -> Any:
+    """Return a tree as a line has it. number: of a value."""
     kind = type(tree)
     if kind is Value:
-        return values.number(tree)
+        return number(tree)
     if kind is list:
-        return [_tree_text(item, values) for item in tree]
+        return [tree_text(item, number) for item in tree]
     if kind is dict:
-        return {"d": {str(k): _tree_text(v, values) for k, v in tree.items()}}
+        return {"d": {str(k): tree_text(v, number) for k, v in tree.items()}}
     if kind is int:
         return {"i": tree if -(1 << 63) <= tree < 1 << 63 else str(tree)}
     if kind is float:
@@ -205,7 +211,8 @@ def _tree_text(tree: Any, values: _Values) -> Any:
     return tree
 
 
-def _described(thing: Any) -> Any:
+def described(thing: Any) -> Any:
+    """Return what JSON has no form for as a list or as text."""
     return list(thing) if isinstance(thing, (set, frozenset, tuple, Mapping)) else str(thing)  # pyright: ignore
 
 
@@ -291,14 +298,15 @@ def _read_values(text: Mapping[str, Any]) -> list[Value]:
 
 
 def _read_calls(texts: Sequence[Mapping[str, Any]], values: list[Value]) -> list[Call]:
-    calls = [_read_call(text, values) for text in texts]
+    calls = [read_call(text, values) for text in texts]
     for call, text in zip(calls, texts, strict=True):
         parent = text.get("parent")
         call.parent = calls[parent] if isinstance(parent, int) else parent
     return calls
 
 
-def _read_call(text: Mapping[str, Any], values: list[Value]) -> Call:
+def read_call(text: Mapping[str, Any], values: Sequence[Value]) -> Call:
+    """Return a call without its parent. values: by their numbers."""
     call = Call(
         text["kind"],
         text["name"],
@@ -309,23 +317,24 @@ def _read_call(text: Mapping[str, Any], values: list[Value]) -> Call:
         stack=text.get("stack", -1),
     )
     call.node = text.get("node")
-    for field in _TREES:
+    for field in TREES:
         if field in text:
-            setattr(call, field, _read_tree(text[field], values, 0))
+            setattr(call, field, read_tree(text[field], values))
     return call
 
 
-def _read_tree(tree: Any, values: list[Value], depth: int) -> Any:
+def read_tree(tree: Any, values: Sequence[Value], depth: int = 0) -> Any:
+    """Return the tree that `tree_text` wrote. values: by their numbers. Raises IndexError, TypeError or ValueError."""
     if depth > DEPTH:
         raise ValueError(f"a tree is nested deeper than {DEPTH}")
     if isinstance(tree, int) and not isinstance(tree, bool):
         return values[tree]
     if isinstance(tree, list):
-        return [_read_tree(item, values, depth + 1) for item in tree]
+        return [read_tree(item, values, depth + 1) for item in tree]
     if isinstance(tree, dict):
         key, thing = next(iter(tree.items()))
         if key == "d":
-            return {k: _read_tree(v, values, depth + 1) for k, v in thing.items()}
+            return {k: read_tree(v, values, depth + 1) for k, v in thing.items()}
         if key == "i":
             return int(thing)
         return float(thing) if key == "f" else Opaque(*thing)
