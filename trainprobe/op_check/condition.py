@@ -20,7 +20,7 @@ from trainprobe.comparison.files import write_json, writing
 from trainprobe.engine.arrays.without_dispatch import without_dispatch
 from trainprobe.op_check.cases import Case, NotChecked, Tensor, flat, mapped
 from trainprobe.op_check.dump import selected
-from trainprobe.op_check.functions import function, is_in_place
+from trainprobe.op_check.execution import operator_of, run_on
 from trainprobe.op_check.noise import UNIT
 from trainprobe.op_check.plan import Kind
 from trainprobe.op_check.properties import is_random
@@ -138,27 +138,10 @@ def _together(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> Iterato
 
 def _run(case: Case, backward: bool, device: str) -> list[Tensor | None]:
     """Run the call, with the same random numbers each time; return its results, or the gradient of each tensor argument."""
-    call = case.function or function(case.name)
-    if call is None:
-        raise NotChecked(f"there is no {case.name} in this installation of torch {torch.__version__}")
-    leaves: list[Tensor] = []
-
-    def entered(t: Tensor) -> Tensor:
-        leaf = t.detach().to(device).clone()
-        leaf.requires_grad_(
-            backward and leaf.is_floating_point() and (not case.requires_grad or case.requires_grad[len(leaves)])
-        )
-        leaves.append(leaf)
-        return leaf.clone() if is_in_place(case.name) else leaf
-
-    kwargs = {key: value for key, value in case.kwargs.items() if key not in ("device", "out")}
-    with without_dispatch(), _same_random_numbers(torch.device(device)), torch.set_grad_enabled(backward):
-        args, kwargs = mapped((tuple(case.args), kwargs), entered)
-        result = call(*args, **kwargs)
-        out = [*flat(args[0] if result is None and args else result)]
-        if not backward:
-            return [o.detach().cpu() for o in out]
-        return _gradients(case, out, leaves, device)
+    with without_dispatch(), _same_random_numbers(torch.device(device)):
+        args, _, out = run_on(case, backward, operator_of(case), device)
+    found = out if backward else flat(args[0] if out is None and args else out)
+    return [None if t is None else t.detach().cpu() for t in found]
 
 
 @contextmanager
@@ -173,17 +156,6 @@ def _same_random_numbers(device: torch.device) -> Generator[None]:
         torch.default_generator.manual_seed(0)
         getattr(torch, device.type).manual_seed(0)  # of the current device alone
         yield
-
-
-def _gradients(case: Case, out: Sequence[Tensor], leaves: Sequence[Tensor], device: str) -> list[Tensor | None]:
-    able = [o for o in out if o.requires_grad]
-    pairs = [(o, g) for o, g in zip(able, case.gradients or (), strict=False) if g is not None and g.numel() == o.numel()]
-    asked = [leaf for leaf in leaves if leaf.requires_grad]
-    if not pairs or not asked:
-        raise NotChecked("the gradient of its result is not recorded")
-    given = [g.to(device).to(o.dtype).reshape(o.shape) for o, g in pairs]
-    found: Any = torch.autograd.grad([o for o, _ in pairs], asked, given, allow_unused=True)
-    return [None if g is None else g.detach().cpu() for g in found]
 
 
 def _perturbed(case: Case, kind: Kind) -> tuple[Case, float]:

@@ -39,11 +39,17 @@ def random_input(value: Value, limits: tuple[float, float]) -> Tensor:
     return numbers.to(dtype)
 
 
+def operator_of(case: Case) -> Callable[..., Any]:
+    """Return the function of a call. Raises NotChecked where this torch has none."""
+    found = case.function or function(case.name)
+    if found is None:
+        raise NotChecked(f"there is no {case.name} in this installation of torch {torch.__version__}")
+    return found
+
+
 def run_here(case: Case, backward: bool) -> Case:
     """Return the call with the outputs, or gradients, that this machine's operator gives in the recorded formats."""
-    call = case.function or function(case.name)
-    if call is None:
-        raise NotChecked(f"there is no {case.name} in this installation of torch {torch.__version__}")
+    call = operator_of(case)
     wanted = iter(case.requires_grad or [True] * len(case.tensors()))
 
     def entered(t: Tensor) -> Tensor:
@@ -71,12 +77,15 @@ def run_here(case: Case, backward: bool) -> Case:
 
 
 def run_on(case: Case, backward: bool, call: Callable[..., Any], device: str) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-    """Return the arguments on the device and what comes out, or the gradients of the tensor arguments."""
+    """Return the arguments on the device and what comes out, or the gradients of the tensor arguments.
+
+    Raises NotChecked where a gradient is asked for and none of its results is recorded.
+    """
     leaves: list[Tensor | None] = []
     wanted = [*case.requires_grad] or [True] * len(case.tensors())
 
     def given(t: Tensor) -> Tensor:
-        x = t.to(device)
+        x = t.detach().to(device)
         needs = backward and wanted[len(leaves)] and (x.is_floating_point() or x.is_complex())
         leaves.append(x.requires_grad_() if needs else None)
         return x.clone()  # an operator may write its argument
@@ -87,11 +96,14 @@ def run_on(case: Case, backward: bool, call: Callable[..., Any], device: str) ->
         out = call(*args, **kwargs)
     if not backward:
         return args, kwargs, out
+    able = [o for o in flat(args[0] if out is None and args else out) if o.requires_grad]
     pairs = [
-        (o, g.to(device).reshape(o.shape))
-        for o, g in zip((o for o in flat(out) if o.requires_grad), case.gradients or (), strict=False)
-        if g is not None
+        (o, g.to(device, o.dtype).reshape(o.shape))
+        for o, g in zip(able, case.gradients or (), strict=False)
+        if g is not None and g.numel() == o.numel()
     ]
     asked = [leaf for leaf in leaves if leaf is not None]
+    if not pairs or not asked:
+        raise NotChecked("the gradient of its result is not recorded")
     found = iter(torch.autograd.grad([o for o, _ in pairs], asked, [g for _, g in pairs], allow_unused=True))
     return args, kwargs, [None if leaf is None else next(found) for leaf in leaves]

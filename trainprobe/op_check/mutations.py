@@ -6,9 +6,10 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from trainprobe.op_check.cases import Case, NotChecked, Tensor, flat
+from trainprobe.op_check.cases import Case, Tensor, flat
 from trainprobe.op_check.error_locations import furthest
-from trainprobe.op_check.functions import api, function, writes
+from trainprobe.op_check.execution import operator_of
+from trainprobe.op_check.functions import api, writes
 from trainprobe.op_check.judge import Judgement
 
 _FUNCTIONAL = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
@@ -38,9 +39,7 @@ def written_beside(case: Case) -> Case | None:
     """Return the call with what it wrote as its results, None where it wrote nothing. Raises NotChecked for an unknown one."""
     if not case.written or "out" in case.kwargs:
         return None
-    call = case.function or function(case.name)
-    if call is None:
-        raise NotChecked(f"there is no {case.name} in this installation of torch to tell what it writes")
+    call = operator_of(case)
     places = [*case.written]
 
     def writes(*args: Any, **kwargs: Any) -> list[Any]:

@@ -28,7 +28,6 @@ UNIT = {
     **{torch.complex128: 2.0**-53, torch.complex64: 2.0**-24},
 }
 COARSE = 2.0**-12  # formats that round more than this flip one way or the other where a kernel's noise says so
-aten = torch.ops.aten
 
 # steps that make no rounding: they move, choose or compare
 _EXACT = frozenset(

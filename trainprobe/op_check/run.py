@@ -14,6 +14,7 @@ import torch
 from trainprobe.engine.arrays.without_dispatch import without_dispatch
 from trainprobe.op_check.autocast import autocast
 from trainprobe.op_check.cases import Case, NotChecked, Tensor, flat, mapped
+from trainprobe.op_check.execution import operator_of
 from trainprobe.op_check.functions import api, function, is_in_place
 from trainprobe.op_check.noise import UNIT, Noise
 from trainprobe.op_check.references import Formula, Sum, formulas
@@ -247,10 +248,7 @@ class Run:
         return formulas()[api(self.case.name)] if self.source == "formula" else None
 
     def _torch_function(self) -> Callable[..., Any]:
-        found = self._known()
-        if found is None:
-            raise NotChecked(f"there is no {self.case.name} in this installation of torch {torch.__version__}")
-        return _without_memory(found, self.case.written)
+        return _without_memory(operator_of(self.case), self.case.written)
 
     def _known(self) -> Callable[..., Any] | None:
         return self.case.function or function(self.case.name)

@@ -9,8 +9,7 @@ import torch
 
 from trainprobe.op_check.cases import Case, NotChecked, Tensor, flat
 from trainprobe.op_check.check import Checked, fitted
-from trainprobe.op_check.execution import run_here, run_on
-from trainprobe.op_check.functions import function
+from trainprobe.op_check.execution import operator_of, run_here, run_on
 from trainprobe.op_check.judge import Judgement
 from trainprobe.op_check.standards.metrics import Metrics, measure
 from trainprobe.op_check.standards.verdicts import ERROR, PASS, SKIP, StandardVerdict, by_standard
@@ -100,7 +99,6 @@ def _here(case: Case, backward: bool) -> Sequence[Tensor | None]:
         if not (backward and case.of_inputs):
             ran = run_here(copied, backward)
             return ran.results if backward else [*ran.outputs]
-        call = case.function or function(case.name)
-        return [] if call is None else list(run_on(copied, True, call, "cpu")[2])
+        return list(run_on(copied, True, operator_of(case), "cpu")[2])
     except (NotChecked, RuntimeError, TypeError, ValueError, IndexError):
         return []
