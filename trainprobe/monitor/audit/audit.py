@@ -250,7 +250,7 @@ def _part_of(relation: str) -> str:
 
 
 def _check(name: str, evidence: Evidence) -> list[Finding]:
-    return list(load_relation(name).check(evidence))
+    return list(load_relation(name).check(replace(evidence, relation=name)))
 
 
 def _message(draft: Evidence, replicated: Mapping[str, frozenset[str]], shared: Rows) -> Peer:
