@@ -8,12 +8,13 @@ observer that was left out has its defaults; a fault of one that is `essential` 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from trainprobe.engine.capture.parameter_states import ParameterStateTap
+from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.core.guard import Guard, PartGuard
 from trainprobe.engine.core.records import StepData
 from trainprobe.engine.tape import Tape
@@ -92,6 +93,10 @@ class Observer:
     def __init__(self, guard: Guard, audited: Audited) -> None:
         self._guard = guard
         self._audited = audited
+        self.forget()
+
+    def forget(self) -> None:
+        """Set what was seen of a step to nothing: the observer is made, or an audited step is about to begin."""
 
     def start(self) -> None:
         """The run begins, or goes on with another model."""
@@ -151,6 +156,57 @@ class Observer:
         """The run has ended: take away what `start` installed. Called also where the observer has failed."""
 
 
+class Replacing(Observer):
+    """An observer that has functions of a library replaced for a while."""
+
+    _places: Sequence[Replaced] = ()
+
+    @property
+    def replaces(self) -> bool:
+        """Whether they are replaced now."""
+        return bool(self._places)
+
+    def replaced(self) -> Iterable[Replaced]:
+        """Replace the functions, one after the other."""
+        return ()
+
+    def replace_all(self) -> None:
+        """Replace them, unless they are."""
+        if not self._places:
+            self._places = places = list[Replaced]()
+            places.extend(self.replaced())  # each is kept as soon as it is made
+
+    def put_back(self) -> None:
+        """Put back what was there."""
+        for place in self._places:
+            place.back()
+        self._places = ()
+
+
+class StepReplacing(Replacing):
+    """One that does so while a step is audited."""
+
+    def begin(self) -> None:
+        """Replace the functions."""
+        self.replace_all()
+
+    def end(self) -> None:
+        """Put them back."""
+        self.put_back()
+
+
+class RunReplacing(Replacing):
+    """One that does so from the start of the run to its end."""
+
+    def start(self) -> None:
+        """Replace the functions."""
+        self.replace_all()
+
+    def stop(self) -> None:
+        """Put them back."""
+        self.put_back()
+
+
 Heard = tuple[PartGuard | None, Callable[..., Any]]  # the guard of an observer, None for an essential one, and its method
 
 
@@ -187,6 +243,7 @@ class Observers:
         self.notify("start")
         needed = _closure(due)
         self._heard = self._table(one for kind, one in self._all.items() if not kind.only_when_due or kind in needed)
+        self.notify("forget")
         self.notify("begin")
 
     def notify(self, event: str, *args: Any) -> None:
@@ -297,6 +354,10 @@ def _in_order(names: frozenset[str]) -> tuple[type[Observer], ...]:
 def let(guard: Guard, call: Callable[..., T], *args: Any) -> T | None:
     """Call a method of an observer; return None where the observer has failed, now or before."""
     return guard.part(_part(call), call, *args)
+
+
+def left_out(_: Exception) -> None:
+    """Leave out what cannot be looked at: a nested or sparse tensor, or one of the program's own class."""
 
 
 def undo(guard: Guard, call: Callable[..., Any]) -> None:
