@@ -11,39 +11,35 @@ import importlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from trainprobe.engine.capture.parameter_states import ParameterStateTap
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.core.guard import Guard, PartGuard
 from trainprobe.engine.core.records import StepData
 from trainprobe.engine.tape import Tape
-from trainprobe.monitor.audit.capture.run import AuditRun
 from trainprobe.monitor.audit.facts.updates import Progress
+
+if TYPE_CHECKING:
+    from trainprobe.monitor.audit.program import AuditProgram
 
 T = TypeVar("T")
 O = TypeVar("O", bound="Observer")  # noqa: E741
 _RELEASES = ("end", "stop")  # methods by which an observer takes away what it has installed
 
 
-class Declared:
-    """What the user declares about the training. loss: a function of the model."""
-
-    def __init__(self) -> None:
-        self.loss: Callable[[Any], Any] | None = None
-
-
 class Audited:
     """What an observer may ask of the training that is audited.
 
     states: the tap of parameters. names: returns id of parameter → recorded name. run: answers about the run; it is set before
-    the run begins. models: the chunks of the model. optimizers: those that are known so far. tape: of the step that is audited,
-    None between steps. asleep: the audit itself runs the model. modes: module → whether it was in training mode as the first
-    backward pass of this step began. progress: returns how far a trainer is that reports it. pause_others: is called when the
-    audit begins and ends to run the model. observers: all of them.
+    the run begins. loss: the loss of the step as the user declares it, a function of the model. models: the chunks of the
+    model. optimizers: those that are known so far. tape: of the step that is audited, None between steps. asleep: the audit
+    itself runs the model. modes: module → whether it was in training mode as the first backward pass of this step began.
+    progress: returns how far a trainer is that reports it. pause_others: is called when the audit begins and ends to run the
+    model. observers: all of them.
     """
 
-    run: AuditRun
+    run: AuditProgram
     observers: Observers
 
     def __init__(self, states: ParameterStateTap, names: Callable[[], dict[int, str]]) -> None:
@@ -52,7 +48,7 @@ class Audited:
         self.models: list[Any] = []
         self.optimizers: list[Any] = []
         self.tape: Tape | None = None
-        self.declared = Declared()
+        self.loss: Callable[[Any], Any] | None = None
         self.asleep = False
         self.modes: Mapping[str, bool] | None = None
         self.progress: Callable[[], Progress] = Progress

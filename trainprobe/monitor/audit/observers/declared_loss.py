@@ -54,7 +54,7 @@ class DeclaredGradient(Observer):
 
     def unclipped(self, parameters: Sequence[Any]) -> None:
         """Compare once the gradients of the step are whole; all that records rests while the audit runs the model."""
-        if self._audited.tape is None or self._audited.declared.loss is None or len(self._audited.models) != 1:
+        if self._audited.tape is None or self._audited.loss is None or len(self._audited.models) != 1:
             return
         inner, names = list(unwrapped(self._audited.models[0]))[-1], self._audited.names()
         pairs = [(names[id(p)], p) for p in inner.parameters() if id(p) in names and p.requires_grad]
@@ -68,7 +68,7 @@ class DeclaredGradient(Observer):
 
     def compare(self, model: Any, parameters: Sequence[tuple[str, Any]]) -> None:
         """Run the declared loss and set its gradient against `p.grad` of these (name, parameter) pairs."""
-        loss_of, tape = self._audited.declared.loss, self._audited.tape
+        loss_of, tape = self._audited.loss, self._audited.tape
         if loss_of is None or self._products or tape is None:
             return
         chosen = [(name, p) for name, p in parameters if p.grad is not None and type(p.grad) is torch.Tensor]
