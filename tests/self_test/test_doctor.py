@@ -36,7 +36,7 @@ def test_every_extra_is_told_and_a_missing_one_with_its_command(
     assert set(EXTRAS) == declared - FRAMEWORKS
     of_package = metadata.version
     monkeypatch.setattr(
-        doctor_command, "_version", lambda name: None if name == "duckdb" else of_package(name) if name == "torch" else "1"
+        doctor_command, "version_of", lambda name: "" if name == "duckdb" else of_package(name) if name == "torch" else "1"
     )
     code, text = said(capsys)
     assert "[fleet] –" in text and "pip install 'trainprobe[fleet]'" in text
@@ -48,7 +48,7 @@ def test_what_prevents_a_training_from_being_watched_is_a_fault(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiled, "native", None)
-    monkeypatch.setattr(doctor_command, "_version", lambda name: "2.3.1" if name == "torch" else None)
+    monkeypatch.setattr(doctor_command, "version_of", lambda name: "2.3.1" if name == "torch" else "")
     code, text = said(capsys)
     assert code == 1
     assert "compiled part FAULT" in text and "torch FAULT 2.3.1 is older than 2.4" in text

@@ -10,8 +10,6 @@ import numpy.typing as npt
 
 from trainprobe.errors import FormatError
 
-VOCABULARY = 256  # a token is a byte
-
 
 def read_corpus(limit: int = 4_000_000) -> npt.NDArray[np.uint8]:
     """Return the first `limit` bytes of the standard library's top-level modules in name order, uint8 [n].

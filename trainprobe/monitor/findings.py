@@ -25,7 +25,7 @@ from trainprobe.errors import FormatError, StopTraining
 from trainprobe.monitor.audit.relations import STAGES, load_relation, relation_names
 from trainprobe.monitor.frames import SCALED
 from trainprobe.monitor.plan import Actions
-from trainprobe.monitor.rules import RuleOptions
+from trainprobe.monitor.rules import GRAVITY, RuleOptions
 from trainprobe.monitor.scalar_names import role_of
 
 Origin = Literal["recorded", "judged", "both"]
@@ -135,7 +135,7 @@ def in_order(findings: Sequence[Finding]) -> list[Finding]:
 
     By step, then by where in a step they arise, gravity and rank; findings about the whole run come last.
     """
-    return sorted(findings, key=lambda f: (f.step is None, f.step or 0, *_stage(f), _GRAVITY[f.severity], ranks_of(f)))
+    return sorted(findings, key=lambda f: (f.step is None, f.step or 0, *_stage(f), -GRAVITY[f.severity], ranks_of(f)))
 
 
 def _stage(finding: Finding) -> tuple[int, int]:
@@ -155,7 +155,6 @@ def _stage(finding: Finding) -> tuple[int, int]:
     return next(places, STAGES.index("forward")), behind
 
 
-_GRAVITY = {"error": 0, "warning": 1, "info": 2}
 _OF_SCALARS = {
     "loss": STAGES.index("forward"),
     "loss scale": STAGES.index("backward"),

@@ -341,7 +341,6 @@ class Selection:
     slots: tuple[str, ...] = ()
     statistics: tuple[str, ...] = ()
     names: tuple[str, ...] = ("**",)
-    phases: tuple[str, ...] = ()
 
     def wants(self, series: Series, names: Names) -> bool:
         """Tell whether a series belongs to the selection; `names` are its patterns, compiled."""
@@ -350,7 +349,6 @@ class Selection:
             (not self.kinds or address.kind in self.kinds)
             and (not self.slots or address.slot.split(".")[0] in self.slots)
             and (not self.statistics or series.statistic in self.statistics)
-            and (not self.phases or address.phase in self.phases)
             and address.name in names
         )
 

@@ -16,7 +16,7 @@ from trainprobe.errors import FormatError
 from trainprobe.monitor.findings import in_order
 from trainprobe.monitor.frames import Frame, SeriesTable, frame_of_step
 from trainprobe.monitor.memory import Memory
-from trainprobe.monitor.rules import RuleOptions, load_rule
+from trainprobe.monitor.rules import GRAVITY, RuleOptions, load_rule
 from trainprobe.monitor.rules.nonfinite import wants_forward
 from trainprobe.monitor.scalar_names import scalar
 from trainprobe.monitor.updates_seen import UpdatesSeen, steps_without_update
@@ -27,7 +27,6 @@ OF_THE_LOSS = frozenset({"blow_up", "drift", "plateau", "spike"})  # rules that 
 NO_LOSS = 'Not judged: the loss, which no step recorded (`probe.note("loss", loss)` records it).'
 FAMILY = frozenset({"spike", "drift", "blow_up", "update_ratio", "flow"})
 CALM = 16
-_GRAVITY = {"info": 0, "warning": 1, "error": 2}
 
 
 class Watcher:
@@ -154,9 +153,9 @@ class Incident:
         fresh_ones: list[Finding] = []
         for finding in in_order(kin):
             actions = frozenset(rules[finding.rule].actions)
-            if _GRAVITY[finding.severity] > self.gravity or actions - self.actions:
+            if GRAVITY[finding.severity] > self.gravity or actions - self.actions:
                 fresh_ones.append(finding)
-                self.gravity, self.actions = max(self.gravity, _GRAVITY[finding.severity]), self.actions | actions
+                self.gravity, self.actions = max(self.gravity, GRAVITY[finding.severity]), self.actions | actions
         self.told = fresh_ones or self.told
         return [finding for finding in fresh if finding.rule not in FAMILY or finding in fresh_ones]
 

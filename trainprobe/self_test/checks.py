@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch
 
 from trainprobe import __version__
 from trainprobe.compiled import native
-from trainprobe.self_test.frameworks import check_framework, installed
+from trainprobe.self_test.frameworks import check_framework, installed, version_of
 from trainprobe.self_test.kernels import disagreements
 from trainprobe.self_test.result import Result
 from trainprobe.self_test.training import LARGE, QUICK, SMALL, Trained, differences, plans, train, wait
@@ -59,7 +58,7 @@ def checks(machine: Machine) -> Iterator[tuple[str, Callable[[Machine], Result]]
 
 def device(machine: Machine) -> Result:
     """What is this machine, and does the device compute at all."""
-    versions = {name: _version(name) for name in _PACKAGES}
+    versions = {name: version_of(name) for name in _PACKAGES}
     told = {name: version for name, version in versions.items() if version}
     x = torch.ones(8, 8, device=machine.device)
     right = bool((x @ x).sum().item() == 512.0)
@@ -248,10 +247,3 @@ def run_verb(*words: str) -> tuple[int, str]:
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         code = main(list(words))
     return code, said.getvalue().strip()
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""

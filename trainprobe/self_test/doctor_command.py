@@ -20,6 +20,7 @@ from rich.text import Text
 from trainprobe import __version__, compiled
 from trainprobe.engine.plan.command import sentences
 from trainprobe.engine.plan.loading import load_plan
+from trainprobe.self_test.frameworks import version_of
 
 _LEAST_FREE = 1 << 30  # bytes; a dump of one step of a small model takes some hundred megabytes
 _FRAMEWORKS = (
@@ -88,7 +89,7 @@ def _own() -> Iterator[Fact]:
 
 
 def _frameworks() -> Iterator[Fact]:
-    found = {name: version for name in _FRAMEWORKS if (version := _version(name)) is not None}
+    found = {name: version for name in _FRAMEWORKS if (version := version_of(name))}
     if not {"torch", "mindspore"} & found.keys():
         text = "neither PyTorch nor MindSpore is installed: pip install 'trainprobe[torch]'; what was recorded can be read"
         yield Fact("frameworks", "fault", text)
@@ -117,7 +118,7 @@ def _devices() -> Iterator[Fact]:
 
 def _extras() -> Iterator[Fact]:
     for extra, purpose in EXTRAS.items():
-        missing = [name for name in _packages_of(extra) if _version(name) is None]
+        missing = [name for name in _packages_of(extra) if not version_of(name)]
         if missing:
             yield Fact(f"[{extra}]", "absent", f"{purpose}: pip install 'trainprobe[{extra}]'")
         else:
@@ -137,13 +138,6 @@ def _disk(folder: Path) -> Iterator[Fact]:
 def _environment() -> Iterator[Fact]:
     for name in sorted(name for name in os.environ if name.startswith("TRAINPROBE_")):
         yield Fact(name, "ok", os.environ[name])
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _requirements() -> Iterator[tuple[str, str, str]]:

@@ -68,12 +68,12 @@ _NAMED = ("accelerate", "deepspeed", "megatron-core", "mindformers", "mindspeed"
 
 def installed() -> list[str]:
     """Return the training frameworks that are installed, without importing any."""
-    return [name for name in (*PROGRAMS, *_NAMED) if _version(name)]
+    return [name for name in (*PROGRAMS, *_NAMED) if version_of(name)]
 
 
 def check_framework(name: str, machine: Machine) -> Result:
     """Train two steps under a framework with the tool's callback, in a process of its own, and look for the dump."""
-    check, version = f"framework {name}", _version(name)
+    check, version = f"framework {name}", version_of(name)
     if machine.quick or name not in PROGRAMS:
         why = "--quick does not start it" if name in PROGRAMS else "installed; the self-test has no program for it"
         return Result(check, "not run", f"{name} {version}: {why}")
@@ -103,8 +103,9 @@ def check_framework(name: str, machine: Machine) -> Result:
     return Result(check, "pass", f"{name} {version}: {len(dumps)} steps dumped")
 
 
-def _version(name: str) -> str:
+def version_of(package: str) -> str:
+    """Return the version of an installed package; nothing where it is not installed."""
     try:
-        return metadata.version(name)
+        return metadata.version(package)
     except metadata.PackageNotFoundError:
         return ""

@@ -8,14 +8,14 @@ import torch
 import trainprobe
 from tests.monitor.audit.trained import audited
 from trainprobe.monitor.audit.plan import validate
-from trainprobe.monitor.audit.relations import STAGES, load_relation, relation_names
+from trainprobe.monitor.audit.relations import STAGES, load_relation, relation_names, usual_interval
 
 
 def test_every_relation_says_its_cost_its_interval_and_its_stage():
     for name in relation_names():
         relation = load_relation(name)
         assert {"host", "fingerprints", "ranks", "rerun"} >= relation.COST
-        assert relation.EVERY >= 1
+        assert usual_interval(name) == (50 if "rerun" in relation.COST else 10)
         assert relation.STAGE in STAGES
         assert relation.__doc__
 

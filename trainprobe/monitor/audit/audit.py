@@ -37,9 +37,9 @@ from trainprobe.monitor.audit.replication import (
     with_known_shares,
 )
 from trainprobe.monitor.audit.resharded import Resharded, as_pieces, is_resharded, rows_of, what_was_loaded
+from trainprobe.monitor.rules import GRAVITY
 from trainprobe.monitor.scalar_names import scalar
 
-_GRAVITY = {"info": 0, "warning": 1, "error": 2}
 _OF_RANKS_ALIKE = ("untouched_between_steps",)  # others hand over weights, or an average of them, behind an update
 Gather = Callable[[Payload], list[Payload]]
 
@@ -90,11 +90,11 @@ class Audit:
 
     def judge(self, evidence: Evidence, due: Sequence[str]) -> list[Finding]:
         """Check relations on evidence; what was reported before, and holds again, is counted there."""
-        least = _GRAVITY[self.plan.severity]
+        least = GRAVITY[self.plan.severity]
         found: list[Finding] = []
         for name in due:
             checked = self.part(_part_of(name), _check, name, evidence) or ()
-            violations = [finding for finding in checked if _GRAVITY[finding.severity] >= least]
+            violations = [finding for finding in checked if GRAVITY[finding.severity] >= least]
             if not violations:
                 self._violated.pop(name, None)
                 continue
@@ -250,7 +250,7 @@ def _part_of(relation: str) -> str:
 
 
 def _check(name: str, evidence: Evidence) -> list[Finding]:
-    return list(load_relation(name).check(evidence))
+    return list(load_relation(name).check(replace(evidence, relation=name)))
 
 
 def _message(draft: Evidence, replicated: Mapping[str, frozenset[str]], shared: Rows) -> Peer:

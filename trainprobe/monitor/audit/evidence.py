@@ -180,6 +180,8 @@ class Evidence:
     """The position of the ranks on the parallel axes was not given; all are taken for data parallel."""
     own_loop: bool = False
     """The loop is the user's own, not a trainer's."""
+    relation: str = ""
+    """The relation that is checked."""
 
     def of(self, kind: type[T]) -> T:
         """Return the fact of a class that was established of this step; one with its defaults where nothing was seen."""
@@ -271,16 +273,28 @@ class Evidence:
         about = (rule, severity, message, self.step, self.place, site, measured, expected, floor, next)
         return Finding(*about, names=tuple(names) or ((name,) if name else ()))  # pyright: ignore[reportArgumentType]
 
+    def found(
+        self,
+        message: str,
+        about: str | Sequence[str] = "",
+        slot: str = "value",
+        *,
+        next: str | None = None,
+        measured: float | str | None = None,
+        expected: float | str | None = None,
+        floor: float | None = None,
+        kind: str = "parameter",
+        severity: str = "warning",
+        names: Sequence[str] = (),
+    ) -> Finding:
+        """Make a finding of the relation that is checked. about: one name, or all names, of which the first is the place."""
+        place, names = (about, names) if isinstance(about, str) else (about[0] if about else "", about)
+        numbers: dict[str, Any] = {"measured": measured, "expected": expected, "floor": floor, "next": next}
+        return self.finding(self.relation, message, place, slot, kind=kind, severity=severity, names=names, **numbers)
+
 
 def without_gradient(
-    evidence: Evidence,
-    rule: str,
-    text: str,
-    name: str,
-    next: str,
-    *,
-    measured: str = "no gradient",
-    expected: str = "a gradient",
+    evidence: Evidence, text: str, name: str, next: str, *, measured: str = "no gradient", expected: str = "a gradient"
 ) -> list[Finding]:
     """Return the warning that no gradient reaches a parameter by one of the ways on which the loss depends on it.
 
@@ -288,7 +302,7 @@ def without_gradient(
     """
     if not name or not evidence.of(UpdateCounts).updates:
         return []
-    return [evidence.finding(rule, text, name, "grad", severity="warning", next=next, measured=measured, expected=expected)]
+    return [evidence.found(text, name, "grad", next=next, measured=measured, expected=expected)]
 
 
 def streaks_now(evidence: Evidence) -> dict[tuple[str, str], float | bool]:
@@ -406,7 +420,6 @@ def group_words(evidence: Evidence, axes: frozenset[str], group: list[Peer]) -> 
 
 def differs_over_ranks(
     evidence: Evidence,
-    rule: str,
     number: str,
     name: str,
     floor: float,
@@ -424,6 +437,5 @@ def differs_over_ranks(
     if high == low or high - low <= floor * high:  # equal also where all are infinite
         return []
     listed = ", ".join(f"{value:.{digits}g} on rank {rank}" for rank, value in list(reported.items())[:4])
-    own, equal = reported.get(evidence.place.rank), "equal on all ranks"
-    message = words(listed)
-    return [evidence.finding(rule, message, name, measured=own, expected=equal, floor=floor, kind="scalar", next=next or None)]
+    numbers: dict[str, Any] = {"measured": reported.get(evidence.place.rank), "expected": "equal on all ranks", "floor": floor}
+    return [evidence.found(words(listed), name, next=next or None, kind="scalar", severity="error", **numbers)]

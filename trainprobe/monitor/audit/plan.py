@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, TypeAlias, cast
+from typing import Annotated, Any, TypeAlias, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 from trainprobe.engine.plan.selection import parse_names
 from trainprobe.engine.plan.subplans import read_section
-from trainprobe.monitor.audit.relations import load_relation, relation_names
-from trainprobe.monitor.rules import Patterns
+from trainprobe.monitor.audit.relations import load_relation, relation_names, usual_interval
+from trainprobe.monitor.rules import Patterns, Severity
 
 _PACE = 10  # of so many steps the audit looks at one, on average, where the plan gives no interval
 _BLOCK = 2 * _PACE  # each so many steps hold one pair of consecutive steps
@@ -48,7 +48,7 @@ class AuditPlan(BaseModel):
     repeat: Annotated[Whole, BeforeValidator(_steps_of)] | None = None
     """Run each so many steps ("every 500", or the number) twice before the optimizer moves, and name the op, or the bit of the
     hardware, that differs (docs/again.md). PyTorch alone. Left out: no step."""
-    severity: Literal["info", "warning", "error"] = "warning"
+    severity: Severity = "warning"
     """The lowest severity that is told."""
 
     @field_validator("relations", mode="before")
@@ -65,7 +65,7 @@ class AuditPlan(BaseModel):
     def interval(self, relation: str) -> int:
         """Return the number of steps in which a relation is checked once, on average; 0 for never."""
         setting = self._setting(relation)
-        return load_relation(relation).EVERY if setting is True else setting
+        return usual_interval(relation) if setting is True else setting
 
     def checked(self) -> tuple[str, ...]:
         """Return the relations that are checked at any step."""
@@ -81,7 +81,7 @@ class AuditPlan(BaseModel):
     def _is_due(self, relation: str, step: int) -> bool:
         setting = self._setting(relation)
         if setting is True:
-            return _is_due_by_itself(load_relation(relation).EVERY, step)
+            return _is_due_by_itself(usual_interval(relation), step)
         return setting > 0 and step % setting == 0
 
     def wants_step(self, step: int) -> bool:

@@ -24,7 +24,7 @@ _DATA_PARALLEL = (_REPLICATES, "FullyShardedDataParallel", "FSDPModule")
 
 
 class AuditProgram(Program):
-    """See the module text. It is the `AuditRun` of its tap.
+    """See the module text.
 
     plan: the `audit` section of a plan. tap: `AuditTap`, or that of another framework. gather: see `Audit`.
     """

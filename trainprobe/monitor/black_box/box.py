@@ -26,9 +26,10 @@ from trainprobe.engine.storage.dumps.layout import log_folder
 from trainprobe.engine.storage.dumps.record_log import encode
 from trainprobe.engine.storage.step_journal import StepJournal
 from trainprobe.monitor.black_box.last_words import FAULT_FILE, TERMINATED_FILE, LastWords
-from trainprobe.monitor.black_box.plan import GRAVITY, BlackBoxPlan
+from trainprobe.monitor.black_box.plan import BlackBoxPlan
 from trainprobe.monitor.black_box.ring import Ring, read_ring
 from trainprobe.monitor.black_box.step_in_progress import step_in_progress
+from trainprobe.monitor.rules import GRAVITY
 
 RING_FILE, BOX_FILE = "black_box.ring", "black_box.jsonl"
 BEFORE_FOLDER = "black_box_before"  # of a run that died in the same place

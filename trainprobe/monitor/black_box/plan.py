@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from trainprobe.engine.plan.model import parse_bytes
 from trainprobe.engine.plan.subplans import read_section
-
-GRAVITY = {"info": 0, "warning": 1, "error": 2}
+from trainprobe.monitor.rules import Severity
 
 
 class BlackBoxPlan(BaseModel):
@@ -23,7 +22,7 @@ class BlackBoxPlan(BaseModel):
     max_bytes: Annotated[int, BeforeValidator(parse_bytes), Field(ge=1 << 16)] = 64 << 20
     """How large the file of a rank is, as a number or as "64 MiB", taken from the disk at the start; a step that does not fit
     its share is kept without its tensors' numbers."""
-    severity: Literal["info", "warning", "error"] = "error"
+    severity: Severity = "error"
     """A finding at least as severe as this writes the box out."""
     dump_steps: Annotated[int, Field(strict=True, ge=0)] = 1
     """How many of the following steps are collected in full then."""

@@ -21,8 +21,8 @@ from trainprobe.monitor.fleet.scalars import deviating_scalars
 from trainprobe.monitor.fleet.survey import Survey
 from trainprobe.monitor.fleet.words import place_in_words, ranks_in_words
 from trainprobe.monitor.remote_run import origin
+from trainprobe.monitor.rules import GRAVITY
 
-_GRAVITY = {"error": 0, "warning": 1, "info": 2}
 Place = Mapping[str, Any]  # a row of `Examined.places`
 
 
@@ -65,7 +65,7 @@ def judge_fleet(survey: Survey) -> FleetVerdict:
         *_unreadable(survey),
         *_absent(survey),
     ]
-    found.sort(key=lambda f: (_GRAVITY[f.severity], f.step if f.step is not None else -1))
+    found.sort(key=lambda f: (-GRAVITY[f.severity], f.step if f.step is not None else -1))
     findings = tuple(in_folder(finding, origin(catalog.folder)) for finding in found)
     values = {row["grp"]: row["places"] for row in survey.table("compared").to_pylist()}
     ranks = sum(len(group.ranks) for group in survey.groups if values.get(group.number))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol, TypeAlias
@@ -29,6 +30,7 @@ from trainprobe.monitor.frames import Frame
 from trainprobe.monitor.memory import Memory
 
 Severity: TypeAlias = Literal["info", "warning", "error"]
+GRAVITY: Mapping[Severity, int] = {"info": 0, "warning": 1, "error": 2}
 Action: TypeAlias = Literal["log", "alert", "dump", "stop"]
 Patterns: TypeAlias = Annotated[tuple[str, ...], BeforeValidator(lambda v: (v,) if isinstance(v, str) else v)]
 Actions: TypeAlias = Annotated[tuple[Action, ...], BeforeValidator(lambda v: (v,) if isinstance(v, str) else v)]

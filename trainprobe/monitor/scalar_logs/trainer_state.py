@@ -6,6 +6,7 @@ The Trainer replaces a loss that is not finite by the mean of the others, unless
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from trainprobe.monitor.scalar_logs.rows import scalars_of, step_of
 
 WHAT = "files trainer_state.json"
 _NAME = "trainer_state.json"
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")  # the folder of a checkpoint, and its step
 _SUMMARY = "train_runtime"  # of the row at the end, which holds means of the whole run
 
 
@@ -29,7 +31,7 @@ def find(path: Path) -> list[list[Path]]:
     for file in path.rglob(_NAME):
         inside = file.parent.name.startswith("checkpoint-")
         runs[file.parent.parent if inside and file.parent != path else file.parent].append(file)
-    return [[max(files, key=_steps)] for _, files in sorted(runs.items())]
+    return [[max(files, key=_steps) if len(files) > 1 else files[0]] for _, files in sorted(runs.items())]
 
 
 def read(files: list[Path]) -> Iterator[tuple[int, str, float]]:
@@ -41,7 +43,9 @@ def read(files: list[Path]) -> Iterator[tuple[int, str, float]]:
 
 
 def _steps(file: Path) -> int:
-    return int(_load(file).get("global_step") or 0)
+    """Return how far a state is: the Trainer counts its checkpoints' folders by the step; any other file is read."""
+    counted = _CHECKPOINT.fullmatch(file.parent.name)
+    return int(counted[1] if counted else _load(file).get("global_step") or 0)
 
 
 def _load(file: Path) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainprobe.engine.capture import AUDIT
 from trainprobe.engine.capture.optimizers import parameters_of
@@ -15,12 +15,14 @@ from trainprobe.engine.core.naming import chunks_of
 from trainprobe.engine.core.records import StepData
 from trainprobe.engine.stats.partials import CHECKSUM, STATS
 from trainprobe.engine.tape import Tape
-from trainprobe.monitor.audit.capture.run import AuditRun
 from trainprobe.monitor.audit.capture.set_up import model_facts
 from trainprobe.monitor.audit.facts import Facts
 from trainprobe.monitor.audit.facts.model import ModelFacts, Training
 from trainprobe.monitor.audit.facts.updates import Progress
 from trainprobe.monitor.audit.observers import Audited, Observers
+
+if TYPE_CHECKING:
+    from trainprobe.monitor.audit.program import AuditProgram
 
 
 class AuditTap:
@@ -48,13 +50,13 @@ class AuditTap:
         self._observers = Observers(guard, self._audited)
         self._set_up: ModelFacts | None = None
 
-    def attach(self, run: AuditRun) -> None:
+    def attach(self, run: AuditProgram) -> None:
         """Ask `run` about the run; called before `open`."""
         self._audited.run = run
 
     def declare_loss(self, loss: Callable[[Any], Any]) -> None:
         """Learn what the user declares to be the loss of the step (see `trainprobe.Probe.declare_loss`)."""
-        self._audited.declared.loss = loss
+        self._audited.loss = loss
 
     def follow(self, progress: Callable[[], Progress]) -> None:
         """Learn what returns how far a trainer is that reports it."""

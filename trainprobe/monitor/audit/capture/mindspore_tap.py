@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mindspore
 
@@ -24,12 +24,14 @@ from trainprobe.engine.core.records import StepData, Value
 from trainprobe.engine.stats.checksum import joined
 from trainprobe.engine.stats.partials import CHECKSUM, STATS
 from trainprobe.engine.tape import Tape
-from trainprobe.monitor.audit.capture.run import AuditRun
 from trainprobe.monitor.audit.facts import Facts
 from trainprobe.monitor.audit.facts.calls import Evaluation, RandomFingerprints, TrainingCalls
 from trainprobe.monitor.audit.facts.gradients import Backwards
 from trainprobe.monitor.audit.facts.model import ModelFacts, ParameterFact, Training
 from trainprobe.monitor.audit.facts.updates import ParameterGroup, Progress, UpdateCounts, UsedGroups
+
+if TYPE_CHECKING:
+    from trainprobe.monitor.audit.program import AuditProgram
 
 # optimizers whose moments follow the rule that torch's have too: m' = β₁m + (1 - β₁)g, v' = β₂v + (1 - β₂)g²
 _RULES = {"Adam": "Adam", "AdamWeightDecay": "AdamW", "AdamW": "AdamW"}
@@ -61,7 +63,7 @@ class CellAuditTap:
         self._rates: tuple[float, ...] = ()
         self._groups: list[ParameterGroup] = []
 
-    def attach(self, run: AuditRun) -> None:
+    def attach(self, run: AuditProgram) -> None:
         """Ask `run` about the run; called before `open`."""
         self._run = run
 

@@ -8,41 +8,38 @@ observer that was left out has its defaults; a fault of one that is `essential` 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from trainprobe.engine.capture.parameter_states import ParameterStateTap
+from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.core.guard import Guard, PartGuard
 from trainprobe.engine.core.records import StepData
 from trainprobe.engine.tape import Tape
-from trainprobe.monitor.audit.capture.run import AuditRun
 from trainprobe.monitor.audit.facts.updates import Progress
+
+if TYPE_CHECKING:
+    from trainprobe.monitor.audit.program import AuditProgram
 
 T = TypeVar("T")
 O = TypeVar("O", bound="Observer")  # noqa: E741
 _RELEASES = ("end", "stop")  # methods by which an observer takes away what it has installed
 
 
-class Declared:
-    """What the user declares about the training. loss: a function of the model."""
-
-    def __init__(self) -> None:
-        self.loss: Callable[[Any], Any] | None = None
-
-
 class Audited:
     """What an observer may ask of the training that is audited.
 
     states: the tap of parameters. names: returns id of parameter → recorded name. run: answers about the run; it is set before
-    the run begins. models: the chunks of the model. optimizers: those that are known so far. tape: of the step that is audited,
-    None between steps. asleep: the audit itself runs the model. modes: module → whether it was in training mode as the first
-    backward pass of this step began. progress: returns how far a trainer is that reports it. pause_others: is called when the
-    audit begins and ends to run the model. observers: all of them.
+    the run begins. loss: the loss of the step as the user declares it, a function of the model. models: the chunks of the
+    model. optimizers: those that are known so far. tape: of the step that is audited, None between steps. asleep: the audit
+    itself runs the model. modes: module → whether it was in training mode as the first backward pass of this step began.
+    progress: returns how far a trainer is that reports it. pause_others: is called when the audit begins and ends to run the
+    model. observers: all of them.
     """
 
-    run: AuditRun
+    run: AuditProgram
     observers: Observers
 
     def __init__(self, states: ParameterStateTap, names: Callable[[], dict[int, str]]) -> None:
@@ -51,7 +48,7 @@ class Audited:
         self.models: list[Any] = []
         self.optimizers: list[Any] = []
         self.tape: Tape | None = None
-        self.declared = Declared()
+        self.loss: Callable[[Any], Any] | None = None
         self.asleep = False
         self.modes: Mapping[str, bool] | None = None
         self.progress: Callable[[], Progress] = Progress
@@ -92,6 +89,10 @@ class Observer:
     def __init__(self, guard: Guard, audited: Audited) -> None:
         self._guard = guard
         self._audited = audited
+        self.forget()
+
+    def forget(self) -> None:
+        """Set what was seen of a step to nothing: the observer is made, or an audited step is about to begin."""
 
     def start(self) -> None:
         """The run begins, or goes on with another model."""
@@ -151,6 +152,57 @@ class Observer:
         """The run has ended: take away what `start` installed. Called also where the observer has failed."""
 
 
+class Replacing(Observer):
+    """An observer that has functions of a library replaced for a while."""
+
+    _places: Sequence[Replaced] = ()
+
+    @property
+    def replaces(self) -> bool:
+        """Whether they are replaced now."""
+        return bool(self._places)
+
+    def replaced(self) -> Iterable[Replaced]:
+        """Replace the functions, one after the other."""
+        return ()
+
+    def replace_all(self) -> None:
+        """Replace them, unless they are."""
+        if not self._places:
+            self._places = places = list[Replaced]()
+            places.extend(self.replaced())  # each is kept as soon as it is made
+
+    def put_back(self) -> None:
+        """Put back what was there."""
+        for place in self._places:
+            place.back()
+        self._places = ()
+
+
+class StepReplacing(Replacing):
+    """One that does so while a step is audited."""
+
+    def begin(self) -> None:
+        """Replace the functions."""
+        self.replace_all()
+
+    def end(self) -> None:
+        """Put them back."""
+        self.put_back()
+
+
+class RunReplacing(Replacing):
+    """One that does so from the start of the run to its end."""
+
+    def start(self) -> None:
+        """Replace the functions."""
+        self.replace_all()
+
+    def stop(self) -> None:
+        """Put them back."""
+        self.put_back()
+
+
 Heard = tuple[PartGuard | None, Callable[..., Any]]  # the guard of an observer, None for an essential one, and its method
 
 
@@ -187,6 +239,7 @@ class Observers:
         self.notify("start")
         needed = _closure(due)
         self._heard = self._table(one for kind, one in self._all.items() if not kind.only_when_due or kind in needed)
+        self.notify("forget")
         self.notify("begin")
 
     def notify(self, event: str, *args: Any) -> None:
@@ -297,6 +350,10 @@ def _in_order(names: frozenset[str]) -> tuple[type[Observer], ...]:
 def let(guard: Guard, call: Callable[..., T], *args: Any) -> T | None:
     """Call a method of an observer; return None where the observer has failed, now or before."""
     return guard.part(_part(call), call, *args)
+
+
+def left_out(_: Exception) -> None:
+    """Leave out what cannot be looked at: a nested or sparse tensor, or one of the program's own class."""
 
 
 def undo(guard: Guard, call: Callable[..., Any]) -> None:

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.records import StepData
-from trainprobe.monitor.audit.observers import Audited, Observer
+from trainprobe.monitor.audit.observers import Observer
 from trainprobe.monitor.audit.relations.ambient_state import Ambient
 
 
@@ -17,13 +16,9 @@ class AmbientState(Observer):
 
     essential = True
 
-    def __init__(self, guard: Guard, audited: Audited) -> None:
-        super().__init__(guard, audited)
-        self._found: dict[str, str] = {}
-
-    def begin(self) -> None:
+    def forget(self) -> None:
         """Forget the last step."""
-        self._found = {}
+        self._found: dict[str, str] = {}
 
     def steps(self, optimizer: Any) -> None:
         """Look once."""

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch._C import _current_graph_task_id
 
 from trainprobe.engine.capture.patching.replaced import Replaced
-from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.records import StepData
 from trainprobe.monitor.audit.facts.gradients import Backwards
-from trainprobe.monitor.audit.observers import Audited, Observer
+from trainprobe.monitor.audit.observers import StepReplacing
 
 
-class BackwardStarts(Observer):
+class BackwardStarts(StepReplacing):
     """Tells the other observers when a backward pass begins and ends, and when gradients are cleared.
 
     count: how many passes have begun; one that runs within another (reentrant checkpointing) is a part of it. unused: those
@@ -24,31 +24,15 @@ class BackwardStarts(Observer):
 
     essential = True
 
-    def __init__(self, guard: Guard, audited: Audited) -> None:
-        super().__init__(guard, audited)
-        self.count = 0
-        self.unused = 0
-        self.was_cleared = False
-        self._replaced: list[Replaced] = []
-
-    def begin(self) -> None:
-        """Replace `torch.autograd.backward` and the two `zero_grad`."""
+    def forget(self) -> None:
+        """Forget the last step."""
         self.count, self.unused, self.was_cleared = 0, 0, False
-        if self._replaced:
-            return
-        self._replaced = [
-            Replaced(torch.autograd, "backward", self._backward(torch.autograd.backward)),
-            *(
-                Replaced(owner, "zero_grad", self._clearing(owner.zero_grad))
-                for owner in (torch.optim.Optimizer, torch.nn.Module)
-            ),
-        ]
 
-    def end(self) -> None:
-        """Put them back."""
-        for replaced in self._replaced:
-            replaced.back()
-        self._replaced = []
+    def replaced(self) -> Iterator[Replaced]:
+        """Replace `torch.autograd.backward` and the two `zero_grad`."""
+        yield Replaced(torch.autograd, "backward", self._backward(torch.autograd.backward))
+        for owner in (torch.optim.Optimizer, torch.nn.Module):
+            yield Replaced(owner, "zero_grad", self._clearing(owner.zero_grad))
 
     def stepped(self) -> None:
         """An update has used what there was."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.records import StepData, Value
 from trainprobe.engine.stats.partials import CHECKSUM, STATS, column
 from trainprobe.engine.tape import Tape
 from trainprobe.monitor.audit.capture.registered import unwrapped
 from trainprobe.monitor.audit.capture.values import checksum_of, mean_of
 from trainprobe.monitor.audit.facts.updates import BufferStates
-from trainprobe.monitor.audit.observers import Audited, Observer
+from trainprobe.monitor.audit.observers import Observer
 from trainprobe.monitor.audit.observers.model_calls import ModelCalls
 
 
@@ -19,14 +18,10 @@ class Buffers(Observer):
     needs = (ModelCalls,)
     essential = True
 
-    def __init__(self, guard: Guard, audited: Audited) -> None:
-        super().__init__(guard, audited)
+    def forget(self) -> None:
+        """Forget the last step."""
         self._begun: dict[str, Value] = {}
         self._updated: dict[str, Value] = {}
-
-    def begin(self) -> None:
-        """Forget the last step."""
-        self._begun, self._updated = {}, {}
 
     def first_forward(self) -> None:
         """Look before the model runs."""
@@ -51,7 +46,7 @@ class Buffers(Observer):
                 if name.endswith("num_batches_tracked") and name in self._begun
             },
         )
-        self.begin()
+        self.forget()
         return found
 
     def _look(self, tape: Tape) -> dict[str, Value]:

@@ -14,13 +14,11 @@ import torch
 from torch.func import functional_call
 
 from trainprobe.engine.capture.random_state import put_back, random_state
-from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.library import Deferred
 from trainprobe.engine.core.records import StepData
-from trainprobe.engine.tape import Tape
 from trainprobe.monitor.audit.capture.registered import unwrapped
 from trainprobe.monitor.audit.facts.gradients import Projection, Projections
-from trainprobe.monitor.audit.observers import Audited, Observer
+from trainprobe.monitor.audit.observers import Observer
 from trainprobe.monitor.audit.observers.model_calls import ModelCalls
 
 
@@ -45,16 +43,10 @@ class DeclaredGradient(Observer):
     needs = (ModelCalls,)
     only_when_due = True
 
-    def __init__(self, guard: Guard, audited: Audited) -> None:
-        super().__init__(guard, audited)
+    def forget(self) -> None:
+        """Forget the last step."""
         self.started: tuple[Any, ...] | None = None
         self._products: list[tuple[str, Deferred]] = []
-        self._tape: Tape | None = None
-
-    def begin(self) -> None:
-        """Forget the last step."""
-        self.started = None
-        self._products, self._tape = [], self._audited.tape
 
     def first_forward(self) -> None:
         """Remember the random state in which the step's first forward begins."""
@@ -62,7 +54,7 @@ class DeclaredGradient(Observer):
 
     def unclipped(self, parameters: Sequence[Any]) -> None:
         """Compare once the gradients of the step are whole; all that records rests while the audit runs the model."""
-        if self._audited.tape is None or self._audited.declared.loss is None or len(self._audited.models) != 1:
+        if self._audited.tape is None or self._audited.loss is None or len(self._audited.models) != 1:
             return
         inner, names = list(unwrapped(self._audited.models[0]))[-1], self._audited.names()
         pairs = [(names[id(p)], p) for p in inner.parameters() if id(p) in names and p.requires_grad]
@@ -76,8 +68,8 @@ class DeclaredGradient(Observer):
 
     def compare(self, model: Any, parameters: Sequence[tuple[str, Any]]) -> None:
         """Run the declared loss and set its gradient against `p.grad` of these (name, parameter) pairs."""
-        loss_of = self._audited.declared.loss
-        if loss_of is None or self._products or self._tape is None:
+        loss_of, tape = self._audited.loss, self._audited.tape
+        if loss_of is None or self._products or tape is None:
             return
         chosen = [(name, p) for name, p in parameters if p.grad is not None and type(p.grad) is torch.Tensor]
         now = random_state()
@@ -93,7 +85,7 @@ class DeclaredGradient(Observer):
             for (name, p), declared in zip(chosen, cast("Sequence[Any]", found), strict=True):
                 a = p.grad.detach().double().reshape(-1)
                 d = torch.zeros_like(a) if declared is None else declared.double().reshape(-1)
-                self._products.append((name, self._tape.defer(torch.stack([a @ a, d @ d, a @ d]))))
+                self._products.append((name, tape.defer(torch.stack([a @ a, d @ d, a @ d]))))
 
     def facts(self, step_data: StepData) -> Projections:
         """Return the inner products."""

@@ -22,7 +22,7 @@ from trainprobe.engine.core.library import Deferred
 from trainprobe.engine.core.records import StepData
 from trainprobe.engine.tape import Tape
 from trainprobe.monitor.audit.capture.registered import unwrapped
-from trainprobe.monitor.audit.observers import Audited, Observer
+from trainprobe.monitor.audit.observers import Audited, Observer, left_out
 from trainprobe.monitor.audit.observers.model_calls import ModelCalls
 from trainprobe.monitor.audit.relations.dependence import OutputDependence, Reached
 
@@ -86,7 +86,7 @@ class DependenceWatch(Observer):
         fitting = [t for t in tensors_of(result) if type(t) is Tensor and t.grad_fn and t.shape[:2] == self._rows[1]]
         if any(module is list(unwrapped(model))[-1] for model in self._audited.models):
             if fitting:
-                attempt(self._look, fitting[0], otherwise=_left_out)
+                attempt(self._look, fitting[0], otherwise=left_out)
             self._forget()
         elif fitting and not isinstance(module, _ConvNd):  # whose second dimension is no time
             edge = fitting[0].grad_fn, fitting[0].output_nr
@@ -137,7 +137,3 @@ class DependenceWatch(Observer):
 
     def _forget(self) -> None:
         self._rows, self._given, self._returned = None, [], []
-
-
-def _left_out(_: Exception) -> None:
-    """Leave out what cannot be looked at."""

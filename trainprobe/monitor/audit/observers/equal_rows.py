@@ -7,12 +7,11 @@ from typing import Any
 import torch
 
 from trainprobe.engine.arrays.without_dispatch import without_dispatch
-from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.held_parameters import parameters_in
 from trainprobe.engine.core.library import Deferred
 from trainprobe.engine.core.records import StepData
 from trainprobe.engine.tape import Tape
-from trainprobe.monitor.audit.observers import Audited, Observer
+from trainprobe.monitor.audit.observers import Observer
 from trainprobe.monitor.audit.relations.equal_rows import EqualMatrices
 
 _ROWS = 32  # of each matrix that are looked at, spread over it
@@ -25,15 +24,11 @@ class EqualRows(Observer):
 
     only_when_due = True
 
-    def __init__(self, guard: Guard, audited: Audited) -> None:
-        super().__init__(guard, audited)
+    def forget(self) -> None:
+        """Forget the last step."""
         self._looked = False
         self._names: list[str] = []
         self._deferred: list[Deferred] = []
-
-    def begin(self) -> None:
-        """Forget the last step."""
-        self._names, self._deferred, self._looked = [], [], False
 
     def before_update(self, tape: Tape, optimizer: Any) -> None:
         """Compare the first row of each matrix, and of its gradient, with others of it, once in a step."""
@@ -51,7 +46,7 @@ class EqualRows(Observer):
         """Return the parameters whose rows are all equal."""
         pairs = zip(self._names, self._deferred, strict=True)
         found = tuple(name for name, deferred in pairs if deferred.numbers is not None and float(deferred.numbers[0]) == 1)
-        self.begin()
+        self.forget()
         return EqualMatrices(found)
 
 

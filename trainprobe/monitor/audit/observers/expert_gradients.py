@@ -7,12 +7,11 @@ from typing import Any
 import torch
 
 from trainprobe.engine.arrays.without_dispatch import without_dispatch
-from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.held_parameters import parameters_in
 from trainprobe.engine.core.library import Deferred
 from trainprobe.engine.core.records import StepData
 from trainprobe.engine.tape import Tape
-from trainprobe.monitor.audit.observers import Audited, Observer
+from trainprobe.monitor.audit.observers import Observer
 from trainprobe.monitor.audit.relations.idle_experts import ReachedExperts
 
 _MOST = 1024  # experts of one parameter
@@ -21,14 +20,10 @@ _MOST = 1024  # experts of one parameter
 class ExpertGradients(Observer):
     """Looks at trainable parameters of three dimensions that are called experts, before the first update of a step."""
 
-    def __init__(self, guard: Guard, audited: Audited) -> None:
-        super().__init__(guard, audited)
+    def forget(self) -> None:
+        """Forget the last step."""
         self._looked = False
         self._deferred: dict[str, Deferred] = {}
-
-    def begin(self) -> None:
-        """Forget the last step."""
-        self._deferred, self._looked = {}, False
 
     def before_update(self, tape: Tape, optimizer: Any) -> None:
         """Tell for each expert whether its part of the gradient holds anything but zeros."""
@@ -43,7 +38,7 @@ class ExpertGradients(Observer):
     def facts(self, step_data: StepData) -> ReachedExperts:
         """Return parameter → whether each of its experts got a gradient."""
         found = {name: tuple(n != 0 for n in d.numbers.tolist()) for name, d in self._deferred.items() if d.numbers is not None}
-        self.begin()
+        self.forget()
         return ReachedExperts(found)
 
 

@@ -17,7 +17,7 @@ from trainprobe.engine.core.guard import Guard, attempt
 from trainprobe.engine.core.library import Deferred
 from trainprobe.engine.core.records import StepData
 from trainprobe.engine.tape import Tape
-from trainprobe.monitor.audit.observers import Audited, Observer
+from trainprobe.monitor.audit.observers import Audited, Observer, left_out
 from trainprobe.monitor.audit.relations.moments_exchanged import FirstMoments
 
 _SAMPLE, _FEWEST, _MOST = 1024, 64, 32  # elements of a parameter, at least and at most, and parameters of a shape
@@ -30,17 +30,16 @@ class FirstMomentsWatch(Observer):
     def __init__(self, guard: Guard, audited: Audited) -> None:
         super().__init__(guard, audited)
         self._done: set[int] = set()  # ids of the optimizers that were looked at
-        self._seen: list[tuple[list[str], Deferred]] = []
 
-    def begin(self) -> None:
+    def forget(self) -> None:
         """Forget the last step."""
-        self._seen = []
+        self._seen: list[tuple[list[str], Deferred]] = []
 
     def before_update(self, tape: Tape, optimizer: Any) -> None:
         """Look at an optimizer before the first update that is seen."""
         if id(optimizer) not in self._done and not in_a_transform():
             self._done.add(id(optimizer))
-            attempt(self._look, tape, optimizer, otherwise=_left_out)
+            attempt(self._look, tape, optimizer, otherwise=left_out)
 
     def facts(self, step_data: StepData) -> FirstMoments:
         """Return the correlations of each two parameters of one shape."""
@@ -86,7 +85,3 @@ def _correlations(a: Tensor, b: Tensor) -> Tensor:
     x, y = (both * (t - t.sum(2, keepdim=True) / count) for t in logs)
     found = (x * y).sum(2) / (x.square().sum(2) * y.square().sum(2)).sqrt()
     return torch.where(2 * both.sum(2) > a.shape[1], found.nan_to_num(0.0), 0.0)
-
-
-def _left_out(_: Exception) -> None:
-    """Leave out what cannot be looked at."""

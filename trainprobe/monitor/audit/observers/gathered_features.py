@@ -6,6 +6,7 @@ gradient, outside of a custom autograd function, are the functions replaced that
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.records import StepData
 from trainprobe.monitor.audit.capture.cut_off import CutOff, flat
-from trainprobe.monitor.audit.observers import Audited, Observer
+from trainprobe.monitor.audit.observers import Audited, StepReplacing
 from trainprobe.monitor.audit.relations.gathered_features import GatheredTensor
 
 _JOINS = ((torch, "cat"), (torch, "concat"), (torch, "stack"), (torch, "vstack"))
@@ -29,29 +30,28 @@ _PRODUCTS = (
 )
 
 
-class GatheredFeatures(Observer):
+class GatheredFeatures(StepReplacing):
     """See the module text."""
 
     def __init__(self, guard: Guard, audited: Audited) -> None:
         super().__init__(guard, audited)
-        self._method: Replaced | None = None
         self._cut = CutOff(guard)
+
+    def forget(self) -> None:
+        """Forget the last step."""
         self._behind = ""  # a parameter on which what was gathered depends
         self._used = False
 
-    def begin(self) -> None:
+    def replaced(self) -> Iterator[Replaced]:
         """Look at what is gathered in a step."""
-        self._behind, self._used = "", False
-        if self._method is None and dist.is_available() and dist.is_initialized():
+        if dist.is_available() and dist.is_initialized():
             kind: Any = dist.ProcessGroup
-            self._method = Replaced(kind, "allgather", self._gathering(kind.allgather))
+            yield Replaced(kind, "allgather", self._gathering(kind.allgather))
 
     def end(self) -> None:
         """Put everything back."""
         self._cut.forget()
-        if self._method is not None:
-            self._method.back()
-            self._method = None
+        super().end()
 
     def facts(self, step_data: StepData) -> GatheredTensor:
         """Return a parameter that what was gathered depends on, where it was used; otherwise nothing."""

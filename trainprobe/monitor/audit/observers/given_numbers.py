@@ -14,15 +14,14 @@ from torch import Tensor, nn
 
 from trainprobe.engine.arrays.torch_arrays import reason_without_statistics
 from trainprobe.engine.arrays.without_dispatch import in_a_transform, without_dispatch
-from trainprobe.engine.core.guard import Guard, attempt
+from trainprobe.engine.core.guard import attempt
 from trainprobe.engine.core.library import Deferred
 from trainprobe.engine.core.records import StepData, Value
 from trainprobe.engine.stats.partials import CHECKSUM, STATS
-from trainprobe.engine.tape import Tape
 from trainprobe.monitor.audit.capture.tails import tail
 from trainprobe.monitor.audit.capture.values import checksum_of
 from trainprobe.monitor.audit.facts.calls import Argument, GivenNumbers
-from trainprobe.monitor.audit.observers import Audited, Observer
+from trainprobe.monitor.audit.observers import Observer, left_out
 from trainprobe.monitor.audit.observers.loss_inputs import stacked
 from trainprobe.monitor.audit.observers.model_calls import ModelCalls
 
@@ -36,33 +35,24 @@ class GivenNumbersWatch(Observer):
 
     needs = (ModelCalls,)
 
-    def __init__(self, guard: Guard, audited: Audited) -> None:
-        super().__init__(guard, audited)
-        self._tape: Tape | None = None
+    def forget(self) -> None:
+        """Forget the last step."""
         self._arguments: dict[str, tuple[Tensor, tuple[int, ...], Value, Deferred | None]] = {}
         self._tokens: Deferred | None = None
-
-    def begin(self) -> None:
-        """Look at the first call of a step."""
-        self._tape, self._arguments, self._tokens = self._audited.tape, {}, None
-
-    def end(self) -> None:
-        """Hold no tape."""
-        self._tape = None
 
     def model_called(self, model: Any, named: Mapping[str, Any]) -> None:
         """Look at the arguments of the first call."""
         if not self._arguments and not in_a_transform():
             for name, t in list(named.items())[:_MOST]:
                 if type(t) is Tensor and not t.is_complex():
-                    attempt(self._look, name, t.detach(), otherwise=_left_out)
+                    attempt(self._look, name, t.detach(), otherwise=left_out)
 
     def module_called(self, name: str, module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Count the tokens that the first embedding is given, where they are an argument of the model."""
         if self._tokens is None and isinstance(module, nn.Embedding) and args and module.num_embeddings <= _MOST_TOKENS:
             given = next((t for t, *_ in self._arguments.values() if _is_same(t, args[0])), None)
             if given is not None and given.dim() == 2 and given.shape[1] > 1 and not reason_without_statistics(given):
-                attempt(self._count, given, module.num_embeddings, otherwise=_left_out)
+                attempt(self._count, given, module.num_embeddings, otherwise=left_out)
 
     def facts(self, step_data: StepData) -> GivenNumbers:
         """Return what the model was called with."""
@@ -75,20 +65,20 @@ class GivenNumbersWatch(Observer):
         return GivenNumbers(arguments, np.zeros(0, np.float32) if tokens is None else tokens)
 
     def _look(self, name: str, t: Tensor) -> None:
-        assert self._tape is not None
-        numbers = None
+        tape, numbers = self._audited.tape, None
+        assert tape is not None
         with without_dispatch(), torch.no_grad():
-            value = self._tape.value(t, STATS | CHECKSUM)
+            value = tape.value(t, STATS | CHECKSUM)
             if value.row >= 0 and _FEWEST <= t.numel() <= _LARGEST and t.dtype != torch.bool:
-                numbers = self._tape.defer(stacked(_counts(t), t.device))
+                numbers = tape.defer(stacked(_counts(t), t.device))
         self._arguments[name] = t, tuple(t.shape), value, numbers
 
     def _count(self, tokens: Tensor, kinds: int) -> None:
-        assert self._tape is not None
+        assert self._audited.tape is not None
         with without_dispatch(), torch.no_grad():
             ids = tokens.long().masked_fill(tail(tokens), kinds).clamp(0, kinds).reshape(-1)
             counts = torch.zeros(kinds + 1, dtype=torch.float32, device=ids.device)
-            self._tokens = self._tape.defer(counts.scatter_add_(0, ids, counts.new_ones(()).expand_as(ids))[:kinds])
+            self._tokens = self._audited.tape.defer(counts.scatter_add_(0, ids, counts.new_ones(()).expand_as(ids))[:kinds])
 
 
 def _counts(t: Tensor) -> list[Tensor]:
@@ -117,7 +107,3 @@ def _numbers(deferred: Deferred | None) -> tuple[bool, Mapping[str, tuple[int, i
 
 def _is_same(t: Tensor, other: Any) -> bool:
     return type(other) is Tensor and other.dtype == t.dtype and other.shape == t.shape and other.data_ptr() == t.data_ptr()
-
-
-def _left_out(_: Exception) -> None:
-    """Leave out what cannot be looked at."""

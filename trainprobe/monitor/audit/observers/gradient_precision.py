@@ -13,11 +13,9 @@ from torch import Tensor
 
 from trainprobe.engine.arrays.torch_arrays import reason_without_statistics
 from trainprobe.engine.arrays.without_dispatch import in_a_transform, without_dispatch
-from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.library import Deferred
 from trainprobe.engine.core.records import StepData
-from trainprobe.engine.tape import Tape
-from trainprobe.monitor.audit.observers import Audited, Observer
+from trainprobe.monitor.audit.observers import Observer
 from trainprobe.monitor.audit.observers.backward_starts import BackwardStarts
 from trainprobe.monitor.audit.relations.rounded_gradients import GradientPrecision
 
@@ -30,24 +28,18 @@ class GradientPrecisionWatch(Observer):
 
     needs = (BackwardStarts,)
 
-    def __init__(self, guard: Guard, audited: Audited) -> None:
-        super().__init__(guard, audited)
-        self._tape: Tape | None = None
+    def forget(self) -> None:
+        """Forget the last step."""
         self._left: dict[int, Tensor] = {}  # id of a parameter → elements of what the last pass left
         self._seen: dict[str, Deferred] = {}
 
-    def begin(self) -> None:
-        """Look at a step."""
-        self._tape = self._audited.tape if self._audited.plain else None
-        self._left, self._seen = {}, {}
-
     def end(self) -> None:
         """Hold nothing."""
-        self._tape, self._left = None, {}
+        self._left = {}
 
     def backward_ends(self) -> None:
         """Keep a sample of the gradients that a pass left."""
-        if self._tape is None or in_a_transform():
+        if not self._audited.plain or self._audited.tape is None or in_a_transform():
             return
         names = self._audited.names()
         held = [p for model in self._audited.models for p in model.parameters() if id(p) in names and _is_plain(p.grad)]
@@ -56,9 +48,9 @@ class GradientPrecisionWatch(Observer):
 
     def unclipped(self, parameters: Sequence[Any]) -> None:
         """Set what is about to be used against it."""
-        if self._tape is None or in_a_transform():
+        tape, names = self._audited.tape, self._audited.names()
+        if tape is None or in_a_transform():
             return
-        names = self._audited.names()
         for p in parameters:
             left = self._left.pop(id(p), None)
             if left is not None and _is_plain(p.grad) and p.grad.device == left.device:
@@ -67,7 +59,7 @@ class GradientPrecisionWatch(Observer):
                     for dtype in _FORMATS:
                         rounded = left.to(dtype).float()
                         found += [(rounded != left).sum(), (rounded != used).sum()]
-                    self._seen[names[id(p)]] = self._tape.defer(torch.stack(found).float())
+                    self._seen[names[id(p)]] = tape.defer(torch.stack(found).float())
 
     def facts(self, step_data: StepData) -> GradientPrecision:
         """Return the parameters whose gradients were rounded."""

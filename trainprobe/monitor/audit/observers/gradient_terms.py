@@ -6,6 +6,7 @@ parameter, without a graph, are the functions replaced of which penalties are ma
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import wraps
 from typing import Any
 
@@ -18,7 +19,7 @@ from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.records import StepData
 from trainprobe.monitor.audit.capture.cut_off import CutOff, flat
-from trainprobe.monitor.audit.observers import Audited, Observer
+from trainprobe.monitor.audit.observers import Audited, StepReplacing
 from trainprobe.monitor.audit.relations.gradient_terms import ConstantTerm
 
 _SHAPES = ("view", "reshape", "flatten", "squeeze", "contiguous", "float")
@@ -36,28 +37,26 @@ _MADE_OF = (
 _ADDED_BY = (*((Tensor, name) for name in _JOINING), (torch, "add"), (torch, "sub"))
 
 
-class GradientTerms(Observer):
+class GradientTerms(StepReplacing):
     """See the module text."""
 
     def __init__(self, guard: Guard, audited: Audited) -> None:
         super().__init__(guard, audited)
-        self._grad: Replaced | None = None
         self._cut = CutOff(guard)
+
+    def forget(self) -> None:
+        """Forget the last step."""
         self._behind = ""  # a parameter on which what was differentiated depends
         self._used = False
 
-    def begin(self) -> None:
+    def replaced(self) -> Iterator[Replaced]:
         """Look at what is differentiated in a step."""
-        self._behind, self._used = "", False
-        if self._grad is None:
-            self._grad = Replaced(torch.autograd, "grad", self._watched(torch.autograd.grad), traced=True)
+        yield Replaced(torch.autograd, "grad", self._watched(torch.autograd.grad), traced=True)
 
     def end(self) -> None:
         """Put everything back."""
         self._cut.forget()
-        if self._grad is not None:
-            self._grad.back()
-            self._grad = None
+        super().end()
 
     def facts(self, step_data: StepData) -> ConstantTerm:
         """Return a parameter that what was differentiated depends on, where a loss has it as a constant; otherwise nothing."""

@@ -40,9 +40,8 @@ class GradientUse(Observer):
         self._names = audited.names
         self._steady: dict[int, int] = {}  # id of an optimizer → audited steps in a row in which it stepped
         self._rested: dict[int, tuple[tuple[int, int], int]] = {}  # … → its trace, and audited steps in a row that left it so
-        self.begin()
 
-    def begin(self) -> None:
+    def forget(self) -> None:
         """Forget the last step."""
         self.twice: dict[str, None] = {}
         self.reached: set[str] = set()
@@ -191,7 +190,7 @@ class GradientUse(Observer):
                 if value.row >= 0 and (older := norm_of(step_data, value)) != 0
             },
         )
-        self.begin()
+        self.forget()
         return found
 
     def idle(self, optimizers: Sequence[Any]) -> tuple[str, ...]:

@@ -7,13 +7,12 @@ from typing import Any
 from torch._C import DisableTorchFunction
 
 from trainprobe.engine.capture.optimizers import parameters_of
-from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.held_parameters import parameters_in
 from trainprobe.engine.core.records import StepData, Value
 from trainprobe.engine.stats.partials import CHECKSUM, STATS
 from trainprobe.monitor.audit.capture.values import checksum_of, norm_of
 from trainprobe.monitor.audit.facts.gradients import KeptGradients
-from trainprobe.monitor.audit.observers import Audited, Observer
+from trainprobe.monitor.audit.observers import Observer
 from trainprobe.monitor.audit.observers.backward_starts import BackwardStarts
 
 
@@ -23,14 +22,10 @@ class LeftGradients(Observer):
     needs = (BackwardStarts,)
     essential = True
 
-    def __init__(self, guard: Guard, audited: Audited) -> None:
-        super().__init__(guard, audited)
+    def forget(self) -> None:
+        """Forget the last step."""
         self._left: dict[str, tuple[Any, Value]] = {}
         self._kept: dict[str, Value] = {}
-
-    def begin(self) -> None:
-        """Forget the last step."""
-        self._left, self._kept = {}, {}
 
     def first_backward(self) -> None:
         """Take down the gradients that are there."""
@@ -56,7 +51,7 @@ class LeftGradients(Observer):
     def facts(self, step_data: StepData) -> KeptGradients:
         """Return fingerprint and norm of each that is not 0."""
         kept = {name: (checksum_of(step_data, v), norm_of(step_data, v)) for name, v in self._kept.items() if v.row >= 0}
-        self.begin()
+        self.forget()
         return KeptGradients({name: seen for name, seen in kept.items() if seen[1] != 0})
 
     def _still(self, name: str, grad: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 from torch.utils.data import dataloader
@@ -10,26 +11,23 @@ from torch.utils.data import dataloader
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.core.guard import Guard, attempt
 from trainprobe.engine.core.records import StepData
-from trainprobe.monitor.audit.observers import Audited, Observer
+from trainprobe.monitor.audit.observers import Audited, RunReplacing
 from trainprobe.monitor.audit.relations.distinct_data import HandedOut
 
 
-class LoaderWatch(Observer):
+class LoaderWatch(RunReplacing):
     """Learns of each such loader as an epoch of it begins, between `start` and `stop`."""
 
     def __init__(self, guard: Guard, audited: Audited) -> None:
         super().__init__(guard, audited)
         self._running: list[weakref.ref[Any]] = []
-        self._replaced: list[Replaced] = []
         self._begun = 0
         self._handed_out = (0, 0)
 
-    def start(self) -> None:
-        """Begin to look."""
-        if self._replaced:
-            return
+    def replaced(self) -> Iterator[Replaced]:
+        """Look at each beginning of an epoch."""
         kinds: tuple[Any, ...] = (dataloader._MultiProcessingDataLoaderIter, dataloader._SingleProcessDataLoaderIter)  # pyright: ignore[reportPrivateUsage]
-        self._replaced = [Replaced(kind, "__init__", self._beginning(kind.__init__)) for kind in kinds]
+        return (Replaced(kind, "__init__", self._beginning(kind.__init__)) for kind in kinds)
 
     def _beginning(self, original: Any) -> Any:
         def begin(iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
@@ -38,12 +36,6 @@ class LoaderWatch(Observer):
                 self._guard.run(self._begins, iterator, loader)
 
         return begin
-
-    def stop(self) -> None:
-        """Put the original back."""
-        for replaced in self._replaced:
-            replaced.back()
-        self._replaced = []
 
     def end(self) -> None:
         """Count what was handed out until now."""

@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 
-from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.records import StepData
 from trainprobe.monitor.audit.facts.gradients import LossScale, LossScales
-from trainprobe.monitor.audit.observers import Audited, Observer
+from trainprobe.monitor.audit.observers import Observer
 from trainprobe.monitor.audit.observers.backward_starts import BackwardStarts
 
 _MOST = 8  # factors, so that a long chain costs nothing
@@ -22,13 +21,9 @@ class LossFactors(Observer):
     needs = (BackwardStarts,)
     essential = True
 
-    def __init__(self, guard: Guard, audited: Audited) -> None:
-        super().__init__(guard, audited)
-        self._scaled: list[LossScale] = []
-
-    def begin(self) -> None:
+    def forget(self) -> None:
         """Forget the last step."""
-        self._scaled = []
+        self._scaled: list[LossScale] = []
 
     def backward_begins(self, root: Any) -> None:
         """Read the factors of the loss."""

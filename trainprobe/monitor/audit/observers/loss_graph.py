@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from trainprobe.engine.capture.graph import parameters_behind_node
-from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.records import StepData
 from trainprobe.monitor.audit.facts.gradients import LossGraphs
-from trainprobe.monitor.audit.observers import Audited, Observer
+from trainprobe.monitor.audit.observers import Observer
 from trainprobe.monitor.audit.observers.backward_starts import BackwardStarts
 
 _MOST = 4096  # nodes that are looked at
@@ -23,11 +22,7 @@ class LossGraph(Observer):
 
     needs = (BackwardStarts,)
 
-    def __init__(self, guard: Guard, audited: Audited) -> None:
-        super().__init__(guard, audited)
-        self._seen = LossGraphs()
-
-    def begin(self) -> None:
+    def forget(self) -> None:
         """Forget the last step."""
         self._seen = LossGraphs()
 

@@ -19,13 +19,12 @@ from torch import Tensor
 from trainprobe.engine.arrays.torch_arrays import reason_without_statistics
 from trainprobe.engine.arrays.without_dispatch import in_a_transform, without_dispatch
 from trainprobe.engine.capture.patching.replaced import Replaced
-from trainprobe.engine.core.guard import Guard, attempt
+from trainprobe.engine.core.guard import attempt
 from trainprobe.engine.core.library import Deferred
 from trainprobe.engine.core.records import StepData
-from trainprobe.engine.tape import Tape
 from trainprobe.monitor.audit.capture.class_shares import class_shares
 from trainprobe.monitor.audit.facts.calls import LossCall, LossCalls
-from trainprobe.monitor.audit.observers import Audited, Observer
+from trainprobe.monitor.audit.observers import StepReplacing
 from trainprobe.monitor.audit.observers.backward_starts import BackwardStarts
 from trainprobe.monitor.audit.observers.model_calls import ModelCalls
 
@@ -44,15 +43,13 @@ _LARGEST = 1 << 20  # elements of what targets are searched for in
 _MOST = 64  # calls of a step that are looked at
 
 
-class LossInputs(Observer):
+class LossInputs(StepReplacing):
     """See the module text."""
 
     needs = (ModelCalls, BackwardStarts)
 
-    def __init__(self, guard: Guard, audited: Audited) -> None:
-        super().__init__(guard, audited)
-        self._tape: Tape | None = None
-        self._replaced: list[Replaced] = []
+    def forget(self) -> None:
+        """Forget the last step."""
         self._given: Mapping[str, Tensor] = {}
         self._numbers: Mapping[str, Tensor] = {}  # arguments of the model that are no whole numbers
         self._arguments = 0  # tensors that the model was called with last
@@ -60,26 +57,18 @@ class LossInputs(Observer):
         self._seen: list[tuple[LossCall, tuple[str, ...], Deferred]] = []
         self._ungraded: list[tuple[LossCall, tuple[str, ...], Deferred]] = []
 
-    def begin(self) -> None:
+    def replaced(self) -> Iterator[Replaced]:
         """Look at the calls of a step."""
-        tape = self._audited.tape
-        self._tape, self._given, self._numbers, self._looked_up, self._seen, self._ungraded = tape, {}, {}, {}, [], []
-        if self._replaced:
-            return
         nn: Any = getattr(torch._C, "_nn")  # noqa: B009
-        places = [(nn, _OF_CLASSES | _OF_NUMBERS | _OF_PROBABILITIES), (torch, _ELSEWHERE)]
-        self._replaced = [
-            Replaced(owner, name, self._watched(getattr(owner, name), kind), traced=True)
-            for owner, kinds in places
-            for name, kind in kinds.items()
-            if hasattr(owner, name)
-        ]
+        for owner, kinds in ((nn, _OF_CLASSES | _OF_NUMBERS | _OF_PROBABILITIES), (torch, _ELSEWHERE)):
+            for name, kind in kinds.items():
+                if hasattr(owner, name):
+                    yield Replaced(owner, name, self._watched(getattr(owner, name), kind), traced=True)
 
     def end(self) -> None:
-        """Put the functions back."""
-        for replaced in self._replaced:
-            replaced.back()
-        self._replaced, self._tape, self._given, self._numbers, self._looked_up = [], None, {}, {}, {}
+        """Put the functions back, and hold no tensor."""
+        super().end()
+        self._given, self._numbers, self._looked_up = {}, {}, {}
 
     def model_called(self, model: Any, named: Mapping[str, Any]) -> None:
         """Learn the "tokens" and the "mask" that the model is called with."""
@@ -112,7 +101,7 @@ class LossInputs(Observer):
     def _counts(self, out: Any, args: Sequence[Any]) -> bool:
         """Tell whether a call is one of the training, of plain tensors that can be looked at."""
         return (
-            self._tape is not None
+            self._audited.tape is not None
             and not self._audited.asleep
             and len(self._seen) + len(self._ungraded) < _MOST
             and len(args) >= 2
@@ -124,7 +113,8 @@ class LossInputs(Observer):
         )
 
     def _look(self, kind: str, args: Sequence[Any], kwargs: Mapping[str, Any], out: Tensor) -> None:
-        assert self._tape is not None
+        tape = self._audited.tape
+        assert tape is not None
         x, y = args[0].detach(), args[1].detach()
         reduction = _reduction(kind, args, kwargs)
         with without_dispatch(), torch.no_grad():
@@ -137,11 +127,12 @@ class LossInputs(Observer):
         rows = self._given["tokens"].shape[0] if "tokens" in self._given else 0
         shapes, smoothing = (_shape(x), _shape(y)), float(args[5]) if kind == "cross_entropy" and len(args) > 5 else 0.0
         call = LossCall(kind, reduction, self._audited.of(BackwardStarts).count, y.numel(), shapes, rows, smoothing=smoothing)
-        self._seen.append((call, tuple(found), self._tape.defer(numbers)))
+        self._seen.append((call, tuple(found), tape.defer(numbers)))
 
     def _look_at_result(self, kind: str, args: Sequence[Any], kwargs: Mapping[str, Any], out: Tensor) -> None:
         """Keep how large the result is that no gradient flows through, and whether the target varies."""
-        if self._tape is None or kind not in _DIFFERENCES or not args[1].numel() or args[1].is_complex():
+        tape = self._audited.tape
+        if tape is None or kind not in _DIFFERENCES or not args[1].numel() or args[1].is_complex():
             return
         x, y = args[0], args[1]
         with without_dispatch(), torch.no_grad():
@@ -149,7 +140,7 @@ class LossInputs(Observer):
         call = LossCall(
             kind, _reduction(kind, args, kwargs), self._audited.of(BackwardStarts).count, y.numel(), (_shape(x), _shape(y))
         )
-        self._ungraded.append((call, ("apart", "target_low", "target_high"), self._tape.defer(numbers)))
+        self._ungraded.append((call, ("apart", "target_low", "target_high"), tape.defer(numbers)))
 
 
 def _readable(given: Mapping[str, Tensor]) -> dict[str, Tensor]:

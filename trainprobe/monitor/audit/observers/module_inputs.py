@@ -15,12 +15,11 @@ from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivat
 
 from trainprobe.engine.arrays.without_dispatch import in_a_transform, without_dispatch
 from trainprobe.engine.capture.features.feature import whole
-from trainprobe.engine.core.guard import Guard, attempt
+from trainprobe.engine.core.guard import attempt
 from trainprobe.engine.core.library import Deferred
 from trainprobe.engine.core.records import StepData
-from trainprobe.engine.tape import Tape
 from trainprobe.monitor.audit.facts.calls import GivenInputs, InputScale, PaddingMask, SequenceInput
-from trainprobe.monitor.audit.observers import Audited, Observer
+from trainprobe.monitor.audit.observers import Observer, left_out
 from trainprobe.monitor.audit.observers.loss_inputs import stacked, tokens_and_mask
 from trainprobe.monitor.audit.observers.model_calls import ModelCalls
 
@@ -35,9 +34,8 @@ class ModuleInputs(Observer):
 
     needs = (ModelCalls,)
 
-    def __init__(self, guard: Guard, audited: Audited) -> None:
-        super().__init__(guard, audited)
-        self._tape: Tape | None = None
+    def forget(self) -> None:
+        """Forget the last step."""
         self._padded: dict[tuple[int, ...], tuple[Tensor, int]] = {}  # shape → the last tokens of it and the one that pads
         self._called: set[tuple[int, ...]] = set()  # the first two dimensions of what the model was called with
         self._sequences: dict[str, SequenceInput] = {}
@@ -47,26 +45,19 @@ class ModuleInputs(Observer):
         self._again: dict[str, None] = {}
         self.has_one_output = False  # whether a linear layer with a single output ran in this step
 
-    def begin(self) -> None:
-        """Look at the calls of a step."""
-        self._tape, self.has_one_output = self._audited.tape, False
-        self._called = set()
-        self._sequences, self._masks, self._scales, self._once, self._again = {}, {}, {}, {}, {}
-
     def end(self) -> None:
-        """Look no more."""
-        self._tape = None
+        """Hold no tensor."""
         self._padded = {}
 
     def model_called(self, model: Any, named: Mapping[str, Any]) -> None:
         """Look at what the whole model is called with."""
         if not in_a_transform():
-            attempt(self._look_at_arguments, model, named, otherwise=_left_out)
+            attempt(self._look_at_arguments, model, named, otherwise=left_out)
 
     def module_called(self, name: str, module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Look at what a module of the model is called with in training."""
         if not in_a_transform():
-            attempt(self._look_at_module, name, module, args, kwargs, otherwise=_left_out)
+            attempt(self._look_at_module, name, module, args, kwargs, otherwise=left_out)
 
     def facts(self, step_data: StepData) -> GivenInputs:
         """Return what modules were given, and those whose running statistics a forward and one in the backward pass moved."""
@@ -123,16 +114,17 @@ class ModuleInputs(Observer):
 
     def _look_at_mask(self, name: str, argument: str, tokens: Tensor, pads: int, hidden: Tensor) -> None:
         """Count the rows that have padding and other tokens, and those of them that are hidden the wrong way round."""
-        if self._tape is None or (name, argument) in self._masks or tokens.device != hidden.device:
+        tape = self._audited.tape
+        if tape is None or (name, argument) in self._masks or tokens.device != hidden.device:
             return
         with without_dispatch(), torch.no_grad():
             padding = tokens == pads
             mixed = padding.any(1) & ~padding.all(1)
             inverted = mixed & (hidden == ~padding).all(1)
-            self._masks[name, argument] = self._tape.defer(stacked((mixed.sum(), inverted.sum()), hidden.device))
+            self._masks[name, argument] = tape.defer(stacked((mixed.sum(), inverted.sum()), hidden.device))
 
     def _look_at_scale(self, name: str, t: Tensor) -> None:
-        if self._tape is None:
+        if self._audited.tape is None:
             return
         with without_dispatch(), torch.no_grad():
             seen = t.narrow(0, 0, min(_LOOKED_AT, t.shape[0]))
@@ -143,7 +135,7 @@ class ModuleInputs(Observer):
             low, high = torch.aminmax(parts)
             off = torch.maximum((parts - parts.round()).abs().amax(), -low)
             between = ((parts > 0.5) & (parts < high - 0.5)).sum()
-            self._scales[name] = self._tape.defer(stacked((high / _SQUARE, off, between), t.device))
+            self._scales[name] = self._audited.tape.defer(stacked((high / _SQUARE, off, between), t.device))
 
 
 def _masks(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
@@ -153,7 +145,3 @@ def _masks(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Itera
     if len(args) > place:
         named["key_padding_mask"] = args[place]
     return ((name, t.detach()) for name, t in named.items() if type(t) is Tensor and t.dtype == torch.bool and t.dim() == 2)
-
-
-def _left_out(_: Exception) -> None:
-    """Leave out what cannot be looked at: a nested or sparse tensor, or one of the program's own class."""

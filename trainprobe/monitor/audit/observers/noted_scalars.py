@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.records import StepData, Value
 from trainprobe.monitor.audit.facts.calls import DependentScalars
-from trainprobe.monitor.audit.observers import Audited, Observer
+from trainprobe.monitor.audit.observers import Observer
 
 
 class NotedScalars(Observer):
@@ -13,13 +12,9 @@ class NotedScalars(Observer):
 
     essential = True
 
-    def __init__(self, guard: Guard, audited: Audited) -> None:
-        super().__init__(guard, audited)
-        self._dependent: frozenset[str] = frozenset()
-
-    def begin(self) -> None:
+    def forget(self) -> None:
         """Forget the last step."""
-        self._dependent = frozenset()
+        self._dependent: frozenset[str] = frozenset()
 
     def end(self) -> None:
         """Look at what was noted."""

@@ -7,6 +7,7 @@ The operators of a tensor are replaced while a step is audited. What the program
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ from torch._C import DisableTorchFunction
 
 from trainprobe.engine.arrays.without_dispatch import in_a_transform
 from trainprobe.engine.capture.patching.replaced import Replaced
-from trainprobe.engine.core.guard import Guard, attempt
+from trainprobe.engine.core.guard import attempt
 from trainprobe.engine.core.records import StepData
-from trainprobe.monitor.audit.observers import Audited, Observer
+from trainprobe.monitor.audit.observers import StepReplacing
 from trainprobe.monitor.audit.observers.model_calls import ModelCalls
 from trainprobe.monitor.audit.observers.module_inputs import ModuleInputs
 from trainprobe.monitor.audit.relations.outer_products import OuterOperation, OuterOperations
@@ -27,30 +28,19 @@ _OPERATORS = {"__sub__": "-", "__mul__": "*", "__add__": "+", "__truediv__": "/"
 _MOST = 8
 
 
-class OuterProducts(Observer):
+class OuterProducts(StepReplacing):
     """See the module text."""
 
     needs = (ModelCalls, ModuleInputs)
 
-    def __init__(self, guard: Guard, audited: Audited) -> None:
-        super().__init__(guard, audited)
-        self._replaced: list[Replaced] = []
+    def forget(self) -> None:
+        """Forget the last step."""
         self._seen: list[OuterOperation] = []
 
-    def begin(self) -> None:
+    def replaced(self) -> Iterator[Replaced]:
         """Look at the operations of a step."""
-        self._seen = []
-        if not self._replaced:
-            self._replaced = [
-                Replaced(Tensor, name, self._watched(getattr(Tensor, name), sign), traced=True)
-                for name, sign in _OPERATORS.items()
-            ]
-
-    def end(self) -> None:
-        """Put the operators back."""
-        for replaced in self._replaced:
-            replaced.back()
-        self._replaced = []
+        for name, sign in _OPERATORS.items():
+            yield Replaced(Tensor, name, self._watched(getattr(Tensor, name), sign), traced=True)
 
     def facts(self, step_data: StepData) -> OuterOperations:
         """Return what was seen, in a step in which a layer with a single output ran."""

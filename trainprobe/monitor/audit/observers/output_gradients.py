@@ -15,14 +15,13 @@ from torch import Tensor
 from trainprobe.engine.arrays.torch_arrays import reason_without_statistics
 from trainprobe.engine.arrays.without_dispatch import in_a_transform, without_dispatch
 from trainprobe.engine.capture.features.feature import tensors_of
-from trainprobe.engine.core.guard import Guard, attempt
+from trainprobe.engine.core.guard import attempt
 from trainprobe.engine.core.library import Deferred
 from trainprobe.engine.core.records import StepData
-from trainprobe.engine.tape import Tape
 from trainprobe.monitor.audit.capture.registered import unwrapped
 from trainprobe.monitor.audit.capture.tails import tail
 from trainprobe.monitor.audit.facts.gradients import TrainedPlaces
-from trainprobe.monitor.audit.observers import Audited, Observer
+from trainprobe.monitor.audit.observers import Observer, left_out
 from trainprobe.monitor.audit.observers.loss_inputs import stacked
 from trainprobe.monitor.audit.observers.model_calls import ModelCalls
 
@@ -34,23 +33,19 @@ class OutputGradients(Observer):
 
     needs = (ModelCalls,)
 
-    def __init__(self, guard: Guard, audited: Audited) -> None:
-        super().__init__(guard, audited)
-        self._tape: Tape | None = None
+    _hook: Any = None
+
+    def forget(self) -> None:
+        """Forget the last step."""
         # what the call that runs was given: an argument with its name, and others of whole numbers
         self._rows: tuple[str, Tensor, list[Tensor]] | None = None
-        self._hook: Any = None
         self._seen: tuple[str, Deferred] | None = None
-
-    def begin(self) -> None:
-        """Look at the first call of a step."""
-        self._tape, self._rows, self._seen = self._audited.tape, None, None
 
     def end(self) -> None:
         """Take the hook away."""
         if self._hook is not None:
             self._hook.remove()
-        self._hook = self._tape = self._rows = None
+        self._hook = self._rows = None
 
     def model_called(self, model: Any, named: Mapping[str, Any]) -> None:
         """Learn the rows that the model is called with."""
@@ -74,7 +69,7 @@ class OutputGradients(Observer):
             def look(gradients: tuple[Tensor | None, ...]) -> None:
                 gradient = gradients[place]
                 if self._seen is None and gradient is not None and gradient.shape == shape:
-                    self._guard.run(lambda: attempt(self._look, name, rows, beside, gradient, otherwise=_left_out))
+                    self._guard.run(lambda: attempt(self._look, name, rows, beside, gradient, otherwise=left_out))
 
             self._hook = out.grad_fn.register_prehook(look)  # pyright: ignore[reportOptionalMemberAccess]
 
@@ -86,7 +81,8 @@ class OutputGradients(Observer):
         return TrainedPlaces(self._seen[0], counts[:4], counts[4:8], counts[8:])  # pyright: ignore[reportArgumentType]
 
     def _look(self, name: str, rows: Tensor, beside: Sequence[Tensor], gradient: Tensor) -> None:
-        if self._tape is None or type(gradient) is not Tensor or any(map(reason_without_statistics, (rows, *beside, gradient))):
+        tape = self._audited.tape
+        if tape is None or type(gradient) is not Tensor or any(map(reason_without_statistics, (rows, *beside, gradient))):
             return  # a program may have given the memory of the rows back
         with without_dispatch(), torch.no_grad():
             flat = gradient.reshape(*gradient.shape[:2], -1)
@@ -94,7 +90,7 @@ class OutputGradients(Observer):
             pads = torch.stack([tail(t) for t in (rows, *beside)]).all(0)  # an encoder's rows end elsewhere than a decoder's
             counts = _at_padding(pads, carries)
             counts += _at_prompts(rows, carries) if rows.dim() == 2 else [carries.new_zeros(())] * 6
-            self._seen = name, self._tape.defer(stacked(counts, gradient.device))
+            self._seen = name, tape.defer(stacked(counts, gradient.device))
 
 
 def _at_padding(pads: Tensor, carries: Tensor) -> list[Tensor]:
@@ -116,7 +112,3 @@ def _at_prompts(tokens: Tensor, carries: Tensor) -> list[Tensor]:
     trained = carries.any(1).sum() * prompt.sum()
     number = equal.new_full((), len(equal))
     return [alike.sum(), number, length, (equal < length).sum(), trained, (carries & prompt).sum()]
-
-
-def _left_out(_: Exception) -> None:
-    """Leave out what cannot be looked at."""

@@ -23,10 +23,6 @@ class ParameterGroups(Observer):
 
     def __init__(self, guard: Guard, audited: Audited) -> None:
         super().__init__(guard, audited)
-        self._rates: tuple[float, ...] = ()
-        self._bases: tuple[BaseRate, ...] = ()
-        self._groups: dict[int, tuple[ParameterGroup, ...]] = {}  # id of each optimizer that steps → its groups as it steps
-
         self._made: dict[int, tuple[float, ...]] | None = None  # id of each optimizer → its rates as the run began
 
     def start(self) -> None:
@@ -34,9 +30,11 @@ class ParameterGroups(Observer):
         if self._made is None and self._audited.optimizers:
             self._made = {id(o): rates_of(o) for o in self._audited.optimizers}
 
-    def begin(self) -> None:
+    def forget(self) -> None:
         """Forget the last step."""
-        self._rates, self._bases, self._groups = (), (), {}
+        self._rates: tuple[float, ...] = ()
+        self._bases: tuple[BaseRate, ...] = ()
+        self._groups: dict[int, tuple[ParameterGroup, ...]] = {}  # id of each optimizer that steps → its groups as it steps
 
     def steps(self, optimizer: Any) -> None:
         """Take down what it is about to use."""

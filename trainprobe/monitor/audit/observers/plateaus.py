@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,11 +15,11 @@ from trainprobe.engine.capture.optimizers import optimizer_of, rates_of
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.records import StepData
-from trainprobe.monitor.audit.observers import Audited, Observer
+from trainprobe.monitor.audit.observers import Audited, RunReplacing
 from trainprobe.monitor.audit.relations.plateau_direction import Plateau, PlateauSchedulers
 
 
-class Plateaus(Observer):
+class Plateaus(RunReplacing):
     """Watches every scheduler of this kind from its first step on, between `start` and `stop`. One that a checkpoint brought
     back, or whose metric lies on an accelerator, is left out. Costs nothing where none is stepped.
     """
@@ -26,17 +27,10 @@ class Plateaus(Observer):
     def __init__(self, guard: Guard, audited: Audited) -> None:
         super().__init__(guard, audited)
         self._known: dict[int, tuple[weakref.ref[Any], Plateau | None]] = {}
-        self._replaced: Replaced | None = None
 
-    def start(self) -> None:
-        """Begin to watch."""
-        self._replaced = self._replaced or Replaced(ReduceLROnPlateau, "step", self._watched(ReduceLROnPlateau.step))
-
-    def stop(self) -> None:
-        """Put the original back."""
-        if self._replaced is not None:
-            self._replaced.back()
-            self._replaced = None
+    def replaced(self) -> Iterator[Replaced]:
+        """Watch each step of such a scheduler."""
+        yield Replaced(ReduceLROnPlateau, "step", self._watched(ReduceLROnPlateau.step))
 
     def facts(self, step_data: StepData) -> PlateauSchedulers:
         """Return what is known of each scheduler."""

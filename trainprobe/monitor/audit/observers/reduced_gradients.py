@@ -18,7 +18,6 @@ from trainprobe.engine.capture.unreduced import UnreducedTap
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.library import Deferred
 from trainprobe.engine.core.records import StepData
-from trainprobe.engine.tape import Tape
 from trainprobe.monitor.audit.facts.gradients import Reduction, Reductions
 from trainprobe.monitor.audit.observers import Audited, Observer
 
@@ -35,9 +34,11 @@ class ReducedGradients(Observer):
     def __init__(self, guard: Guard, audited: Audited) -> None:
         super().__init__(guard, audited)
         self._tap = UnreducedTap(guard, self._arrived, lambda: audited.plain)
+
+    def forget(self) -> None:
+        """Forget the last step."""
         self._sums: dict[int, Tensor] = {}
         self._pending: list[tuple[str, Deferred]] = []
-        self._tape: Tape | None = None
 
     def start(self) -> None:
         """Remember whose gradients to look at."""
@@ -45,18 +46,16 @@ class ReducedGradients(Observer):
 
     def begin(self) -> None:
         """Hook the accumulators if this step is due."""
-        self._sums, self._pending, self._tape = {}, [], self._audited.tape
-        if self._tape is not None and not any(map(_approximates, self._audited.models)):
-            self._tap.begin(self._tape)
+        if self._audited.tape is not None and not any(map(_approximates, self._audited.models)):
+            self._tap.begin(self._audited.tape)
 
     def end(self) -> None:
         """Remove the hooks."""
         self._tap.end()
-        self._tape = None
 
     def unclipped(self, parameters: Sequence[Any]) -> None:
         """Look at the gradients of these parameters as they are used: whole, and not yet clipped. The first look counts."""
-        names, tape = self._audited.names(), self._tape
+        names, tape = self._audited.names(), self._audited.tape
         if tape is None:
             return
         with torch.no_grad(), DisableTorchFunction():

@@ -5,7 +5,7 @@ While a step is audited, the method of process groups that reduces is replaced. 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,47 +15,41 @@ from torch import Tensor
 from trainprobe.engine.arrays.torch_arrays import reason_without_statistics
 from trainprobe.engine.arrays.without_dispatch import in_a_transform, without_dispatch
 from trainprobe.engine.capture.patching.replaced import Replaced
-from trainprobe.engine.core.guard import Guard, attempt
+from trainprobe.engine.core.guard import attempt
 from trainprobe.engine.core.library import Deferred
 from trainprobe.engine.core.records import StepData
-from trainprobe.engine.tape import Tape
 from trainprobe.monitor.audit.capture.cut_off import flat
-from trainprobe.monitor.audit.observers import Audited, Observer
+from trainprobe.monitor.audit.observers import StepReplacing, left_out
 from trainprobe.monitor.audit.observers.model_calls import ModelCalls
 from trainprobe.monitor.audit.relations.reduced_statistics import ReducedStatistics
 
 _LARGEST, _MOST, _EQUAL = 1 << 14, 16, 1e-5  # elements of what is summed, calls in a step, and the tolerance
 
 
-class ReducedStatisticsWatch(Observer):
+class ReducedStatisticsWatch(StepReplacing):
     """See the module text."""
 
     needs = (ModelCalls,)
 
-    def __init__(self, guard: Guard, audited: Audited) -> None:
-        super().__init__(guard, audited)
-        self._tape: Tape | None = None
-        self._method: Replaced | None = None
+    def forget(self) -> None:
+        """Forget the last step."""
         self._running: list[tuple[Any, str, list[Tensor]]] = []  # modules, their names and inputs that have a gradient
         self._seen: list[tuple[str, Deferred]] = []
 
-    def begin(self) -> None:
+    def replaced(self) -> Iterator[Replaced]:
         """Look at what is summed in a step."""
-        self._tape, self._running, self._seen = self._audited.tape, [], []
-        if self._method is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             kind: Any = dist.ProcessGroup
-            self._method = Replaced(kind, "allreduce", self._reducing(kind.allreduce))
+            yield Replaced(kind, "allreduce", self._reducing(kind.allreduce))
 
     def end(self) -> None:
-        """Put everything back."""
-        self._tape, self._running = None, []
-        if self._method is not None:
-            self._method.back()
-            self._method = None
+        """Put the method back, and hold no tensor."""
+        super().end()
+        self._running = []
 
     def module_called(self, name: str, module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Learn what a module is given."""
-        if self._method is not None:
+        if self.replaces:
             given = [t for t in args if type(t) is Tensor and t.requires_grad and t.dim() > 1 and t.is_floating_point()]
             self._running.append((module, name, given))
 
@@ -72,19 +66,15 @@ class ReducedStatisticsWatch(Observer):
     def _reducing(self, original: Any) -> Any:
         def reduce(group: Any, *args: Any, **kwargs: Any) -> Any:
             if not reduce.ended and self._running and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:  # type: ignore[attr-defined]
-                self._guard.run(lambda: attempt(self._look, args[0] if args else None, otherwise=_left_out))
+                self._guard.run(lambda: attempt(self._look, args[0] if args else None, otherwise=left_out))
             return original(group, *args, **kwargs)
 
         return reduce
 
     def _look(self, tensors: Any) -> None:
         module, name, given = self._running[-1]
-        if (
-            self._tape is None
-            or len(self._seen) >= _MOST
-            or in_a_transform()
-            or any(True for _ in module.buffers(recurse=False))
-        ):
+        tape = self._audited.tape
+        if tape is None or len(self._seen) >= _MOST or in_a_transform() or any(True for _ in module.buffers(recurse=False)):
             return
         for t in flat(tensors):
             plain = type(t) is Tensor and not t.requires_grad and t.is_floating_point() and t.numel() <= _LARGEST
@@ -92,7 +82,7 @@ class ReducedStatisticsWatch(Observer):
             with without_dispatch(), torch.no_grad():
                 off = [distance for x in fitting for distance in _distances(t.detach(), x.detach())]
                 if off:
-                    self._seen.append((name, self._tape.defer(torch.stack(off))))
+                    self._seen.append((name, tape.defer(torch.stack(off))))
 
 
 def _distances(t: Tensor, x: Tensor) -> list[Tensor]:
@@ -109,7 +99,3 @@ def _distances(t: Tensor, x: Tensor) -> list[Tensor]:
                 off = (t.reshape(-1, size) - wanted).abs().amax(1).amin()
                 found.append((off / wanted.abs().amax().clamp(min=1e-30)).float())
     return found
-
-
-def _left_out(_: Exception) -> None:
-    """Leave out what cannot be looked at."""

@@ -27,14 +27,12 @@ class RepeatedForwards(Observer):
 
     def __init__(self, guard: Guard, audited: Audited) -> None:
         super().__init__(guard, audited)
-        self._repeats: list[tuple[int, list[Value]]] = []  # id of a module and the outputs of its forward that ran again
         self._again: set[int] = set()  # ids of modules that were seen to run again in a backward pass
-        self._looked_at: frozenset[int] = frozenset()
-        self._firsts: dict[int, list[list[Value]]] = {}
 
     def begin(self) -> None:
         """Forget the last step."""
-        self._repeats, self._firsts = [], {}
+        self._repeats: list[tuple[int, list[Value]]] = []  # id of a module and the outputs of its forward that ran again
+        self._firsts: dict[int, list[list[Value]]] = {}
         self._looked_at = frozenset(self._again)  # of these every forward of the step is seen, in whatever order they run
 
     def module_returned(self, module: Any, result: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 from torch.utils.data.distributed import DistributedSampler
@@ -10,23 +11,20 @@ from torch.utils.data.distributed import DistributedSampler
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.records import StepData
-from trainprobe.monitor.audit.observers import Audited, Observer
+from trainprobe.monitor.audit.observers import Audited, RunReplacing
 from trainprobe.monitor.audit.relations.distinct_data import RepeatedEpochs
 
 
-class SamplerWatch(Observer):
+class SamplerWatch(RunReplacing):
     """Looks at each beginning of an epoch between `start` and `stop`."""
 
     def __init__(self, guard: Guard, audited: Audited) -> None:
         super().__init__(guard, audited)
         self._epochs: dict[int, tuple[weakref.ref[Any], int]] = {}  # id of a sampler → the epoch that it gave last
         self._repeated = 0
-        self._replaced: Replaced | None = None
 
-    def start(self) -> None:
-        """Begin to look."""
-        if self._replaced is not None:
-            return
+    def replaced(self) -> Iterator[Replaced]:
+        """Look at each beginning of an epoch."""
         original: Any = DistributedSampler.__iter__
 
         def begin(sampler: Any) -> Any:
@@ -34,13 +32,7 @@ class SamplerWatch(Observer):
                 self._guard.run(self._begins, sampler)
             return original(sampler)
 
-        self._replaced = Replaced(DistributedSampler, "__iter__", begin)
-
-    def stop(self) -> None:
-        """Put the original back."""
-        if self._replaced is not None:
-            self._replaced.back()
-            self._replaced = None
+        yield Replaced(DistributedSampler, "__iter__", begin)
 
     def facts(self, step_data: StepData) -> RepeatedEpochs:
         """Return how many epochs since the last step that was taken had the order of the one before."""

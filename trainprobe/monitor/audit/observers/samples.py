@@ -15,14 +15,13 @@ from torch._C import DisableTorchFunction
 
 from trainprobe.engine.capture.graph import parameters_behind
 from trainprobe.engine.capture.patching.replaced import Replaced
-from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.records import StepData
-from trainprobe.monitor.audit.observers import Audited, Observer
+from trainprobe.monitor.audit.observers import StepReplacing
 from trainprobe.monitor.audit.observers.model_calls import ModelCalls
 from trainprobe.monitor.audit.relations.sampled_without_gradient import SampledWithoutGradient
 
 
-class Samples(Observer):
+class Samples(StepReplacing):
     """See the module text.
 
     drawn: class of a distribution → the first parameter that it depends on, of samples without a gradient. scored: whether the
@@ -31,28 +30,17 @@ class Samples(Observer):
 
     needs = (ModelCalls,)
 
-    def __init__(self, guard: Guard, audited: Audited) -> None:
-        super().__init__(guard, audited)
-        self._replaced: list[Replaced] = []
+    def forget(self) -> None:
+        """Forget the last step."""
         self.drawn: dict[str, str] = {}
         self.scored = False
 
-    def begin(self) -> None:
+    def replaced(self) -> Iterator[Replaced]:
         """Look at the samples of a step."""
-        self.drawn, self.scored = {}, False
-        if not self._replaced:
-            self._replaced = [
-                Replaced(kind, name, watched(vars(kind)[name]), traced=True)
-                for kind in _kinds()
-                for name, watched in (("sample", self._sampled), ("log_prob", self._scored))
-                if name in vars(kind)
-            ]
-
-    def end(self) -> None:
-        """Put the methods back."""
-        for replaced in self._replaced:
-            replaced.back()
-        self._replaced = []
+        for kind in _kinds():
+            for name, watched in (("sample", self._sampled), ("log_prob", self._scored)):
+                if name in vars(kind):
+                    yield Replaced(kind, name, watched(vars(kind)[name]), traced=True)
 
     def facts(self, step_data: StepData) -> SampledWithoutGradient:
         """Return the samples without a gradient, where no log-probability was taken in the step."""

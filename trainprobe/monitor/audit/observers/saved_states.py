@@ -27,7 +27,7 @@ from trainprobe.engine.storage.safe_files import LARGEST_STATE, read_bounded, wr
 from trainprobe.monitor.audit.capture.registered import saved_buffers
 from trainprobe.monitor.audit.capture.set_up import optimizer_groups
 from trainprobe.monitor.audit.facts.saves import Save, Saves
-from trainprobe.monitor.audit.observers import Audited, Observer, let
+from trainprobe.monitor.audit.observers import Audited, RunReplacing, let
 from trainprobe.monitor.audit.observers.model_calls import ModelCalls
 from trainprobe.monitor.audit.observers.schedules import ScheduleWatch
 
@@ -36,7 +36,7 @@ _FIRST, _LAST = 4, 28  # steps whose data is remembered
 FILE = "saved_states.json"
 
 
-class SavedStates(Observer):
+class SavedStates(RunReplacing):
     """Remembers saves from `start` to `stop`. awaits: something was loaded, or a run goes on, and nobody has compared yet."""
 
     needs = (ModelCalls, ScheduleWatch)
@@ -52,11 +52,10 @@ class SavedStates(Observer):
         self._loaded: HeldShards | None = None
         self._saved: list[Save] = []
         self._path: Path | None = None
-        self._replaced: list[Replaced] = []
 
     def start(self) -> None:
         """Begin to remember, where a run goes on with what an earlier process has left."""
-        if self._replaced:
+        if self.replaces:
             return
         folder, goes_on = self._audited.run.folder, self._audited.run.continues
         self._path = None if folder is None else folder / FILE
@@ -66,19 +65,19 @@ class SavedStates(Observer):
             for seen in self._saved[-1].batches if self._saved else ():
                 self._trained_on(*seen)
             self._randoms = {name: first for name, (first, _) in self._saved[-1].randoms.items()} if self._saved else {}
+        super().start()
+
+    def replaced(self) -> Iterator[Replaced]:
+        """See each save and load of an optimizer, and each save of a scaler."""
         kind: Any = torch.optim.Optimizer
-        self._replaced = [
-            Replaced(kind, "state_dict", self._around_save(kind.state_dict)),
-            Replaced(kind, "load_state_dict", self._around_load(kind.load_state_dict)),
-            Replaced(torch.amp.GradScaler, "state_dict", self._around_scaler(torch.amp.GradScaler.state_dict)),
-        ]
+        yield Replaced(kind, "state_dict", self._around_save(kind.state_dict))
+        yield Replaced(kind, "load_state_dict", self._around_load(kind.load_state_dict))
+        yield Replaced(torch.amp.GradScaler, "state_dict", self._around_scaler(torch.amp.GradScaler.state_dict))
 
     def stop(self) -> None:
         """Remember no more."""
         self.awaits = False
-        for replaced in self._replaced:
-            replaced.back()
-        self._replaced = []
+        super().stop()
 
     def begin(self) -> None:
         """A step begins."""

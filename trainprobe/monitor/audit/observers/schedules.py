@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from trainprobe.engine.capture.patching.step_hooks import StepListener
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.records import StepData
 from trainprobe.monitor.audit.facts.updates import SchedulerState, Schedules
-from trainprobe.monitor.audit.observers import Audited, Observer
+from trainprobe.monitor.audit.observers import Audited, RunReplacing
 
 _DRIVERS = (lr_scheduler.SequentialLR, lr_scheduler.ChainedScheduler)
 
@@ -51,7 +52,7 @@ class _SteppedScheduler:
         self.updates_between += 1
 
 
-class ScheduleWatch(Observer):
+class ScheduleWatch(RunReplacing):
     """Counts the steps of every scheduler of this process, and those of its optimizer, between `start` and `stop`.
 
     Costs nothing where no scheduler is stepped. The numbers of the probe's steps are not asked: a run may begin at any.
@@ -62,13 +63,11 @@ class ScheduleWatch(Observer):
         self._known: dict[int, _SteppedScheduler] = {}
         self._taken: dict[int, SchedulerState] = {}
         self._driven = 0  # how many steps of drivers are running
-        self._replaced: list[Replaced] = []
         self._listener: StepListener | None = None
 
-    def start(self) -> None:
-        """Begin to count."""
-        if not self._replaced:
-            self._replaced = [Replaced(kind, "step", self._counted(kind)) for kind in (LRScheduler, *_drivers())]
+    def replaced(self) -> Iterator[Replaced]:
+        """Count the steps of schedulers."""
+        return (Replaced(kind, "step", self._counted(kind)) for kind in (LRScheduler, *_drivers()))
 
     def _counted(self, kind: Any) -> Any:
         original, drives = kind.step, int(kind is not LRScheduler)
@@ -102,9 +101,7 @@ class ScheduleWatch(Observer):
 
     def stop(self) -> None:
         """Put the originals back."""
-        for replaced in self._replaced:
-            replaced.back()
-        self._replaced = []
+        super().stop()
         if self._listener is not None:
             self._listener.remove()
             self._listener = None

@@ -13,7 +13,6 @@ from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.library import Deferred
 from trainprobe.engine.core.records import StepData
 from trainprobe.engine.core.sources import is_partial
-from trainprobe.engine.tape import Tape
 from trainprobe.monitor.audit.facts.updates import Rerun, Reruns
 from trainprobe.monitor.audit.observers import Audited, Observer
 
@@ -86,14 +85,12 @@ class UpdateRerun(Observer):
 
     def __init__(self, guard: Guard, audited: Audited) -> None:
         super().__init__(guard, audited)
-        self._expected: list[tuple[str, Any, Tensor, Tensor, Tensor]] = []
-        self._pending: list[tuple[str, Any, Deferred]] = []
-        self._tape: Tape | None = None
         self._turn = 0
 
-    def begin(self) -> None:
+    def forget(self) -> None:
         """Forget the last step."""
-        self._expected, self._pending, self._tape = [], [], self._audited.tape
+        self._expected: list[tuple[str, Any, Tensor, Tensor, Tensor]] = []
+        self._pending: list[tuple[str, Any, Deferred]] = []
 
     def steps(self, optimizer: Any) -> None:
         """Work out what the parameters will be; as many as the limit allows, each in its turn."""
@@ -118,14 +115,15 @@ class UpdateRerun(Observer):
 
     def stepped(self) -> None:
         """Compare with what the parameters are now: the largest error as a part of the noise floor, and both norms."""
+        tape = self._audited.tape
         with torch.no_grad(), DisableTorchFunction():
             for name, p, was, expected, floor in self._expected:
                 held = _local(p)
                 error, change = (held.double() - expected).abs(), expected - was
-                if error.numel() and self._tape is not None:
+                if error.numel() and tape is not None:
                     worst, at = (error / floor).reshape(-1).max(0)
                     numbers = [at.double(), worst, (held.double() - was).norm(), change.norm(), *_rounded(held, was, change)]
-                    self._pending.append((name, held, self._tape.defer(torch.stack(numbers))))
+                    self._pending.append((name, held, tape.defer(torch.stack(numbers))))
         self._expected = []
 
     def facts(self, step_data: StepData) -> Reruns:

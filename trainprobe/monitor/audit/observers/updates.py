@@ -19,8 +19,6 @@ class Updates(Observer):
 
     def __init__(self, guard: Guard, audited: Audited) -> None:
         super().__init__(guard, audited)
-        self._count, self._repeated = 0, False
-        self._held: set[int] = set()  # ids of what an optimizer of this step holds
         self._between = 0  # updates since the last step that was listened to
         self._listener: StepListener | None = None
 
@@ -28,9 +26,10 @@ class Updates(Observer):
         """Count the updates between audited steps too."""
         self._listener = self._listener or StepListener(lambda optimizer, args, kwargs: self._count_between())
 
-    def begin(self) -> None:
+    def forget(self) -> None:
         """Forget the last step."""
-        self._count, self._repeated, self._held = 0, False, set()
+        self._count, self._repeated = 0, False
+        self._held: set[int] = set()  # ids of what an optimizer of this step holds
 
     def steps(self, optimizer: Any) -> None:
         """See what it holds."""

@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
-from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.held_parameters import managed_by
 from trainprobe.engine.core.records import StepData
 from trainprobe.engine.tape import Tape
-from trainprobe.monitor.audit.observers import Audited, Observer
+from trainprobe.monitor.audit.observers import Observer
 from trainprobe.monitor.audit.relations.cleared_gradients import UnreducedGradients
 
 
@@ -24,13 +23,9 @@ class WaitingGradients(Observer):
 
     essential = True
 
-    def __init__(self, guard: Guard, audited: Audited) -> None:
-        super().__init__(guard, audited)
-        self._waiting: dict[str, None] = {}
-
-    def begin(self) -> None:
+    def forget(self) -> None:
         """Forget the last step."""
-        self._waiting = {}
+        self._waiting: dict[str, None] = {}
 
     def before_update(self, tape: Tape, optimizer: Any) -> None:
         """Look at all gradients."""

@@ -4,7 +4,6 @@ The module of a relation holds
 
     COST      what it needs: "host" (nothing is read), "fingerprints" (one pass over parameters, gradients and state), "ranks"
               (the step's small collective), "rerun" (something is run again)
-    EVERY     at each how many steps it is checked unless the plan says otherwise
     STAGE     where in a step a violation arises: see `STAGES`; findings of one step are reported in this order, so that the
               cause comes first
     OBSERVERS the files of `monitor.audit.observers` whose facts it reads; those that no relation of a plan names are
@@ -16,6 +15,7 @@ and may hold
     remember  what `check` has to know of this audited step at the next one: remember(evidence) -> Any. It is given to both as
               `evidence.remembered(NAME, otherwise)`
     PYTORCH_ONLY  why MindSpore cannot judge it, if it cannot
+    EVERY     at each how many steps it is checked unless the plan says otherwise: 10, or 50 where something is run again
     shares    what this rank sends to the others where ranks are compared: shares(evidence) -> {key: (fingerprint, number)},
               with keys by `messages.key_of`. It arrives as `Peer.rows`
 
@@ -55,7 +55,6 @@ class Relation(Protocol):
 
     COST: frozenset[str]
     OBSERVERS: frozenset[str]
-    EVERY: int
     STAGE: str
 
     def check(self, evidence: Any) -> list[Finding]:
@@ -83,6 +82,12 @@ def observers_of(relations: Iterable[str]) -> frozenset[str] | None:
     """Return the observers that relations name; None, for all, where one names none."""
     named = [getattr(load_relation(name), "OBSERVERS", None) for name in relations]
     return None if None in named else frozenset(observer for observers in named for observer in observers or ())
+
+
+def usual_interval(name: str) -> int:
+    """Return at each how many steps a relation is checked unless the plan says otherwise."""
+    relation = load_relation(name)
+    return getattr(relation, "EVERY", 50 if "rerun" in relation.COST else 10)
 
 
 @cache

@@ -29,7 +29,6 @@ from trainprobe.monitor.audit.messages import Rows, key_of
 
 COST = frozenset({"host", "ranks"})
 OBSERVERS = frozenset({"loss_inputs"})
-EVERY = 10
 STAGE = "forward"
 _OF_EQUAL = 0.25
 _OF_SMOOTHED = 2.0
@@ -61,15 +60,13 @@ def check(evidence: Evidence) -> list[Finding]:
         "cosines), remove the bound or scale them"
     )
     return [
-        evidence.finding(
-            "absent_classes",
+        evidence.found(
             text,
             shares.kind,
+            next=hint,
             measured=float(mass[worst]),
             expected=0.0,
             kind="scalar",
-            severity="warning",
-            next=hint,
             names=[f"class {c}" for c in taking],
         )
     ]

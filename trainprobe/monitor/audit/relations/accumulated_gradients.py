@@ -12,8 +12,6 @@ that are accumulated cannot violate this, nor can networks that are updated in t
 
 from __future__ import annotations
 
-from typing import Any
-
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.core.words import and_more
 from trainprobe.monitor.audit.evidence import Evidence
@@ -21,7 +19,6 @@ from trainprobe.monitor.audit.facts.gradients import KeptGradients, UsedGradient
 
 COST = frozenset({"fingerprints"})
 OBSERVERS = frozenset({"gradient_use", "left_gradients"})
-EVERY = 10
 STAGE = "backward"
 
 
@@ -34,8 +31,7 @@ def check(evidence: Evidence) -> list[Finding]:
             "backward pass alone. What a later one of the same step brought was replaced by it, and is lost"
         )
         hint = "add the gradients of the passes up: p.grad = p.grad + kept"
-        more: dict[str, Any] = {"severity": "warning", "next": hint, "names": overwritten, "expected": "the sum of the passes"}
-        return [evidence.finding("accumulated_gradients", text, overwritten[0], "grad", **more)]
+        return [evidence.found(text, overwritten, "grad", next=hint, expected="the sum of the passes")]
     mixed = evidence.of(UsedGradients).mixed
     names = [name for name in mixed if name not in evidence.of(KeptGradients).left]  # `cleared_gradients` reports those
     if not names:
@@ -46,16 +42,4 @@ def check(evidence: Evidence) -> list[Finding]:
         "other weights"
     )
     hint = "detach what one network hands to the loss of another, or call zero_grad() before the backward pass of this update"
-    return [
-        evidence.finding(
-            "accumulated_gradients",
-            text,
-            names[0],
-            "grad",
-            measured=mixed[names[0]],
-            expected=0.0,
-            severity="warning",
-            next=hint,
-            names=names,
-        )
-    ]
+    return [evidence.found(text, names, "grad", next=hint, measured=mixed[names[0]], expected=0.0)]

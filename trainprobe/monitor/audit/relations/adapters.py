@@ -16,7 +16,6 @@ from trainprobe.monitor.audit.facts.updates import UpdateCounts
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"updates"})
-EVERY = 10
 STAGE = "set-up"
 PYTORCH_ONLY = "adapters are known of PEFT, which is for PyTorch"
 
@@ -32,8 +31,4 @@ def check(evidence: Evidence) -> list[Finding]:
         "requires no gradient and never moves"
     )
     hint = "load the adapter for training (PeftModel.from_pretrained(..., is_trainable=True)), before the optimizer is made"
-    return [
-        evidence.finding(
-            "adapters", text, names[0], measured="frozen", expected="trained", severity="warning", next=hint, names=names
-        )
-    ]
+    return [evidence.found(text, names, next=hint, measured="frozen", expected="trained")]

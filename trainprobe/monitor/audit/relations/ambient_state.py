@@ -20,7 +20,6 @@ from trainprobe.monitor.audit.evidence import Evidence
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"ambient_state"})
-EVERY = 10
 STAGE = "update"
 PYTORCH_ONLY = "it is about global switches of torch"
 
@@ -55,6 +54,4 @@ def check(evidence: Evidence) -> list[Finding]:
 
 
 def _finding(evidence: Evidence, name: str, text: str, measured: str, expected: str, hint: str) -> Finding:
-    return evidence.finding(
-        "ambient_state", text, name, kind="scalar", severity="warning", measured=measured, expected=expected, next=hint
-    )
+    return evidence.found(text, name, next=hint, measured=measured, expected=expected, kind="scalar")

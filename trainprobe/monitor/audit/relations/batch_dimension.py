@@ -19,7 +19,6 @@ from trainprobe.monitor.audit.facts.calls import GivenInputs, LossCalls, Sequenc
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"loss_inputs", "module_inputs"})
-EVERY = 10
 STAGE = "forward"
 
 
@@ -38,17 +37,8 @@ def check(evidence: Evidence) -> list[Finding]:
     )
     hint = f"set batch_first={not first.batch_first}, or transpose what the layer is given and what it returns"
     return [
-        evidence.finding(
-            "batch_dimension",
-            text,
-            first.name,
-            "input",
-            kind="module",
-            measured=float(batch),
-            expected=float(time),
-            severity="warning",
-            next=hint,
-            names=names,
+        evidence.found(
+            text, first.name, "input", next=hint, measured=float(batch), expected=float(time), kind="module", names=names
         )
     ]
 

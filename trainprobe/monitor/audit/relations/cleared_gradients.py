@@ -24,7 +24,6 @@ from trainprobe.monitor.audit.facts.updates import UpdateCounts
 
 COST = frozenset({"fingerprints"})
 OBSERVERS = frozenset({"backward_starts", "gradient_use", "left_gradients", "updates", "waiting_gradients"})
-EVERY = 10
 STAGE = "backward"
 _STEADY = 3
 
@@ -59,18 +58,8 @@ def check(evidence: Evidence) -> list[Finding]:
         f"{and_more(names, len(evidence.model.parameters))} "
         f"(norm {left[names[0]][1]:.6g}), and this step's gradient is added to it"
     )
-    return [
-        evidence.finding(
-            "cleared_gradients",
-            text,
-            names[0],
-            "grad",
-            measured=left[names[0]][1],
-            expected=0.0,
-            next="call optimizer.zero_grad() once for every optimizer step",
-            names=names,
-        )
-    ]
+    hint = "call optimizer.zero_grad() once for every optimizer step"
+    return [evidence.found(text, names, "grad", next=hint, measured=left[names[0]][1], expected=0.0, severity="error")]
 
 
 def remember(evidence: Evidence) -> int:
@@ -85,15 +74,15 @@ def _discarded(evidence: Evidence, again: bool) -> Finding:
         f"the gradients of {lost} of {passes} backward passes were cleared before an update used them"
         f"{', as at the audited step before' * again}. The update is that of the others alone"
     )
-    return evidence.finding(
-        "cleared_gradients",
+    hint = "call zero_grad() once for every optimizer step, outside the loop over micro-batches"
+    return evidence.found(
         text,
         evidence.model.parameters[0].name if evidence.model.parameters else "",
         "grad",
+        next=hint,
         measured=float(lost),
         expected=0.0,
         severity="error" if again else "warning",
-        next="call zero_grad() once for every optimizer step, outside the loop over micro-batches",
     )
 
 
@@ -103,13 +92,7 @@ def _waiting(evidence: Evidence) -> Finding:
         f"the optimizer stepped while the gradient of {and_more(names, len(evidence.model.parameters))} waited to be reduced: "
         "fully_shard adds it to that of the next step"
     )
-    return evidence.finding(
-        "cleared_gradients",
-        text,
-        names[0],
-        "grad",
-        measured="not reduced",
-        expected="reduced before the update",
-        next="call set_requires_gradient_sync(True) before the last micro-batch of each step",
-        names=names,
+    hint = "call set_requires_gradient_sync(True) before the last micro-batch of each step"
+    return evidence.found(
+        text, names, "grad", next=hint, measured="not reduced", expected="reduced before the update", severity="error"
     )

@@ -20,7 +20,6 @@ from trainprobe.monitor.audit.relations.replicas import differs
 
 COST = frozenset({"host", "ranks"})
 OBSERVERS = frozenset({"clips", "updates"})
-EVERY = 10
 STAGE = "clipping"
 PYTORCH_ONLY = "no cell is known that clips: gradients are seen once, as the optimizer gets them"
 _OVER_PARAMETERS, _OVER_RANKS = 2e-3, 1e-4
@@ -40,11 +39,7 @@ def _too_late(evidence: Evidence) -> list[Finding]:
         "the update was made with unclipped gradients"
     )
     hint = "clip between the backward pass and optimizer.step()"
-    return [
-        evidence.finding(
-            "clipping", text, "grad_norm", measured=late.norm, expected=late.limit, kind="scalar", severity="warning", next=hint
-        )
-    ]
+    return [evidence.found(text, "grad_norm", next=hint, measured=late.norm, expected=late.limit, kind="scalar")]
 
 
 def _over_parameters(evidence: Evidence) -> list[Finding]:
@@ -74,9 +69,7 @@ def _in_one_call(evidence: Evidence, names: frozenset[str]) -> list[Finding]:
         return []
     text = f"clipping multiplied {and_more(outliers, len(ratios))} by {ratios[outliers[0]]:.6g} and the others by {middle:.6g}"
     return [
-        evidence.finding(
-            "clipping", text, outliers[0], "grad", measured=ratios[outliers[0]], expected=middle, floor=floor, names=outliers
-        )
+        evidence.found(text, outliers, "grad", measured=ratios[outliers[0]], expected=middle, floor=floor, severity="error")
     ]
 
 
@@ -94,7 +87,7 @@ def _over_ranks(evidence: Evidence) -> list[Finding]:
         return f"clip coefficients differ over the ranks: {listed}. Cause: {why}"
 
     floor = _OVER_RANKS + _rounding(evidence)
-    return differs_over_ranks(evidence, "clipping", "coefficient", "clip coefficient", floor, words, digits=6)
+    return differs_over_ranks(evidence, "coefficient", "clip coefficient", floor, words, digits=6)
 
 
 def _rounding(evidence: Evidence) -> float:

@@ -17,7 +17,6 @@ noisy, or by a decoder whose input is not shifted. Where the numbers differ in a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
@@ -25,7 +24,6 @@ from trainprobe.monitor.audit.facts.calls import LossCall, LossCalls
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"loss_inputs"})
-EVERY = 10
 STAGE = "data"
 _FEWEST = 16
 _COPY, _COLUMN, _LOOKED_UP = "copy of ", "column of ", "looked up by "
@@ -37,8 +35,7 @@ def check(evidence: Evidence) -> list[Finding]:
     passes = [call.backward for call in calls]
     for call in (call for call in calls if passes.count(call.backward) == 1):
         for name, text, hint in _copies(call, evidence):
-            more: dict[str, Any] = {"kind": "scalar", "severity": "warning", "next": hint, "expected": "other numbers"}
-            return [evidence.finding("copied_targets", text, name, measured="the target", **more)]
+            return [evidence.found(text, name, next=hint, measured="the target", expected="other numbers", kind="scalar")]
     return []
 
 

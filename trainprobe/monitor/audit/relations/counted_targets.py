@@ -16,8 +16,6 @@ all of the loss is to copy the input.
 
 from __future__ import annotations
 
-from typing import Any
-
 from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
 from trainprobe.monitor.audit.facts.calls import LossCall, LossCalls
@@ -25,7 +23,6 @@ from trainprobe.monitor.audit.relations.shifted_targets import predicts_next
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"loss_inputs"})
-EVERY = 10
 STAGE = "data"
 _FEWEST_ROWS, _FEWEST_HIDDEN = 4, 8
 
@@ -36,8 +33,7 @@ def check(evidence: Evidence) -> list[Finding]:
     was = {} if before is None else _wrong(before.of(LossCalls).losses)
     for name, (text, measured, hint) in _wrong(evidence.of(LossCalls).losses).items():
         if name in was:
-            more: dict[str, Any] = {"kind": "scalar", "severity": "warning", "next": hint}
-            return [evidence.finding("counted_targets", text, "labels", measured=measured, expected="at most 0.5", **more)]
+            return [evidence.found(text, "labels", next=hint, measured=measured, expected="at most 0.5", kind="scalar")]
     return []
 
 

@@ -20,7 +20,6 @@ from trainprobe.monitor.audit.messages import key_of
 
 COST = frozenset({"rerun", "ranks"})
 OBSERVERS = frozenset({"backward_starts", "declared_loss"})
-EVERY = 50
 STAGE = "whole gradient"
 PYTORCH_ONLY = "a loss can be declared to a PyTorch training only"
 AXES = frozenset({"dp", "cp"})
@@ -48,19 +47,8 @@ def check(evidence: Evidence) -> list[Finding]:
     how = f"Applied over declared is {ratio:.3f}" + (" for every parameter" if same else "")
     over = f" (averaged over the {group_words(evidence, AXES, along(evidence, AXES))})" if averaged else ""
     text = f"the applied gradient of {where} is not that of the declared loss{over}. {how}"
-    return [
-        evidence.finding(
-            "declared_loss",
-            text,
-            names[0],
-            "grad",
-            measured=ratio,
-            expected=1.0,
-            floor=floor,
-            next="check what the loss is divided by: tokens of the whole batch, over all micro-batches and ranks",
-            names=names,
-        )
-    ]
+    hint = "check what the loss is divided by: tokens of the whole batch, over all micro-batches and ranks"
+    return [evidence.found(text, names, "grad", next=hint, measured=ratio, expected=1.0, floor=floor, severity="error")]
 
 
 def _over_ranks(evidence: Evidence, mine: Sequence[Projection]) -> tuple[list[Projection], bool]:

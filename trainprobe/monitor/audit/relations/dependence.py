@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
@@ -28,7 +27,6 @@ from trainprobe.monitor.audit.relations.shifted_targets import predicts_next
 
 COST = frozenset({"rerun"})
 OBSERVERS = frozenset({"dependence", "loss_inputs"})
-EVERY = 50
 STAGE = "forward"
 PYTORCH_ONLY = "the output's dependence is read off PyTorch's graph"
 _TOLERANCE = 1e-6
@@ -82,7 +80,6 @@ def check(evidence: Evidence) -> list[Finding]:
     by_targets = any(predicts_next(call) for call in evidence.of(LossCalls).losses)
     ends = max(reached.last for reached in seen.inputs)
     near = by_targets and not seen.attentions and ends < seen.time - 1
-    more: dict[str, Any] = {"severity": "warning", "kind": "module", "measured": "depends", "expected": "does not depend"}
     why = "every attention of the model is causal" if by_mask else "it is trained to predict the next token"
     if (by_mask or near) and all(reached.later > _TOLERANCE * reached.all for reached in seen.inputs):
         where, through = _through(seen.outputs, "later")
@@ -90,12 +87,12 @@ def check(evidence: Evidence) -> list[Finding]:
             f"outputs of the first {seen.time // 2} places of {seen.argument} depend on its place {ends}{through}, though {why}"
         )
         hint = "look there for a mask that hides nothing, a mean over time, or padding on both sides"
-        return [evidence.finding("dependence", text, where, "output", next=hint, **more)]
+        return [evidence.found(text, where, "output", next=hint, measured="depends", expected="does not depend", kind="module")]
     if (by_mask or by_targets) and all(reached.others > _TOLERANCE * reached.all for reached in seen.inputs):
         where, through = _through(seen.outputs, "others")
         text = f"an output depends on other rows of the batch{through}, though {why}. The rows are mixed"
         hint = "look there for a reshape in the place of a transpose, or for the batch and time taken for each other"
-        return [evidence.finding("dependence", text, where, "output", next=hint, **more)]
+        return [evidence.found(text, where, "output", next=hint, measured="depends", expected="does not depend", kind="module")]
     return []
 
 

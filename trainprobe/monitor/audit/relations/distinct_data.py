@@ -12,7 +12,6 @@ workers that draw the same random numbers or each read a whole `IterableDataset`
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, along, group_words
@@ -20,7 +19,6 @@ from trainprobe.monitor.audit.facts.calls import TrainingCalls
 
 COST = frozenset({"ranks"})
 OBSERVERS = frozenset({"loaders", "model_calls", "samplers", "updates"})
-EVERY = 10
 _REMEMBERED = 32  # audited steps whose data is remembered
 STAGE = "data"
 _LOOKS = 4
@@ -119,7 +117,7 @@ def _same_over_tp(evidence: Evidence) -> list[Finding]:
     if len({peer.batches for peer in group}) < 2:
         return []
     text = f"the {group_words(evidence, axes, group)} trains on different tokens, though it computes one model together"
-    return [evidence.finding("distinct_data", text, "batch", "input", measured="different", expected="equal", kind="scalar")]
+    return [evidence.found(text, "batch", "input", measured="different", expected="equal", kind="scalar", severity="error")]
 
 
 def remember(evidence: Evidence) -> tuple[tuple[int, ...], ...]:
@@ -182,8 +180,7 @@ def _micro(evidence: Evidence) -> list[Finding]:
     return [_finding(evidence, text)]
 
 
-def _finding(evidence: Evidence, text: str, **more: Any) -> Finding:
+def _finding(evidence: Evidence, text: str, *, severity: str = "error", next: str | None = None) -> Finding:
     """Return the finding that data is equal which should differ."""
-    return evidence.finding(
-        "distinct_data", text, "batch", "input", measured="equal", expected="different", kind="scalar", **more
-    )
+    about = (text, "batch", "input")
+    return evidence.found(*about, next=next, measured="equal", expected="different", kind="scalar", severity=severity)

@@ -18,7 +18,6 @@ from trainprobe.monitor.audit.relations.replicas import piece_of
 
 COST = frozenset({"fingerprints", "ranks"})
 OBSERVERS: frozenset[str] = frozenset()
-EVERY = 10
 STAGE = "set-up"
 PYTORCH_ONLY = "which piece of a logical tensor a rank holds is not known"
 _ELEMENTS = 64  # fewer may well be equal
@@ -37,17 +36,10 @@ def check(evidence: Evidence) -> list[Finding]:
         f"ranks {ranks} hold different pieces of {and_more(list(same), len(evidence.tensors.names))}, and the pieces are equal "
         "to the bit"
     )
+    hint = "give each rank of the group a random state of its own where it makes its piece, or load its own shard"
     return [
-        evidence.finding(
-            "distinct_pieces",
-            text,
-            first,
-            measured="one fingerprint",
-            expected="one for each piece",
-            floor=0.0,
-            severity="warning",
-            next="give each rank of the group a random state of its own where it makes its piece, or load its own shard",
-            names=list(same),
+        evidence.found(
+            text, first, next=hint, measured="one fingerprint", expected="one for each piece", floor=0.0, names=list(same)
         )
     ]
 

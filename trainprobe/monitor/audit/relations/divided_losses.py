@@ -20,7 +20,6 @@ from trainprobe.monitor.audit.facts.updates import UpdateCounts
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"backward_starts", "gradient_use", "loss_factors", "updates"})
-EVERY = 10
 STAGE = "backward"
 _FLOOR = 1e-6
 
@@ -81,14 +80,4 @@ def _twice(divisors: tuple[int, ...], passes: int) -> bool:
 
 
 def _finding(evidence: Evidence, text: str, measured: float, expected: float, hint: str) -> Finding:
-    return evidence.finding(
-        "divided_losses",
-        text,
-        "loss",
-        kind="scalar",
-        measured=measured,
-        expected=expected,
-        floor=_FLOOR,
-        severity="warning",
-        next=hint,
-    )
+    return evidence.found(text, "loss", next=hint, measured=measured, expected=expected, floor=_FLOOR, kind="scalar")

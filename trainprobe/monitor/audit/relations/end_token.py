@@ -18,7 +18,6 @@ from trainprobe.monitor.audit.relations.shifted_targets import predicts_next
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"loss_inputs"})
-EVERY = 10
 STAGE = "data"
 
 
@@ -36,9 +35,7 @@ def check(evidence: Evidence) -> list[Finding]:
         "but no target is that token. The model is never trained to end a text"
     )
     hint = "give padding a token of its own, or set labels to -100 where the attention mask is 0 and nowhere else"
-    return [
-        evidence.finding("end_token", text, "labels", measured=0.0, expected=ends, kind="scalar", severity="warning", next=hint)
-    ]
+    return [evidence.found(text, "labels", next=hint, measured=0.0, expected=ends, kind="scalar")]
 
 
 def _never_ends(call: LossCall) -> bool:

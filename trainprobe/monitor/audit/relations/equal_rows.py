@@ -20,7 +20,6 @@ from trainprobe.monitor.audit.facts.updates import UpdateCounts
 
 COST = frozenset({"rerun", "fingerprints"})
 OBSERVERS = frozenset({"equal_rows", "updates"})
-EVERY = 50
 STAGE = "update"
 
 
@@ -42,18 +41,7 @@ def check(evidence: Evidence) -> list[Finding]:
         "have moved it. Its units never become different"
     )
     hint = "initialise the weights of this layer at random (kaiming_uniform_, normal_), and not with a constant"
-    return [
-        evidence.finding(
-            "equal_rows",
-            text,
-            names[0],
-            measured="equal rows",
-            expected="rows that differ",
-            severity="warning",
-            next=hint,
-            names=names,
-        )
-    ]
+    return [evidence.found(text, names, next=hint, measured="equal rows", expected="rows that differ")]
 
 
 def _was_trained(evidence: Evidence, name: str) -> bool:

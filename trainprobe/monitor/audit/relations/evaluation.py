@@ -18,7 +18,6 @@ from trainprobe.monitor.audit.facts.calls import Evaluation, TrainingCalls
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"model_calls"})
-EVERY = 10
 STAGE = "evaluation"
 
 
@@ -46,15 +45,7 @@ def _judge(evidence: Evidence, seen: Evaluation) -> list[Finding]:
 def _finding(
     evidence: Evidence, text: str, names: Sequence[str], measured: str, expected: str, severity: str = "error"
 ) -> Finding:
-    return evidence.finding(
-        "evaluation",
-        text,
-        names[0],
-        "output",
-        measured=measured,
-        expected=expected,
-        kind="module",
-        severity=severity,
-        names=names,
-        next="call model.eval() on the whole model, and pass training=self.training to functional dropout",
+    hint = "call model.eval() on the whole model, and pass training=self.training to functional dropout"
+    return evidence.found(
+        text, names, "output", next=hint, measured=measured, expected=expected, kind="module", severity=severity
     )

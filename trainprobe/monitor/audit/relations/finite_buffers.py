@@ -16,7 +16,6 @@ from trainprobe.monitor.audit.facts.updates import BufferStates
 
 COST = frozenset({"fingerprints"})
 OBSERVERS = frozenset({"buffers"})
-EVERY = 10
 STAGE = "update"
 _STATISTICS = ("running_mean", "running_var")
 
@@ -38,15 +37,13 @@ def check(evidence: Evidence) -> list[Finding]:
         "load these buffers from an earlier checkpoint"
     )
     return [
-        evidence.finding(
-            "finite_buffers",
+        evidence.found(
             text,
-            bad[0],
+            bad,
             "buffer",
+            next=hint,
             measured="NaN",
             expected="finite",
             severity="error" if bad[0].endswith(_STATISTICS) else "warning",
-            next=hint,
-            names=bad,
         )
     ]

@@ -20,7 +20,6 @@ from trainprobe.monitor.scalar_names import scalar
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"loss_inputs"})  # gradients before their reduction are judged where they are looked at anyway
-EVERY = 10
 STAGE = "backward"
 
 
@@ -41,19 +40,7 @@ def _hidden(evidence: Evidence) -> list[Finding]:
     hint = (
         "leave NaN and infinities in the gradients: a loss scaler skips such a step, and the rule `nonfinite` names its origin"
     )
-    return [
-        evidence.finding(
-            "finite_together",
-            text,
-            lost[0].name,
-            "grad",
-            measured="not finite",
-            expected="finite",
-            severity="warning",
-            next=hint,
-            names=[r.name for r in lost],
-        )
-    ]
+    return [evidence.found(text, [r.name for r in lost], "grad", next=hint, measured="not finite", expected="finite")]
 
 
 def _differs_over_ranks(evidence: Evidence) -> list[Finding]:
@@ -65,11 +52,11 @@ def _differs_over_ranks(evidence: Evidence) -> list[Finding]:
     bad = [name for name in names if not math.isfinite(evidence.tensors.number(name, slot, "norm"))]
     if math.isfinite(loss) and bad:
         text = f"the loss is finite ({loss:.6g}) and the gradient of {bad[0]} is not ({len(bad)} of {len(names)} gradients)"
-        return [evidence.finding("finite_together", text, bad[0], slot, measured="not finite", expected="finite")]
+        return [evidence.found(text, bad[0], slot, measured="not finite", expected="finite", severity="error")]
     if not math.isfinite(loss) and not bad and mean_of_nothing(evidence) is None:
         text = (
             f"the loss is {loss} and all {len(names)} gradients are finite: the reported loss is not the "
             "one that was differentiated"
         )
-        return [evidence.finding("finite_together", text, "loss", measured=str(loss), expected="finite", kind="scalar")]
+        return [evidence.found(text, "loss", measured=str(loss), expected="finite", kind="scalar", severity="error")]
     return []

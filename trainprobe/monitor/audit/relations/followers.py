@@ -27,7 +27,6 @@ from trainprobe.monitor.audit.evidence import Evidence
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"followers"})
-EVERY = 10
 STAGE = "evaluation"
 PYTORCH_ONLY = "copies of a model are searched for among PyTorch's modules"
 

@@ -19,7 +19,6 @@ from trainprobe.monitor.audit.facts.updates import BufferStates, UpdateCounts
 
 COST = frozenset({"fingerprints"})
 OBSERVERS = frozenset({"buffers", "model_calls", "updates"})
-EVERY = 10
 STAGE = "forward"
 _STATISTICS = ("running_mean", "running_var")
 
@@ -67,15 +66,4 @@ def _is_frozen(evidence: Evidence, module: str, still: frozenset[str]) -> bool:
 
 def _finding(evidence: Evidence, text: str, names: list[str], slot: str, kind: str) -> Finding:
     hint = "call eval() on the frozen layers, after every model.train()"
-    return evidence.finding(
-        "frozen_and_alive",
-        text,
-        names[0],
-        slot,
-        kind=kind,
-        measured="alive",
-        expected="at rest",
-        severity="warning",
-        next=hint,
-        names=names,
-    )
+    return evidence.found(text, names, slot, next=hint, measured="alive", expected="at rest", kind=kind)

@@ -19,7 +19,6 @@ from trainprobe.monitor.audit.evidence import Evidence, without_gradient
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"gathered_features", "updates"})
-EVERY = 10
 STAGE = "forward"
 
 
@@ -39,4 +38,4 @@ def check(evidence: Evidence) -> list[Finding]:
         "that has one. The gradient through it is missing"
     )
     hint = "gather with torch.distributed.nn.functional.all_gather, or put this rank's own tensor back among those gathered"
-    return without_gradient(evidence, "gathered_features", text, name, hint)
+    return without_gradient(evidence, text, name, hint)

@@ -29,7 +29,6 @@ from trainprobe.monitor.scalar_names import scalar
 
 COST = frozenset({"host", "ranks"})
 OBSERVERS = frozenset({"clips"})
-EVERY = 10
 STAGE = "clipping"
 _FLOOR, _RANKS_FLOOR = 2e-3, 1e-5
 _ALONE = "report what clip_grad_norm_ returns, called with all parameters that the optimizer steps"
@@ -123,12 +122,13 @@ def _after_clipping(evidence: Evidence, reported: float, true: float) -> Finding
     return _finding_of_norms(evidence, text, reported, true, severity="warning", next="report what clip_grad_norm_ returns")
 
 
-def _finding_of_norms(evidence: Evidence, text: str, measured: float, expected: float, **more: Any) -> Finding:
+def _finding_of_norms(
+    evidence: Evidence, text: str, measured: float, expected: float, next: str, severity: str = "error"
+) -> Finding:
     """Return a finding of two norms that are further apart than the noise floor."""
     floor = _floor(evidence, measured) * expected
-    return evidence.finding(
-        "gradient_norm", text, "grad_norm", measured=measured, expected=expected, floor=floor, kind="scalar", **more
-    )
+    numbers: dict[str, Any] = {"measured": measured, "expected": expected, "floor": floor}
+    return evidence.found(text, "grad_norm", next=next, kind="scalar", severity=severity, **numbers)
 
 
 def _by_itself(evidence: Evidence, reported: float, true: float) -> list[Finding]:
@@ -157,7 +157,7 @@ def _over_ranks(evidence: Evidence) -> list[Finding]:
         return f"the reported gradient norms differ over the ranks: {listed}. Cause: {why}"
 
     hint = "sum the squares over every group that shards parameters"
-    return differs_over_ranks(evidence, "gradient_norm", "reported_norm", "grad_norm", _RANKS_FLOOR, words, digits=9, next=hint)
+    return differs_over_ranks(evidence, "reported_norm", "grad_norm", _RANKS_FLOOR, words, digits=9, next=hint)
 
 
 def _largest(evidence: Evidence) -> float:

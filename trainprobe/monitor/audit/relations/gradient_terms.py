@@ -17,7 +17,6 @@ from trainprobe.monitor.audit.evidence import Evidence, without_gradient
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"gradient_terms", "updates"})
-EVERY = 10
 STAGE = "forward"
 
 
@@ -37,4 +36,4 @@ def check(evidence: Evidence) -> list[Finding]:
         f"and does not train {name}, on which it depends"
     )
     hint = "call torch.autograd.grad(..., create_graph=True) for a penalty or residual that is to be trained"
-    return without_gradient(evidence, "gradient_terms", text, name, hint)
+    return without_gradient(evidence, text, name, hint)

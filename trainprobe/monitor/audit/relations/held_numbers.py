@@ -30,7 +30,6 @@ from trainprobe.monitor.audit.relations.shifted_targets import predicts_next
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"dependence", "given_numbers", "loss_inputs"})
-EVERY = 10
 STAGE = "data"
 _FEWEST, _TARGETS, _PLACES = 24, 500, 16
 _BYTE, _MARGIN, _LAST = 256, 16, 32  # classes: of a byte, how many more there must be, and the last of a byte that must come
@@ -49,8 +48,7 @@ def remember(evidence: Evidence) -> Any:
 def check(evidence: Evidence) -> list[Finding]:
     """Find the first whole numbers that were rounded or cut off."""
     for name, text, hint in _rounded(evidence):
-        more: dict[str, Any] = {"kind": "scalar", "severity": "warning", "next": hint}
-        return [evidence.finding("held_numbers", text, name, measured="rounded", expected="exact", **more)]
+        return [evidence.found(text, name, next=hint, measured="rounded", expected="exact", kind="scalar")]
     return []
 
 

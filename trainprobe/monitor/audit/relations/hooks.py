@@ -14,7 +14,6 @@ from trainprobe.monitor.audit.evidence import Evidence
 
 COST = frozenset({"host"})
 OBSERVERS: frozenset[str] = frozenset()
-EVERY = 10
 STAGE = "backward"
 PYTORCH_ONLY = "hooks are compiled with a cell, and the tool does not read them"
 
@@ -28,17 +27,16 @@ def check(evidence: Evidence) -> list[Finding]:
     known = {alias: p.name for p in evidence.model.parameters for alias in p.names}
     names = [one for one, _ in hooked]
     text = f"the hook {function} is registered more than once on {and_more(names)}: its effect is applied twice"
+    hint = "keep the handle that register_hook returns, and remove() it before the hook is registered again"
     return [
-        evidence.finding(
-            "hooks",
+        evidence.found(
             text,
             known.get(name, name),
             "grad" if name in known else "output",
+            next=hint,
             measured="registered again",
             expected="once",
             kind="parameter" if name in known else "module",
-            severity="warning",
             names=[known.get(one, one) for one in names],
-            next="keep the handle that register_hook returns, and remove() it before the hook is registered again",
         )
     ]

@@ -23,7 +23,6 @@ from trainprobe.monitor.audit.facts.updates import UpdateCounts
 
 COST = frozenset({"fingerprints"})
 OBSERVERS = frozenset({"expert_gradients", "updates"})
-EVERY = 10
 STAGE = "backward"
 _LOOKS, _OFTEN = 6, 0.9
 _IN_A_LIST = re.compile(r"(?:^|\.)(\d+)\.")
@@ -98,14 +97,4 @@ def _finding(evidence: Evidence, layer: str, idle: list[int], of: int) -> Findin
     name = next((p.name for p in evidence.model.parameters if p.name.startswith(f"{layer}.{idle[0]}.")), None)
     name = name or next(p.name for p in evidence.model.parameters if p.name.startswith(f"{layer}."))
     names = [p.name for p in evidence.model.parameters if any(p.name.startswith(f"{layer}.{i}.") for i in idle)] or [name]
-    return evidence.finding(
-        "idle_experts",
-        text,
-        name,
-        "grad",
-        measured="no gradient",
-        expected="a gradient",
-        severity="warning",
-        next=hint,
-        names=names,
-    )
+    return evidence.found(text, name, "grad", next=hint, measured="no gradient", expected="a gradient", names=names)

@@ -12,15 +12,12 @@ handed over before it is filled, or from a division of whole numbers.
 
 from __future__ import annotations
 
-from typing import Any
-
 from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
 from trainprobe.monitor.audit.facts.calls import GivenInputs, InputScale, TrainingCalls
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"module_inputs"})
-EVERY = 10
 STAGE = "data"
 _PART = 1 / 255**2
 _LEAST = 16 * _PART
@@ -39,19 +36,7 @@ def check(evidence: Evidence) -> list[Finding]:
         f"{scale.high:.3g}, and all are whole multiples of 1/255²"
     )
     hint = "divide once: ToTensor and to_dtype(scale=True) give [0, 1] already"
-    return [
-        evidence.finding(
-            "input_scale",
-            text,
-            "batch",
-            "input",
-            measured=scale.high,
-            expected=scale.high * 255,
-            kind="scalar",
-            severity="warning",
-            next=hint,
-        )
-    ]
+    return [evidence.found(text, "batch", "input", next=hint, measured=scale.high, expected=scale.high * 255, kind="scalar")]
 
 
 def remember(evidence: Evidence) -> int:
@@ -71,8 +56,7 @@ def _nothing(evidence: Evidence) -> list[Finding]:
     names = " and ".join(scale.name for scale in evidence.of(GivenInputs).scales)
     text = f"{names}, all that the model is given, has been zeros at {_IN_A_ROW} audited steps in a row"
     hint = "look at what loads and prepares the data: files that cannot be read, a buffer that is not filled yet"
-    more: Any = {"kind": "scalar", "severity": "warning", "next": hint}
-    return [evidence.finding("input_scale", text, "batch", "input", measured=0.0, expected="numbers", **more)]
+    return [evidence.found(text, "batch", "input", next=hint, measured=0.0, expected="numbers", kind="scalar")]
 
 
 def _is_divided_twice(scale: InputScale) -> bool:

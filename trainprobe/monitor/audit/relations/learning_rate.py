@@ -21,7 +21,6 @@ from trainprobe.monitor.scalar_names import scalar
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"parameter_groups", "schedules", "updates"})
-EVERY = 10
 STAGE = "rate"
 _FLOOR = 1e-5
 
@@ -139,6 +138,4 @@ def _differs(a: float, b: float, size: float) -> bool:
 
 def _finding(evidence: Evidence, text: str, measured: float, expected: float, hint: str, severity: str = "error") -> Finding:
     measured, expected = float(measured), float(expected)
-    return evidence.finding(
-        "learning_rate", text, "lr", measured=measured, expected=expected, kind="scalar", severity=severity, next=hint
-    )
+    return evidence.found(text, "lr", next=hint, measured=measured, expected=expected, kind="scalar", severity=severity)

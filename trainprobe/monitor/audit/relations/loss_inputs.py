@@ -33,7 +33,6 @@ from trainprobe.monitor.audit.facts.calls import LossCall, LossCalls
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"loss_inputs"})
-EVERY = 10
 STAGE = "forward"
 _BOUND, _SUM = 1e-3, 5e-3
 _EARLY = 20  # steps in which logits that have hardly been trained may all be small
@@ -51,7 +50,7 @@ def check(evidence: Evidence) -> list[Finding]:
         problem = _wrong(call) or _twice_squashed(call, evidence) or _longer(call, evidence)
         if problem is not None:
             what, hint = problem
-            return [evidence.finding("loss_inputs", what, call.kind, kind="scalar", severity="warning", next=hint)]
+            return [evidence.found(what, call.kind, next=hint, kind="scalar")]
     return []
 
 
@@ -73,7 +72,7 @@ def _nothing_to_learn(evidence: Evidence, empty: LossCall | None) -> Finding:
     what = ", as at the audited step before: there is nothing to learn from" if empty is None else ": their mean is 0 / 0, NaN"
     text = f"all {count} targets of {kind} are ignored (ignore_index){what}"
     hint = "look at how the labels are made: what masks the prompt or the padding masks everything"
-    return evidence.finding("loss_inputs", text, kind, kind="scalar", severity="warning", next=hint)
+    return evidence.found(text, kind, next=hint, kind="scalar")
 
 
 def _wrong(call: LossCall) -> tuple[str, str] | None:

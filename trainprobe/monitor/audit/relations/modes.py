@@ -22,7 +22,6 @@ from trainprobe.monitor.audit.messages import key_of
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"backward_starts", "buffers", "training_modes", "updates"})
-EVERY = 10
 STAGE = "forward"
 
 
@@ -101,15 +100,15 @@ def _resting(evidence: Evidence, beside: frozenset[str]) -> list[str]:
 def _finding(
     evidence: Evidence, text: str, name: str, measured: str, expected: str, names: Sequence[str] = (), severity: str = "error"
 ) -> Finding:
-    return evidence.finding(
-        "modes",
+    hint = "call model.train() after every evaluation, on every chunk and rank"
+    return evidence.found(
         text,
         name.rstrip(".") or "root",
         "mode",
+        next=hint,
         measured=measured,
         expected=expected,
         kind="module",
         severity=severity,
         names=[other or "root" for other in names],
-        next="call model.train() after every evaluation, on every chunk and rank",
     )

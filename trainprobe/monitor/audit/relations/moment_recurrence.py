@@ -23,7 +23,6 @@ from trainprobe.monitor.audit.recurrences import BROKEN, Key, Recurrence, equati
 
 COST = frozenset({"fingerprints"})
 OBSERVERS = frozenset({"parameter_groups", "updates"})
-EVERY = 10
 STAGE = "moments"
 STEADY = 2
 _FLOOR = 1e-4
@@ -67,7 +66,7 @@ def _no_longer_followed(evidence: Evidence) -> list[Finding]:
             f"off by {off.max():.3g} times its noise floor"
         )
         hint = "look for what else writes to the optimizer's state, such as an in-place operation on a view of it"
-        return [evidence.finding("moment_recurrence", text, names[0], key[1], floor=BROKEN, next=hint, names=names)]
+        return [evidence.found(text, names, key[1], next=hint, floor=BROKEN, severity="error")]
     return []
 
 
@@ -111,6 +110,6 @@ def _judge(evidence: Evidence, name: str, slot: str, expected: float, floor: flo
         f"{slot.removesuffix('_after')} of {name} is not what Adam's rule gives: its sum is "
         f"{measured:.9g}, expected {expected:.9g}"
     )
-    return evidence.finding(
-        "moment_recurrence", text, name, slot.removesuffix("_after"), measured=measured, expected=expected, floor=floor
+    return evidence.found(
+        text, name, slot.removesuffix("_after"), measured=measured, expected=expected, floor=floor, severity="error"
     )

@@ -17,7 +17,6 @@ from trainprobe.monitor.audit.evidence import Evidence
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"first_moments"})
-EVERY = 10
 STAGE = "state"
 PYTORCH_ONLY = "moments and gradients are set against each other by torch"
 _BETTER, _OWN = 0.5, 0.2
@@ -41,17 +40,4 @@ def check(evidence: Evidence) -> list[Finding]:
         return []
     text = f"the state of {a} and {b} is exchanged: the exp_avg_sq of each goes with the gradient of the other"
     hint = "make the optimizer with its parameters in the order in which they were when its state was saved"
-    return [
-        evidence.finding(
-            "moments_exchanged",
-            text,
-            a,
-            "exp_avg_sq",
-            measured=gain,
-            expected=0.0,
-            floor=_BETTER,
-            severity="warning",
-            next=hint,
-            names=[a, b],
-        )
-    ]
+    return [evidence.found(text, a, "exp_avg_sq", next=hint, measured=gain, expected=0.0, floor=_BETTER, names=[a, b])]

@@ -15,7 +15,6 @@ from trainprobe.monitor.audit.evidence import Evidence
 
 COST = frozenset({"host"})
 OBSERVERS: frozenset[str] = frozenset()
-EVERY = 10
 STAGE = "state"
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg", "sum")
 
@@ -36,18 +35,8 @@ def check(evidence: Evidence) -> list[Finding]:
                 f"the moments {slot} of {and_more(empty, len(stepped))} are empty while its step counter "
                 f"is {count:g}: they were lost, probably on resume"
             )
-            return [
-                evidence.finding(
-                    "moments_present",
-                    text,
-                    empty[0],
-                    slot,
-                    measured=0.0,
-                    expected="not empty",
-                    next="load the optimizer's whole state, or reset its step counters too",
-                    names=empty,
-                )
-            ]
+            hint = "load the optimizer's whole state, or reset its step counters too"
+            return [evidence.found(text, empty, slot, next=hint, measured=0.0, expected="not empty", severity="error")]
     return []
 
 

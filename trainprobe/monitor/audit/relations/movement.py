@@ -23,7 +23,6 @@ from trainprobe.monitor.scalar_names import scalar
 
 COST = frozenset({"fingerprints"})
 OBSERVERS = frozenset({"backward_starts", "gradient_use", "parameter_groups", "updates"})
-EVERY = 10
 STEADY = 3
 _STALLED = 8
 STAGE = "update"
@@ -58,31 +57,26 @@ def check(evidence: Evidence) -> list[Finding]:
     if stuck and not (len(stuck) == judged and evidence.before is None and "SOAP" in evidence.model.optimizer):
         text = f"{and_more(stuck, judged)} has a gradient and did not move in the update"
         found.append(
-            evidence.finding(
-                "movement",
+            evidence.found(
                 text,
-                stuck[0],
+                stuck,
+                next="check that the optimizer holds this parameter and that the step was not skipped",
                 measured="unchanged",
                 expected="changed",
-                next="check that the optimizer holds this parameter and that the step was not skipped",
-                names=stuck,
+                severity="error",
             )
         )
     idle = gradients.idle
     if idle and scalar(evidence.scalars, "loss scale") is None:
         text = f"the optimizer of {and_more(list(idle))} did not step, as it did at each audited step before"
         hint = "call step() on every optimizer"
-        finding = evidence.finding(
-            "movement", text, idle[0], measured="no step", expected="a step", severity="warning", next=hint, names=list(idle)
-        )
+        finding = evidence.found(text, idle, next=hint, measured="no step", expected="a step")
         found.append(finding)
     never = gradients.never
     if never:
         text = f"the optimizer of {and_more(list(never))} has not stepped once, though these have gradients and others step"
         hint = "call step() on every optimizer"
-        finding = evidence.finding(
-            "movement", text, never[0], measured="no step", expected="a step", severity="warning", next=hint, names=list(never)
-        )
+        finding = evidence.found(text, never, next=hint, measured="no step", expected="a step")
         found.append(finding)
     if remember(evidence)[1] == _STALLED:
         name = next((p.name for p in evidence.model.parameters if p.trainable), "")
@@ -90,20 +84,18 @@ def check(evidence: Evidence) -> list[Finding]:
             f"{_STALLED} audited steps in a row ran backward and made no update, unlike every step before: {name} does not move"
         )
         hint = "look at the loss scaler: update() lowers a scale that overflows; and at what decides that a step is skipped"
-        found.append(evidence.finding("movement", text, name, measured="no update", expected="an update", next=hint))
+        found.append(evidence.found(text, name, next=hint, measured="no update", expected="an update", severity="error"))
     copied = _not_copied(evidence, mastered)
     if copied:
         text = (
             f"{and_more(copied, len(mastered))} is as it was at step {evidence.step - 1}, though its master weight was stepped"
         )
         hint = "copy every master weight back after the update"
-        found.append(
-            evidence.finding("movement", text, copied[0], measured="unchanged", expected="changed", next=hint, names=copied)
-        )
+        found.append(evidence.found(text, copied, next=hint, measured="unchanged", expected="changed", severity="error"))
     found += _no_longer_driven(evidence)
     if drawn:
         text = f"{and_more(drawn)} has no gradient and moved in the update"
-        found.append(evidence.finding("movement", text, drawn[0], measured="changed", expected="unchanged", names=drawn))
+        found.append(evidence.found(text, drawn, measured="changed", expected="unchanged", severity="error"))
     return found
 
 
@@ -132,11 +124,7 @@ def _no_longer_driven(evidence: Evidence) -> list[Finding]:
     moved = and_more(still, len(known))
     text = f"{moved} was moved by something other than the optimizer at each earlier audited step, and no longer moves"
     hint = "a moving average of the weights must follow the model that is trained"
-    return [
-        evidence.finding(
-            "movement", text, still[0], measured="unchanged", expected="changed", severity="warning", next=hint, names=still
-        )
-    ]
+    return [evidence.found(text, still, next=hint, measured="unchanged", expected="changed")]
 
 
 def _not_copied(evidence: Evidence, mastered: frozenset[str]) -> list[str]:

@@ -20,7 +20,6 @@ from trainprobe.monitor.audit.facts.updates import BufferStates, UpdateCounts
 
 COST = frozenset({"fingerprints"})
 OBSERVERS = frozenset({"buffers", "model_calls", "updates"})
-EVERY = 10
 STAGE = "update"
 _LOOKS = 5
 _STATISTICS, _COUNT = ("running_mean", "running_var"), "num_batches_tracked"
@@ -40,19 +39,7 @@ def check(evidence: Evidence) -> list[Finding]:
         f"{and_more(stopped, len(moved))} moved at each audited step until {evidence.before.step} and did not move at this one"
     )
     hint = "look for a changed momentum, a buffer that was assigned anew, or a forward that no longer updates it"
-    return [
-        evidence.finding(
-            "moving_buffers",
-            text,
-            stopped[0],
-            "buffer",
-            measured="unchanged",
-            expected="changed",
-            severity="warning",
-            next=hint,
-            names=stopped,
-        )
-    ]
+    return [evidence.found(text, stopped, "buffer", next=hint, measured="unchanged", expected="changed")]
 
 
 def _never_moved(evidence: Evidence) -> list[Finding]:
@@ -74,19 +61,7 @@ def _never_moved(evidence: Evidence) -> list[Finding]:
         "that it averages. It is evaluated with the statistics that it began with"
     )
     hint = "give the normalisation layer a momentum above 0 (torch's default is 0.1)"
-    return [
-        evidence.finding(
-            "moving_buffers",
-            text,
-            still[0],
-            "buffer",
-            measured="unchanged",
-            expected="changed",
-            severity="warning",
-            next=hint,
-            names=still,
-        )
-    ]
+    return [evidence.found(text, still, "buffer", next=hint, measured="unchanged", expected="changed")]
 
 
 def _streak(evidence: Evidence, module: str, name: str, moves: bool) -> bool:

@@ -20,7 +20,6 @@ from trainprobe.monitor.audit.facts.gradients import UsedGradients
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"gradient_use", "model_calls", "updates"})
-EVERY = 10
 STAGE = "backward"
 _LOOKS = 4
 
@@ -35,19 +34,7 @@ def check(evidence: Evidence) -> list[Finding]:
         f"has got no gradient in {_LOOKS} audited steps and never trains"
     )
     hint = "remove the no_grad around it, or freeze it with requires_grad_(False) and leave it out of the optimizer"
-    return [
-        evidence.finding(
-            "never_reached",
-            text,
-            never[0],
-            "grad",
-            measured="no gradient",
-            expected="a gradient",
-            severity="warning",
-            next=hint,
-            names=never,
-        )
-    ]
+    return [evidence.found(text, never, "grad", next=hint, measured="no gradient", expected="a gradient")]
 
 
 def remember(evidence: Evidence) -> frozenset[str]:

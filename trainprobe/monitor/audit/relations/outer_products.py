@@ -17,7 +17,6 @@ from trainprobe.monitor.audit.evidence import Evidence
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"outer_products"})
-EVERY = 10
 STAGE = "forward"
 
 
@@ -53,15 +52,5 @@ def check(evidence: Evidence) -> list[Finding]:
         f"[{n}] {seen.operation} [{n}, 1] is broadcast to [{n}, {n}] at {seen.place}: each number meets every other one, and "
         "not its own alone"
     )
-    return [
-        evidence.finding(
-            "outer_products",
-            text,
-            "loss",
-            measured=float(n * n),
-            expected=float(n),
-            kind="scalar",
-            severity="warning",
-            next="give both one shape: squeeze(-1) the output of the network before it is compared",
-        )
-    ]
+    hint = "give both one shape: squeeze(-1) the output of the network before it is compared"
+    return [evidence.found(text, "loss", next=hint, measured=float(n * n), expected=float(n), kind="scalar")]

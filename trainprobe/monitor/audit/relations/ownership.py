@@ -19,7 +19,6 @@ from trainprobe.monitor.audit.facts.updates import UpdateCounts
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"updates"})
-EVERY = 10
 STAGE = "set-up"
 
 

@@ -17,7 +17,6 @@ from trainprobe.monitor.audit.facts.calls import GivenInputs
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"module_inputs"})
-EVERY = 10
 STAGE = "data"
 _FEWEST = 4
 
@@ -30,16 +29,5 @@ def check(evidence: Evidence) -> list[Finding]:
     where = f"in each of the {mask.rows} rows that have both"
     text = f"{mask.argument} of {mask.name} hides all but the padding {where}: it is inverted"
     keeps = "1 where a token is real, 0 where it pads" if mask.argument == "attention_mask" else "True where a token pads"
-    return [
-        evidence.finding(
-            "padding_masks",
-            text,
-            mask.name,
-            "input",
-            kind="module",
-            measured=float(mask.inverted),
-            expected=0.0,
-            severity="warning",
-            next=f"invert the mask: it must be {keeps}",
-        )
-    ]
+    hint = f"invert the mask: it must be {keeps}"
+    return [evidence.found(text, mask.name, "input", next=hint, measured=float(mask.inverted), expected=0.0, kind="module")]

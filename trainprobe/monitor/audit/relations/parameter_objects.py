@@ -14,7 +14,6 @@ from trainprobe.monitor.audit.evidence import Evidence
 
 COST = frozenset({"host"})
 OBSERVERS: frozenset[str] = frozenset()
-EVERY = 10
 STAGE = "set-up"
 
 
@@ -29,16 +28,12 @@ def check(evidence: Evidence) -> list[Finding]:
         text = f"the parameter objects are not those seen at set-up: {and_more(other, len(was))} was replaced"
         hint = "replace values in place (copy_) or make the optimizer and wrappers again afterwards"
         findings.append(
-            evidence.finding(
-                "parameter_objects", text, other[0], measured="replaced", expected="the same object", next=hint, names=other
-            )
+            evidence.found(text, other, next=hint, measured="replaced", expected="the same object", severity="error")
         )
     elif gone:
         text = f"the model's parameters are not those of set-up: {and_more(gone)} appeared or disappeared"
         findings.append(
-            evidence.finding(
-                "parameter_objects", text, gone[0], measured="appeared or disappeared", expected="as at set-up", names=gone
-            )
+            evidence.found(text, gone, measured="appeared or disappeared", expected="as at set-up", severity="error")
         )
     foreign = evidence.model.foreign
     if foreign and not other:
@@ -48,14 +43,6 @@ def check(evidence: Evidence) -> list[Finding]:
             "they were replaced, so their gradients stay those of one rank"
         )
         findings.append(
-            evidence.finding(
-                "parameter_objects",
-                text,
-                foreign[0],
-                "grad",
-                measured="not registered",
-                expected="registered",
-                names=list(foreign),
-            )
+            evidence.found(text, foreign, "grad", measured="not registered", expected="registered", severity="error")
         )
     return findings

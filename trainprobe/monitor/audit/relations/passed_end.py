@@ -16,7 +16,6 @@ from trainprobe.monitor.audit.facts.updates import SchedulerState, Schedules
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"schedules"})
-EVERY = 10
 STAGE = "rate"
 
 
@@ -31,16 +30,7 @@ def check(evidence: Evidence) -> list[Finding]:
     )
     hint = "count T_max in steps of the scheduler: step it once an epoch, or give it all steps of the training"
     return [
-        evidence.finding(
-            "passed_end",
-            text,
-            "lr",
-            kind="scalar",
-            measured=float(beyond.position),
-            expected=f"at most {beyond.end}",
-            severity="warning",
-            next=hint,
-        )
+        evidence.found(text, "lr", next=hint, measured=float(beyond.position), expected=f"at most {beyond.end}", kind="scalar")
     ]
 
 

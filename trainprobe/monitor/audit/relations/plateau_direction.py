@@ -17,7 +17,6 @@ from trainprobe.monitor.audit.evidence import Evidence
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"plateaus"})
-EVERY = 10
 STAGE = "rate"
 _REDUCTIONS = 2
 _FAR = 0.03  # of the first value: a metric that only shakes has no direction
@@ -63,18 +62,7 @@ def check(evidence: Evidence) -> list[Finding]:
     hint = (
         f"make the scheduler with mode={other!r} if this metric is better when it is {'higher' if other == 'max' else 'lower'}"
     )
-    return [
-        evidence.finding(
-            "plateau_direction",
-            text,
-            "lr",
-            kind="scalar",
-            measured=worst,
-            expected=f"{better} than {wrong.first:.4g}",
-            severity="warning",
-            next=hint,
-        )
-    ]
+    return [evidence.found(text, "lr", next=hint, measured=worst, expected=f"{better} than {wrong.first:.4g}", kind="scalar")]
 
 
 def _is_wrong(plateau: Plateau) -> bool:

@@ -13,7 +13,6 @@ from trainprobe.monitor.audit.evidence import Evidence, along, group_words
 
 COST = frozenset({"ranks"})
 OBSERVERS = frozenset({"random_states"})
-EVERY = 10
 STAGE = "forward"
 
 
@@ -31,14 +30,15 @@ def check(evidence: Evidence) -> list[Finding]:
         f"ranks {', '.join(map(str, sharing))} draw the same random numbers within tensor-parallel regions "
         f"({group_words(evidence, axes, group)})"
     )
+    hint = "seed each tp rank's region by its rank (model_parallel_cuda_manual_seed), and restore each rank's own state"
     return [
-        evidence.finding(
-            "random_regions",
+        evidence.found(
             text,
             "random state of tensor-parallel regions",
+            next=hint,
             measured="equal",
             expected="different",
             kind="scalar",
-            next="seed each tp rank's region by its rank (model_parallel_cuda_manual_seed), and restore each rank's own state",
+            severity="error",
         )
     ]

@@ -19,7 +19,6 @@ from trainprobe.monitor.audit.facts.calls import RandomFingerprints
 
 COST = frozenset({"ranks"})
 OBSERVERS = frozenset({"model_calls", "random_states"})
-EVERY = 10
 STAGE = "forward"
 _REMEMBERED = 32
 
@@ -63,18 +62,7 @@ def _together(evidence: Evidence) -> list[Finding]:
 
 
 def _repeated(evidence: Evidence, text: str, hint: str) -> list[Finding]:
-    return [
-        evidence.finding(
-            "random_streams",
-            text,
-            "random state",
-            measured="equal",
-            expected="different",
-            kind="scalar",
-            severity="warning",
-            next=hint,
-        )
-    ]
+    return [evidence.found(text, "random state", next=hint, measured="equal", expected="different", kind="scalar")]
 
 
 def _differing(evidence: Evidence) -> list[Finding]:
@@ -83,7 +71,7 @@ def _differing(evidence: Evidence) -> list[Finding]:
         return []
     text = f"random states differ in the {states.group} since step {states.step}, where they were equal"
     return [
-        evidence.finding("random_streams", text, "random state", "value", measured="different", expected="equal", kind="scalar")
+        evidence.found(text, "random state", "value", measured="different", expected="equal", kind="scalar", severity="error")
     ]
 
 

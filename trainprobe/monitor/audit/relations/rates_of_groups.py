@@ -15,7 +15,6 @@ and does not read it.
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.core.words import and_more
@@ -24,7 +23,6 @@ from trainprobe.monitor.audit.facts.updates import ParameterGroup, UpdateCounts,
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"parameter_groups", "updates"})
-EVERY = 10
 STAGE = "rate"
 PYTORCH_ONLY = "what a parameter group was made with is known of torch's optimizers"
 _FACTOR = re.compile(r"(lr|rate)_?(mult|scale|factor|ratio|coef)|(mult|scale|factor|ratio|coef)\w*_(lr|rate)")
@@ -46,9 +44,12 @@ def check(evidence: Evidence) -> list[Finding]:
     for name, (text, hint, group) in _wrong(evidence).items():
         if seen.get(name, 0) < _LOOKS[name] or (name == "overwritten" and seen["looks"] > seen[name]):
             continue
-        more: dict[str, Any] = {"kind": "scalar", "severity": "warning", "next": hint, "names": sorted(group.names)}
         rate = group.options.get("lr")
-        return [evidence.finding("rates_of_groups", text, "lr", measured=str(rate), expected="different rates", **more)]
+        return [
+            evidence.found(
+                text, "lr", next=hint, measured=str(rate), expected="different rates", kind="scalar", names=sorted(group.names)
+            )
+        ]
     return []
 
 

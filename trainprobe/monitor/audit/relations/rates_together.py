@@ -16,7 +16,6 @@ from trainprobe.monitor.audit.facts.updates import UpdateCounts, UsedGroups
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"parameter_groups", "updates"})
-EVERY = 10
 STAGE = "rate"
 _LOOKS = 4
 
@@ -42,15 +41,13 @@ def check(evidence: Evidence) -> list[Finding]:
         )
         hint = "set the rate of every group in optimizer.param_groups, inside the loop over the groups"
         return [
-            evidence.finding(
-                "rates_together",
+            evidence.found(
                 text,
                 "lr",
-                kind="scalar",
+                next=hint,
                 measured=used.rates[i],
                 expected="another rate at each audited step",
-                severity="warning",
-                next=hint,
+                kind="scalar",
                 names=sorted(used.groups[i].names) if len(used.groups) == len(used.rates) else (),
             )
         ]

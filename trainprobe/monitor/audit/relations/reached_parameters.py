@@ -20,7 +20,6 @@ from trainprobe.monitor.audit.history import STEADY
 
 COST = frozenset({"fingerprints"})
 OBSERVERS = frozenset({"gradient_use", "model_calls"})
-EVERY = 10
 STAGE = "backward"
 PYTORCH_ONLY = "MindSpore hands zeros to the optimizer where no gradient arrives"
 
@@ -69,14 +68,5 @@ def _is_masked(evidence: Evidence, name: str) -> bool:
 
 
 def _finding(evidence: Evidence, text: str, names: list[str], severity: str) -> Finding:
-    return evidence.finding(
-        "reached_parameters",
-        text,
-        names[0],
-        "grad",
-        measured="no gradient",
-        expected="a gradient",
-        severity=severity,
-        names=names,
-        next="look for detach, no_grad or an unused output after this module, or remove it from the optimizer",
-    )
+    hint = "look for detach, no_grad or an unused output after this module, or remove it from the optimizer"
+    return evidence.found(text, names, "grad", next=hint, measured="no gradient", expected="a gradient", severity=severity)

@@ -15,7 +15,6 @@ from trainprobe.monitor.audit.facts.updates import UpdateCounts, UsedGroups
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"parameter_groups", "updates"})
-EVERY = 10
 STAGE = "rate"
 _PART, _LOW = 0.5, 0.1
 
@@ -41,16 +40,8 @@ def check(evidence: Evidence) -> list[Finding]:
         )
         hint = "give the scheduler fewer steps of warm-up, counted in updates, and all steps of this training"
         return [
-            evidence.finding(
-                "reached_rate",
-                text,
-                "lr",
-                kind="scalar",
-                measured=rate,
-                expected=f"at least {_LOW * base.rate:.4g}",
-                floor=_LOW,
-                severity="warning",
-                next=hint,
+            evidence.found(
+                text, "lr", next=hint, measured=rate, expected=f"at least {_LOW * base.rate:.4g}", floor=_LOW, kind="scalar"
             )
         ]
     return []

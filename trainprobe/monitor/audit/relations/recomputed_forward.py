@@ -17,7 +17,6 @@ from trainprobe.monitor.audit.evidence import Evidence
 
 COST = frozenset({"rerun"})
 OBSERVERS = frozenset({"repeated_forwards"})
-EVERY = 50
 STAGE = "backward"
 PYTORCH_ONLY = "recomputed cells are recorded by level L0, and not compared with the first forward"
 _FLOOR, _FLOOR_SHORT = 1e-5, 1e-3
@@ -73,17 +72,18 @@ def check(evidence: Evidence) -> list[Finding]:
         f"the forward of {and_more(names)} that ran again in the backward pass is not the first one: norm {again:.9g} "
         f"instead of {before[0] if before else float('nan'):.9g}"
     )
+    hint = "let the checkpoint restore the random state, and keep buffers and flags as they are in the first forward"
     return [
-        evidence.finding(
-            "recomputed_forward",
+        evidence.found(
             text,
             first.name,
             "output",
+            next=hint,
             measured=again,
             expected=before[0] if before else None,
             floor=_FLOOR,
             kind="module",
-            next="let the checkpoint restore the random state, and keep buffers and flags as they are in the first forward",
+            severity="error",
             names=names,
         )
     ]

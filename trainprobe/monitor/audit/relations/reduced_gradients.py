@@ -29,7 +29,6 @@ from trainprobe.monitor.scalar_names import scalar
 
 COST = frozenset({"rerun", "ranks"})
 OBSERVERS = frozenset({"backward_starts", "clips", "declared_loss", "gradient_use", "reduced_gradients"})
-EVERY = 50
 STAGE = "reduction"
 PYTORCH_ONLY = "the gradients of one rank are not seen before they are reduced"
 _FLOOR = 0.05
@@ -61,19 +60,8 @@ def check(evidence: Evidence) -> list[Finding]:
         f"the gradient of {and_more(outliers, len(mine))} is not what the ranks' own gradients make of it. It is {own:.4g} "
         "times what the reduction of the others gives"
     )
-    return [
-        evidence.finding(
-            "reduced_gradients",
-            text,
-            outliers[0],
-            "grad",
-            measured=own,
-            expected=1.0,
-            floor=_FLOOR,
-            next="reduce every gradient once, over the same group and by the same divisor, after its last micro-batch",
-            names=outliers,
-        )
-    ]
+    hint = "reduce every gradient once, over the same group and by the same divisor, after its last micro-batch"
+    return [evidence.found(text, outliers, "grad", next=hint, measured=own, expected=1.0, floor=_FLOOR, severity="error")]
 
 
 class _Divisor(NamedTuple):
@@ -142,11 +130,7 @@ def _another_divisor(evidence: Evidence, factor: float, name: str) -> list[Findi
         f"after as many backward passes. {name} and all others are {factor:.4g} times their sum, and were {was:.4g} times it"
     )
     hint = "divide by the number of ranks, and of micro-batches or tokens, as before"
-    return [
-        evidence.finding(
-            "reduced_gradients", text, name, "grad", measured=factor, expected=was, floor=_FLOOR, severity="warning", next=hint
-        )
-    ]
+    return [evidence.found(text, name, "grad", next=hint, measured=factor, expected=was, floor=_FLOOR)]
 
 
 def _reports_its_own(evidence: Evidence) -> bool:
@@ -166,6 +150,4 @@ def _summed(evidence: Evidence, name: str) -> Finding:
         f"{name} and all others get {world} times the gradient of the mean loss"
     )
     hint = "divide by the number of ranks, in the reduction or in the loss"
-    return evidence.finding(
-        "reduced_gradients", text, name, "grad", measured=1.0, expected=1 / world, floor=_FLOOR, severity="warning", next=hint
-    )
+    return evidence.found(text, name, "grad", next=hint, measured=1.0, expected=1 / world, floor=_FLOOR)

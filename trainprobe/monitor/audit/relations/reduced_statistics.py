@@ -10,14 +10,12 @@ the mean and the variance is missing. `torch.distributed.nn.functional.all_reduc
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"reduced_statistics"})
-EVERY = 10
 STAGE = "forward"
 PYTORCH_ONLY = "what is summed over the ranks is set against what modules are given by torch"
 
@@ -40,5 +38,4 @@ def check(evidence: Evidence) -> list[Finding]:
         "statistics is missing"
     )
     hint = "reduce with torch.distributed.nn.functional.all_reduce, or use torch.nn.SyncBatchNorm"
-    more: dict[str, Any] = {"kind": "module", "severity": "warning", "next": hint}
-    return [evidence.finding("reduced_statistics", text, name, "output", measured="no gradient", expected="a gradient", **more)]
+    return [evidence.found(text, name, "output", next=hint, measured="no gradient", expected="a gradient", kind="module")]

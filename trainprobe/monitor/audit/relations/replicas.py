@@ -13,7 +13,6 @@ only (DeepSpeed issue 1801), by a wrapper that was not called, or by corrupted m
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import numpy as np
 
@@ -27,7 +26,6 @@ from trainprobe.monitor.audit.peers import Peer
 
 COST = frozenset({"fingerprints", "ranks"})
 OBSERVERS = frozenset({"buffers", "model_calls", "random_states"})
-EVERY = 10
 STAGE = "reduction"
 NOT_STATE = {"value", "main_value", "grad", "grad_unclipped", "grad_unreduced"}
 _DATA = frozenset({"dp"})
@@ -91,8 +89,7 @@ def _never_equal(evidence: Evidence) -> list[Finding]:
         "gradients that the optimizer uses are equal: the replicas were never made equal"
     )
     hint = "give all ranks one seed while the model is made, or broadcast the weights of one rank before the first step"
-    more: dict[str, Any] = {"measured": "different", "expected": "equal", "next": hint}
-    return [evidence.finding("replicas", text, apart[0], names=apart, **more)]
+    return [evidence.found(text, apart, next=hint, measured="different", expected="equal", severity="error")]
 
 
 def group_of(evidence: Evidence, name: str, slot: str) -> list[Peer]:
@@ -139,9 +136,7 @@ def _missing(evidence: Evidence, names: list[str]) -> Finding:
     over = evidence.over(names[0], "grad")
     where = group_words(evidence, over, along(evidence, over))
     text = f"{and_more(names)} has a gradient in the {where}, but not on rank {ranks}: that rank skips this update"
-    return evidence.finding(
-        "replicas", text, names[0], "grad", measured=f"none on rank {ranks}", expected="on every rank", names=names
-    )
+    return evidence.found(text, names, "grad", measured=f"none on rank {ranks}", expected="on every rank", severity="error")
 
 
 def beyond_one_factor(evidence: Evidence, names: list[str]) -> list[str] | None:
@@ -189,15 +184,15 @@ def _finding(evidence: Evidence, slot: str, names: list[str], scaled: bool = Fal
         cause += ". All further gradients differ by one factor alone: the clip coefficient, which follows from it"
     where = f"{group_words(evidence, over, group)}: {and_more(names)}, ranks {minority}. Norms: {norms}"
     seen = dict.fromkeys(f"{peer.rows[key][0]:016x}" for peer in group)
-    return evidence.finding(
-        "replicas",
+    return evidence.found(
         f"{words} in the {where}{cause}",
         first,
         slot,
+        next=_advice(evidence, slot, first, group),
         measured=f"fingerprints {', '.join(list(seen)[:4])}",
         expected="one fingerprint",
         floor=0.0,
-        next=_advice(evidence, slot, first, group),
+        severity="error",
         names=names,
     )
 

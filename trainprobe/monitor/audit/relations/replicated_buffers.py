@@ -18,7 +18,6 @@ from trainprobe.monitor.audit.messages import key_of
 
 COST = frozenset({"fingerprints", "ranks"})
 OBSERVERS = frozenset({"buffers"})
-EVERY = 10
 STAGE = "state"
 _DATA = frozenset({"dp", "cp"})
 _OF_EACH_RANK = ("running_mean", "running_var", "num_batches_tracked")
@@ -38,17 +37,8 @@ def check(evidence: Evidence) -> list[Finding]:
     )
     hint = "all_reduce what the buffer is updated with, or hand it from one rank to all (broadcast_buffers=True)"
     return [
-        evidence.finding(
-            "replicated_buffers",
-            text,
-            differing[0],
-            "buffer",
-            kind="buffer",
-            measured="different bits",
-            expected="equal on all ranks",
-            severity="warning",
-            next=hint,
-            names=differing,
+        evidence.found(
+            text, differing, "buffer", next=hint, measured="different bits", expected="equal on all ranks", kind="buffer"
         )
     ]
 

@@ -33,7 +33,6 @@ from trainprobe.monitor.scalar_names import scalar
 
 COST = frozenset({"host", "ranks"})
 OBSERVERS = frozenset({"gradient_use", "model_calls", "updates"})
-EVERY = 10
 STAGE = "backward"
 PYTORCH_ONLY = "it is not known where a backward pass begins"
 STEADY = 3
@@ -195,14 +194,4 @@ def _no_longer(evidence: Evidence, totals: Sequence[float], reported: float) -> 
 
 
 def _finding(evidence: Evidence, text: str, measured: float, expected: float, hint: str) -> Finding:
-    return evidence.finding(
-        "reported_loss",
-        text,
-        "loss",
-        measured=measured,
-        expected=expected,
-        floor=_FLOOR,
-        kind="scalar",
-        severity="warning",
-        next=hint,
-    )
+    return evidence.found(text, "loss", next=hint, measured=measured, expected=expected, floor=_FLOOR, kind="scalar")

@@ -30,7 +30,6 @@ from trainprobe.monitor.scalar_names import scalar
 COST = frozenset({"host"})
 # saves are looked at where `saved_and_loaded` is checked
 OBSERVERS = frozenset({"model_calls", "schedules"})
-EVERY = 10
 STAGE = "state"
 
 
@@ -72,7 +71,9 @@ def _schedule(evidence: Evidence, saved: Save, schedules: Sequence[SchedulerStat
         )
         hint = "save and load the scheduler with the optimizer, and do not step it again to the position that it already has"
         return [
-            evidence.finding("resumed", text, "lr", measured=float(stands), expected=float(stood), kind="scalar", next=hint)
+            evidence.found(
+                text, "lr", next=hint, measured=float(stands), expected=float(stood), kind="scalar", severity="error"
+            )
         ]
     return []
 
@@ -92,11 +93,7 @@ def _scale(evidence: Evidence, saved: Save) -> list[Finding]:
         "It was not loaded"
     )
     hint = "load the scaler's state dict with that of the optimizer"
-    return [
-        evidence.finding(
-            "resumed", text, "loss_scale", measured=scale, expected=saved.scale, kind="scalar", severity="warning", next=hint
-        )
-    ]
+    return [evidence.found(text, "loss_scale", next=hint, measured=scale, expected=saved.scale, kind="scalar")]
 
 
 def _randoms(evidence: Evidence, saved: Save) -> list[Finding]:
@@ -117,16 +114,15 @@ def _randoms(evidence: Evidence, saved: Save) -> list[Finding]:
         "after the load, or seed with the step: torch.manual_seed(seed + step)"
     )
     return [
-        evidence.finding(
-            "resumed",
+        evidence.found(
             text,
             f"random.{again[0]}",
             "input",
+            next=hint,
             measured="as at the first step",
             expected="as when it was saved",
             kind="scalar",
             severity="warning" if known else "info",
-            next=hint,
         )
     ]
 
@@ -142,16 +138,4 @@ def _data(evidence: Evidence, saved: Save) -> list[Finding]:
 def _begins_again(evidence: Evidence, step: int, first: int) -> list[Finding]:
     text = f"the data begins again: step {step} after the load trains on what step {first} trained on"
     hint = "save the position of the data iterator, or skip what was already seen"
-    return [
-        evidence.finding(
-            "resumed",
-            text,
-            "batch",
-            "input",
-            measured="equal",
-            expected="different",
-            kind="scalar",
-            severity="warning",
-            next=hint,
-        )
-    ]
+    return [evidence.found(text, "batch", "input", next=hint, measured="equal", expected="different", kind="scalar")]

@@ -11,7 +11,6 @@ Usually caused by a loop that exchanges, stores or scales gradients in 16 bits a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.core.words import and_more
@@ -19,7 +18,6 @@ from trainprobe.monitor.audit.evidence import Evidence
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"gradient_precision"})
-EVERY = 10
 STAGE = "clipping"
 PYTORCH_ONLY = "what a backward pass left is set against what the update uses by torch"
 
@@ -42,5 +40,4 @@ def check(evidence: Evidence) -> list[Finding]:
     names, dtype = [name for name, _ in now.rounded], now.rounded[0][1]
     text = f"the gradient of {and_more(names, now.looked_at)} was rounded to {dtype} between the backward pass and the update"
     hint = "keep gradients in float32 from the backward pass to the update"
-    more: dict[str, Any] = {"measured": dtype, "expected": "float32", "severity": "warning", "next": hint}
-    return [evidence.finding("rounded_gradients", text, names[0], "grad", names=names, **more)]
+    return [evidence.found(text, names, "grad", next=hint, measured=dtype, expected="float32")]

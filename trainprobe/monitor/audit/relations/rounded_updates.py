@@ -18,7 +18,6 @@ from trainprobe.monitor.audit.facts.updates import Reruns, UpdateCounts, UsedGro
 
 COST = frozenset({"rerun"})
 OBSERVERS = frozenset({"parameter_groups", "update_rules", "updates"})
-EVERY = 50
 STAGE = "update"
 _MOST = 0.5
 _LOW_RATE = 0.1  # of the largest: at the end of a schedule the last small updates may be lost
@@ -48,20 +47,7 @@ def check(evidence: Evidence) -> list[Finding]:
         f"{and_more(names, len(own))}. At the rate {now[worst][1]:.3g} it is less than half of the distance to the next number"
     )
     hint = "keep the weights in float32 and compute under autocast, or use an optimizer with master weights of float32"
-    return [
-        evidence.finding(
-            "rounded_updates",
-            text,
-            names[0],
-            "update",
-            measured=judged[worst],
-            expected=f"below {_MOST:g}",
-            floor=_MOST,
-            severity="warning",
-            next=hint,
-            names=names,
-        )
-    ]
+    return [evidence.found(text, names, "update", next=hint, measured=judged[worst], expected=f"below {_MOST:g}", floor=_MOST)]
 
 
 def remember(evidence: Evidence) -> dict[int, tuple[float, float]]:

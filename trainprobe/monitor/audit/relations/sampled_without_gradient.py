@@ -19,7 +19,6 @@ from trainprobe.monitor.audit.evidence import Evidence, without_gradient
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"samples", "updates"})
-EVERY = 10
 STAGE = "forward"
 
 
@@ -39,4 +38,4 @@ def check(evidence: Evidence) -> list[Finding]:
         "log-probability is taken in this step"
     )
     hint = "draw with rsample(); or, if the sample is meant to be a constant, draw it under torch.no_grad()"
-    return without_gradient(evidence, "sampled_without_gradient", text, name, hint, measured="sample()", expected="rsample()")
+    return without_gradient(evidence, text, name, hint, measured="sample()", expected="rsample()")

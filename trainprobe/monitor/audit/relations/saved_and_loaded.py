@@ -25,7 +25,6 @@ from trainprobe.monitor.audit.resharded import ENOUGH, Resharded, in_common, mat
 
 COST = frozenset({"fingerprints"})
 OBSERVERS = frozenset({"buffers", "saved_states"})
-EVERY = 10
 STAGE = "state"
 
 
@@ -59,16 +58,17 @@ def _compare(evidence: Evidence, saved: Mapping[Key, int], now: Mapping[Key, int
         f"{slot} of {and_more(names, len({key[0] for key in saved}))} did not come back as it was saved {when}. Now {how} "
         f"({len(wrong)} of {len(saved)} tensors)"
     )
+    hint = "save and load by name, after all is initialised; `trainprobe ckpt-compare A B` compares two checkpoints"
     return [
-        evidence.finding(
-            "saved_and_loaded",
+        evidence.found(
             text,
             name,
             slot,
+            next=hint,
             measured="another tensor" if (name, slot) in now else "absent",
             expected=f"as saved {when}",
             floor=0.0,
-            next="save and load by name, after all is initialised; `trainprobe ckpt-compare A B` compares two checkpoints",
+            severity="error",
             names=names,
         )
     ]
@@ -111,7 +111,7 @@ def _over_layouts(evidence: Evidence, resharded: Resharded) -> list[Finding]:
 def _unjudged(evidence: Evidence, why: str) -> list[Finding]:
     text = f"what was loaded is cut in another way than what was saved, and nothing of it was judged. {why}"
     hint = "`trainprobe ckpt-compare A B` compares the two checkpoints"
-    return [evidence.finding("saved_and_loaded", text, severity="warning", next=hint)]
+    return [evidence.found(text, next=hint)]
 
 
 def _is_new(key: Key) -> bool:

@@ -15,7 +15,6 @@ from trainprobe.monitor.audit.relations.replicas import beyond_one_factor, diffe
 
 COST = frozenset({"fingerprints", "ranks"})
 OBSERVERS: frozenset[str] = frozenset()
-EVERY = 10
 STAGE = "clipping"
 
 
@@ -39,16 +38,9 @@ def check(evidence: Evidence) -> list[Finding]:
         f"{listed_norms}. Clipping did it: its "
         "coefficient was not the same on all ranks"
     )
+    hint = "clip on every rank, by one norm that is taken over all of them"
     return [
-        evidence.finding(
-            "scaled_replicas",
-            text,
-            first,
-            "grad",
-            measured=factor,
-            expected=1.0,
-            floor=0.0,
-            next="clip on every rank, by one norm that is taken over all of them",
-            names=differing,
+        evidence.found(
+            text, first, "grad", next=hint, measured=factor, expected=1.0, floor=0.0, severity="error", names=differing
         )
     ]

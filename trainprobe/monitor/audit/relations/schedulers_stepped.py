@@ -18,7 +18,6 @@ from trainprobe.monitor.audit.facts.updates import Schedules, UpdateCounts, Used
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"parameter_groups", "schedules", "updates"})
-EVERY = 10
 STAGE = "rate"
 _LOOKS, _EPOCHS, _WARMING = 4, 3, 0.5
 _ASTRAY = 10  # steps of a scheduler
@@ -44,18 +43,7 @@ def check(evidence: Evidence) -> list[Finding]:
             f"epoch{'s' * (epochs > 1)}. A scheduler was made for its optimizer (base rate {base.rate:.4g}) and was not stepped"
         )
         hint = "call scheduler.step() after optimizer.step(); in manual optimization the trainer does not"
-        return [
-            evidence.finding(
-                "schedulers_stepped",
-                text,
-                "lr",
-                kind="scalar",
-                measured=rate,
-                expected="a rate that its scheduler moves",
-                severity="warning",
-                next=hint,
-            )
-        ]
+        return [evidence.found(text, "lr", next=hint, measured=rate, expected="a rate that its scheduler moves", kind="scalar")]
     return []
 
 
@@ -72,8 +60,4 @@ def _astray(evidence: Evidence) -> list[Finding]:
     hint = "make the scheduler from the optimizer that steps, after that was wrapped, loaded or made anew"
     rate = used.rates[0] if used.rates else 0.0
     expected = "a rate that its scheduler moves"
-    return [
-        evidence.finding(
-            "schedulers_stepped", text, "lr", kind="scalar", measured=rate, expected=expected, severity="warning", next=hint
-        )
-    ]
+    return [evidence.found(text, "lr", next=hint, measured=rate, expected=expected, kind="scalar")]

@@ -18,7 +18,6 @@ from trainprobe.monitor.audit.facts.calls import LossCall, LossCalls
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"loss_inputs"})
-EVERY = 10
 STAGE = "forward"
 _FEWEST = 8
 _EQUAL, _NOTHING = 1e-4, 1e-6
@@ -65,4 +64,4 @@ def _nothings(evidence: Evidence) -> list[LossCall]:
 
 
 def _finding(evidence: Evidence, call: LossCall, text: str, hint: str) -> Finding:
-    return evidence.finding("self_comparison", text, call.kind, kind="scalar", severity="warning", next=hint)
+    return evidence.found(text, call.kind, next=hint, kind="scalar")

@@ -20,7 +20,6 @@ from trainprobe.monitor.audit.facts.updates import UsedGroups
 COST = frozenset({"host"})
 # saves are looked at where `saved_and_loaded` is checked
 OBSERVERS = frozenset({"parameter_groups"})
-EVERY = 10
 STAGE = "rate"
 STEADY = 3
 _SETTINGS = frozenset(
@@ -81,16 +80,5 @@ def _finding(evidence: Evidence, changed: list[Setting], was: Any, value: Any, w
     text = f"the {setting} of parameter group {group}{whose} was {was} {when} and is {value} now"
     if len(changed) > 1:
         text += f"; {len(changed) - 1} more changed"
-    return [
-        evidence.finding(
-            "settings",
-            text,
-            setting,
-            measured=str(value),
-            expected=str(was),
-            kind="scalar",
-            severity="warning",
-            next="look for what writes to optimizer.param_groups after the schedule",
-            names=names,
-        )
-    ]
+    hint = "look for what writes to optimizer.param_groups after the schedule"
+    return [evidence.found(text, setting, next=hint, measured=str(value), expected=str(was), kind="scalar", names=names)]

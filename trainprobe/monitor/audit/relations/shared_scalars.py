@@ -17,7 +17,6 @@ from trainprobe.monitor.audit.evidence import Evidence, along, group_words
 
 COST = frozenset({"ranks"})
 OBSERVERS: frozenset[str] = frozenset()
-EVERY = 10
 STAGE = "rate"
 AXES = frozenset({"dp", "cp", "tp"})
 STEADY = 3
@@ -26,11 +25,11 @@ _NAMES = {"lr": "learning rates", "updates": "numbers of updates", "counter": "s
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find scalars that differ between ranks."""
-    found = [unequal(evidence, name, words, "shared_scalars") for name, words in _NAMES.items()]
+    found = [unequal(evidence, name, words) for name, words in _NAMES.items()]
     return [finding for finding in found if finding is not None] + _losses(evidence)
 
 
-def unequal(evidence: Evidence, name: str, words: str, rule: str) -> Finding | None:
+def unequal(evidence: Evidence, name: str, words: str) -> Finding | None:
     """Return the finding that a number differs between ranks that differ only in dp, cp or tp."""
     group = along(evidence, AXES)
     values = {peer.rank: peer.numbers[name] for peer in group if peer.numbers[name] == peer.numbers[name]}
@@ -38,7 +37,7 @@ def unequal(evidence: Evidence, name: str, words: str, rule: str) -> Finding | N
         return None
     text = f"the {words} differ in the {group_words(evidence, AXES, group)}: {_listed(values)}"
     mine = values.get(evidence.place.rank)
-    return evidence.finding(rule, text, name, measured=mine, expected="equal on all ranks", kind="scalar")
+    return evidence.found(text, name, measured=mine, expected="equal on all ranks", kind="scalar", severity="error")
 
 
 def remember(evidence: Evidence) -> int:
@@ -71,4 +70,4 @@ def _losses(evidence: Evidence) -> list[Finding]:
         f"step before: {_listed(values)}"
     )
     mine = values.get(evidence.place.rank)
-    return [evidence.finding("shared_scalars", text, "loss", measured=mine, expected="equal on all ranks", kind="scalar")]
+    return [evidence.found(text, "loss", measured=mine, expected="equal on all ranks", kind="scalar", severity="error")]

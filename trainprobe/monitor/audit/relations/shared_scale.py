@@ -14,11 +14,10 @@ from trainprobe.monitor.audit.relations.shared_scalars import unequal
 
 COST = frozenset({"ranks"})
 OBSERVERS: frozenset[str] = frozenset()
-EVERY = 10
 STAGE = "backward"
 
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find loss scales that differ between ranks."""
-    found = unequal(evidence, "loss_scale", "loss scales", "shared_scale")
+    found = unequal(evidence, "loss_scale", "loss scales")
     return [] if found is None else [found]

@@ -22,7 +22,6 @@ from trainprobe.monitor.audit.facts.calls import LossCall, LossCalls
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"loss_inputs"})
-EVERY = 10
 STAGE = "data"
 _FEWEST = 16
 _WRONG = {
@@ -96,6 +95,4 @@ def _encodes_and_decodes(modules: Iterable[str]) -> bool:
 
 
 def _finding(evidence: Evidence, text: str, measured: float, expected: float, hint: str) -> Finding:
-    return evidence.finding(
-        "shifted_targets", text, "labels", measured=measured, expected=expected, kind="scalar", severity="warning", next=hint
-    )
+    return evidence.found(text, "labels", next=hint, measured=measured, expected=expected, kind="scalar")

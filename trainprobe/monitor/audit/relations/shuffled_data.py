@@ -16,7 +16,6 @@ from trainprobe.monitor.audit.facts.calls import LossCalls
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"loss_inputs"})
-EVERY = 10
 STAGE = "data"
 _ROWS = 8
 _LOOKS = 4
@@ -34,19 +33,7 @@ def check(evidence: Evidence) -> list[Finding]:
         f"class ({listed}). The data are sorted by class and not shuffled"
     )
     hint = "shuffle the training data: DataLoader(shuffle=True), or a sampler that shuffles"
-    return [
-        evidence.finding(
-            "shuffled_data",
-            text,
-            "targets",
-            "input",
-            measured=1.0,
-            expected=float(len(set(seen))),
-            kind="scalar",
-            severity="warning",
-            next=hint,
-        )
-    ]
+    return [evidence.found(text, "targets", "input", next=hint, measured=1.0, expected=float(len(set(seen))), kind="scalar")]
 
 
 def remember(evidence: Evidence) -> tuple[float, ...]:

@@ -18,7 +18,6 @@ from trainprobe.monitor.audit.evidence import Evidence
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"copies"})
-EVERY = 10
 STAGE = "evaluation"
 
 

@@ -17,7 +17,6 @@ from trainprobe.monitor.audit.facts.updates import UpdateCounts, UsedGroups
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"parameter_groups", "updates"})
-EVERY = 10
 STAGE = "rate"
 _LOOKS, _SPAN, _FAR = 4, 20, 1e-3
 _NEVER_ROSE = 60  # steps at the rate 0 behind which no warm-up is expected any more
@@ -42,17 +41,7 @@ def check(evidence: Evidence) -> list[Finding]:
         )
         hint = "give the scheduler the number of its steps in the whole training, or step it less often"
         return [
-            evidence.finding(
-                "standing_rate",
-                text,
-                "lr",
-                kind="scalar",
-                severity="warning",
-                measured=rate,
-                expected=f"above {_FAR * peak:.4g}",
-                floor=_FAR,
-                next=hint,
-            )
+            evidence.found(text, "lr", next=hint, measured=rate, expected=f"above {_FAR * peak:.4g}", floor=_FAR, kind="scalar")
         ]
     return []
 
@@ -64,8 +53,4 @@ def _never_rose(evidence: Evidence) -> list[Finding]:
         return []
     text = f"the learning rate has been 0 at every audited step, for {passed} steps: the optimizer steps and nothing moves"
     hint = "look at the schedule: a division of whole numbers, a warm-up that is never stepped, or a rate that was given as 0"
-    return [
-        evidence.finding(
-            "standing_rate", text, "lr", kind="scalar", severity="warning", measured=0.0, expected="above 0", next=hint
-        )
-    ]
+    return [evidence.found(text, "lr", next=hint, measured=0.0, expected="above 0", kind="scalar")]

@@ -17,7 +17,6 @@ from trainprobe.monitor.audit.facts.calls import GivenInputs
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"module_inputs"})
-EVERY = 10
 STAGE = "backward"
 
 
@@ -31,17 +30,4 @@ def check(evidence: Evidence) -> list[Finding]:
         "pass. Each batch counts twice"
     )
     hint = "leave the normalisation out of the checkpoint, or set its momentum to 1 - sqrt(1 - momentum)"
-    return [
-        evidence.finding(
-            "statistics_once",
-            text,
-            names[0],
-            "buffer",
-            kind="module",
-            measured=2.0,
-            expected=1.0,
-            severity="warning",
-            next=hint,
-            names=names,
-        )
-    ]
+    return [evidence.found(text, names, "buffer", next=hint, measured=2.0, expected=1.0, kind="module")]

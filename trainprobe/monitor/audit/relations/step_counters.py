@@ -17,7 +17,6 @@ from trainprobe.monitor.audit.facts.updates import UpdateCounts
 
 COST = frozenset({"fingerprints"})
 OBSERVERS = frozenset({"gradient_use", "updates"})
-EVERY = 10
 STAGE = "update"
 
 
@@ -28,9 +27,7 @@ def check(evidence: Evidence) -> list[Finding]:
     if twice:
         text = f"{and_more(list(twice))} was stepped twice with the same gradient, in step {evidence.step}"
         hint = "call step() once for each backward pass, and let one optimizer hold each parameter"
-        return [
-            evidence.finding("step_counters", text, twice[0], "grad", measured=2.0, expected=1.0, next=hint, names=list(twice))
-        ]
+        return [evidence.found(text, twice, "grad", next=hint, measured=2.0, expected=1.0, severity="error")]
     if not evidence.of(UpdateCounts).once:
         return []
     wrong: list[tuple[str, float, float]] = []
@@ -45,8 +42,8 @@ def check(evidence: Evidence) -> list[Finding]:
         name, before, after = wrong[0]
         text = f"the step counter of {and_more([n for n, _, _ in wrong])} went from {before:g} to {after:g} in one update"
         return [
-            evidence.finding(
-                "step_counters", text, name, "step", measured=after, expected=before + 1, names=[n for n, _, _ in wrong]
+            evidence.found(
+                text, name, "step", measured=after, expected=before + 1, severity="error", names=[n for n, _, _ in wrong]
             )
         ]
     return _between(evidence)
@@ -63,5 +60,5 @@ def _between(evidence: Evidence) -> list[Finding]:
         was, now = before.tensors.number(name, "step_after", "mean"), evidence.tensors.number(name, "step", "mean")
         if now < was:
             text = f"the step counter of {name} fell from {was:g} to {now:g} since step {before.step}"
-            return [evidence.finding("step_counters", text, name, "step", measured=now, expected=was)]
+            return [evidence.found(text, name, "step", measured=now, expected=was, severity="error")]
     return []

@@ -12,7 +12,7 @@ it counts in the reported loss, and trains nothing.
 from __future__ import annotations
 
 import math
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
@@ -22,7 +22,6 @@ from trainprobe.monitor.scalar_names import role_of
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"gradient_use", "loss_graph", "loss_inputs", "noted_scalars"})
-EVERY = 10
 STAGE = "backward"
 PYTORCH_ONLY = "it is read from torch's autograd graph, and MindSpore shows no graph"
 _LOOKS = 4
@@ -51,10 +50,7 @@ def check(evidence: Evidence) -> list[Finding]:
             "and trains nothing"
         )
         hint = "add the tensor itself to the loss, with its graph; leave it out if it is for the record alone"
-        measured: dict[str, Any] = {"measured": "no gradient", "expected": "a gradient"}
-        return [
-            evidence.finding("terms_without_gradient", text, name, kind="scalar", severity="warning", next=hint, **measured)
-        ]
+        return [evidence.found(text, name, next=hint, measured="no gradient", expected="a gradient", kind="scalar")]
     return []
 
 

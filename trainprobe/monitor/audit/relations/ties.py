@@ -15,7 +15,6 @@ from trainprobe.monitor.audit.facts.model import ParameterFact
 
 COST = frozenset({"fingerprints", "host"})
 OBSERVERS: frozenset[str] = frozenset()
-EVERY = 10
 STAGE = "set-up"
 
 
@@ -33,13 +32,13 @@ def check(evidence: Evidence) -> list[Finding]:
         other = next(n for n in there if not _same(now[n], now[name]))
         text = f"{name} no longer shares storage with {other}, to which it is tied"
         found.append(
-            evidence.finding(
-                "ties",
+            evidence.found(
                 text,
                 name,
+                next="tie them again after whatever copied, cast or loaded one of them",
                 measured="two tensors",
                 expected="one tensor",
-                next="tie them again after whatever copied, cast or loaded one of them",
+                severity="error",
             )
         )
     return [*found, *_lost_before(evidence)]
@@ -64,11 +63,7 @@ def _lost_before(evidence: Evidence) -> list[Finding]:
                 "and something has copied one of them"
             )
             hint = "tie them again before the optimizer is made, or leave this relation out if the head begins as a copy"
-            return [
-                evidence.finding(
-                    "ties", text, twin, measured="two tensors", expected="one tensor", severity="warning", next=hint
-                )
-            ]
+            return [evidence.found(text, twin, next=hint, measured="two tensors", expected="one tensor")]
     return []
 
 

@@ -19,7 +19,6 @@ from trainprobe.monitor.audit.facts.calls import TrainingCalls
 
 COST = frozenset({"host", "ranks"})
 OBSERVERS = frozenset({"model_calls", "updates"})
-EVERY = 10
 STAGE = "data"
 _OWN_DATA = frozenset({"dp", "cp", "ep"})
 _GROWS = re.compile(r"tokens?[ _./-]?(seen|consumed|total)|(seen|consumed|total|cumulative)[ _./-]?(\w+[ _./-])?tokens?")
@@ -59,15 +58,9 @@ def _judge(evidence: Evidence, name: str, reported: float, own: tuple[int, ...],
         f"the reported number of tokens {name}{verb} {reported:.12g}: {why}. The model was called with {everywhere:.12g} in "
         f"this step ({sum(own)} on this rank in {len(own)} calls)"
     )
+    hint = "count over all micro-batches, and over the ranks that have data of their own, each once"
     return [
-        evidence.finding(
-            "token_count",
-            text,
-            name,
-            measured=reported,
-            expected=everywhere,
-            floor=0.0,
-            kind="scalar",
-            next="count over all micro-batches, and over the ranks that have data of their own, each once",
+        evidence.found(
+            text, name, next=hint, measured=reported, expected=everywhere, floor=0.0, kind="scalar", severity="error"
         )
     ]

@@ -22,7 +22,6 @@ from trainprobe.monitor.audit.messages import key_of
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"gradient_use", "parameter_groups"})
-EVERY = 10
 STAGE = "set-up"
 
 
@@ -71,15 +70,8 @@ def _finding(evidence: Evidence, wrong: list[ParameterFact], text: str, severity
     hint = hint or "look for requires_grad_; if this is intended, name what is trained: `audit: {trainable: [...]}`"
     measured, expected = ("requires a gradient", "frozen") if first.trainable else ("frozen", "requires a gradient")
     text = f"{and_more([p.name for p in wrong], of)} {text}"
-    return evidence.finding(
-        "trainable_set",
-        text,
-        first.name,
-        measured=measured,
-        expected=expected,
-        severity=severity,
-        next=hint,
-        names=[p.name for p in wrong],
+    return evidence.found(
+        text, first.name, next=hint, measured=measured, expected=expected, severity=severity, names=[p.name for p in wrong]
     )
 
 
@@ -98,8 +90,4 @@ def _over_ranks(evidence: Evidence) -> list[Finding]:
         f"the set of trainable parameters differs in the {group_words(evidence, axes, group)}: "
         f"{and_more(differing, len(trained))} is trained on rank {evidence.place.rank} and not on rank {ranks}"
     )
-    return [
-        evidence.finding(
-            "trainable_set", text, differing[0], measured="not trainable", expected="equal on all ranks", names=differing
-        )
-    ]
+    return [evidence.found(text, differing, measured="not trainable", expected="equal on all ranks", severity="error")]

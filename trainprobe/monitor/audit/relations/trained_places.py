@@ -17,8 +17,6 @@ prompt in a policy's loss.
 
 from __future__ import annotations
 
-from typing import Any
-
 from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
 from trainprobe.monitor.audit.facts.gradients import TrainedPlaces
@@ -26,7 +24,6 @@ from trainprobe.monitor.audit.relations.shifted_targets import trains_masked_tar
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"output_gradients", "loss_inputs"})
-EVERY = 10
 STAGE = "backward"
 PYTORCH_ONLY = "the gradient of the output is seen on PyTorch's graph"
 _ALL = 0.9
@@ -39,8 +36,7 @@ def check(evidence: Evidence) -> list[Finding]:
     for kind, (text, hint) in now.items():
         if kind in was:
             name = evidence.of(TrainedPlaces).argument
-            more: dict[str, Any] = {"kind": "scalar", "severity": "warning", "next": hint}
-            return [evidence.finding("trained_places", text, name, measured="a gradient", expected="none", **more)]
+            return [evidence.found(text, name, next=hint, measured="a gradient", expected="none", kind="scalar")]
     return []
 
 

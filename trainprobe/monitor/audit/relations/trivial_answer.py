@@ -10,7 +10,7 @@ do not reach the head: a model that knows nothing but how frequent each class is
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,7 +20,6 @@ from trainprobe.monitor.audit.facts.calls import LossCall, LossCalls
 
 COST = frozenset({"fingerprints"})
 OBSERVERS = frozenset({"loss_inputs"})
-EVERY = 10
 STAGE = "backward"
 _LOOKS, _EARLY, _MOST_CLASSES, _MOVED = 6, 20, 100, 0.1
 _MEAN, _EACH, _FEWEST = 0.995, 0.9, 128
@@ -76,8 +75,9 @@ def check(evidence: Evidence) -> list[Finding]:
         f"{seen.looks[0].ordinal} on. An answer that does not look at the input, the shares of the classes, has {entropy:.4g}"
     )
     hint = "see whether inputs and targets belong together, and whether the output is read where the input is"
-    more: dict[str, Any] = {"kind": "scalar", "severity": "warning", "next": hint, "floor": _MEAN}
-    return [evidence.finding("trivial_answer", text, "loss", measured=float(np.mean(surprise)), expected=entropy, **more)]
+    return [
+        evidence.found(text, "loss", next=hint, measured=float(np.mean(surprise)), expected=entropy, floor=_MEAN, kind="scalar")
+    ]
 
 
 def _is_judged(call: LossCall) -> bool:

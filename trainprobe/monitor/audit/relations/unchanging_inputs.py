@@ -18,7 +18,6 @@ from trainprobe.monitor.audit.facts.calls import GivenNumbers
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"given_numbers"})
-EVERY = 10
 STAGE = "data"
 _LOOKS = 4
 Seen = dict[str, tuple[int, int, int]]  # argument → fingerprint, looks at which it was the same, looks at which it was new
@@ -49,9 +48,6 @@ def check(evidence: Evidence) -> list[Finding]:
                 f"in a row, while {new.name} was a new one each time"
             )
             hint = "draw it anew in each step"
-            more: dict[str, Any] = {"kind": "scalar", "severity": "warning", "next": hint}
             measured = "the same at each step"
-            return [
-                evidence.finding("unchanging_inputs", text, argument.name, measured=measured, expected="other numbers", **more)
-            ]
+            return [evidence.found(text, argument.name, next=hint, measured=measured, expected="other numbers", kind="scalar")]
     return []

@@ -22,7 +22,6 @@ from trainprobe.monitor.scalar_names import role_of
 
 COST = frozenset({"fingerprints"})
 OBSERVERS = frozenset({"clips", "noted_scalars", "updates"})
-EVERY = 10
 STAGE = "backward"
 _LOOKS = 6
 _BEGINS = 2  # steps from which on what is neither a loss nor a norm must have stood still: others may come to a limit
@@ -52,18 +51,7 @@ def check(evidence: Evidence) -> list[Finding]:
         if role_of(name) is None:
             text += ", on which it depends"
             hint = "look at what it is computed from: two operands that are the same tensor, or an old value that is used again"
-        return [
-            evidence.finding(
-                "unchanging_scalars",
-                text,
-                name,
-                kind="scalar",
-                severity="warning",
-                measured=value,
-                expected="another value at each step",
-                next=hint,
-            )
-        ]
+        return [evidence.found(text, name, next=hint, measured=value, expected="another value at each step", kind="scalar")]
     return []
 
 

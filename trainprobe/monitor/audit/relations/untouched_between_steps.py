@@ -29,7 +29,6 @@ from trainprobe.monitor.audit.facts.updates import BufferStates, UpdateCounts, U
 
 COST = frozenset({"fingerprints"})
 OBSERVERS = frozenset({"buffers", "gradient_use", "parameter_groups", "updates"})
-EVERY = 10
 STAGE = "state"
 _WEIGHTS = ("value", "main_value")
 _TURNED_BACK = 1e-5  # of the norm: what is left of turning weights into others and back

@@ -20,7 +20,6 @@ from trainprobe.monitor.audit.facts.updates import Reruns, UpdateCounts
 
 COST = frozenset({"rerun"})
 OBSERVERS = frozenset({"update_rules", "updates"})
-EVERY = 50
 STAGE = "update"
 
 
@@ -36,16 +35,17 @@ def check(evidence: Evidence) -> list[Finding]:
         f"the update of {and_more(named, len(reruns))} is not what the optimizer's rule gives. It changed by norm "
         f"{first.moved:.6g}, by the rule {first.change:.6g}; the worst element is off by {first.worst:.3g} times its floor"
     )
+    hint = "step this parameter with foreach=False, fused=False and compare; look for other writes to it"
     return [
-        evidence.finding(
-            "update_rule",
+        evidence.found(
             text,
             first.name,
             "update",
+            next=hint,
             measured=first.moved,
             expected=first.change,
             floor=1.0,
-            next="step this parameter with foreach=False, fused=False and compare; look for other writes to it",
+            severity="error",
             names=named,
         )
     ]

@@ -16,7 +16,6 @@ from trainprobe.monitor.audit.relations.replicas import copied_over, differs, gr
 
 COST = frozenset({"fingerprints", "ranks"})
 OBSERVERS: frozenset[str] = frozenset()
-EVERY = 10
 STAGE = "update"
 
 
@@ -39,16 +38,17 @@ def check(evidence: Evidence) -> list[Finding]:
         f"the weights differ after the update in the {where}: {and_more(differing, len(names))}, ranks {minority}. "
         f"Before it weights, optimizer state and gradients were equal. Norms: {norms}"
     )
+    hint = "compare learning rates, weight decay and step counters of the ranks"
     return [
-        evidence.finding(
-            "updated_replicas",
+        evidence.found(
             text,
             first,
             "value",
+            next=hint,
             measured="different",
             expected="equal",
             floor=0.0,
-            next="compare learning rates, weight decay and step counters of the ranks",
+            severity="error",
             names=differing,
         )
     ]

@@ -8,7 +8,7 @@ tokenizer. By chance a token that comes so often is missing twice in less than o
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,6 @@ from trainprobe.monitor.audit.facts.calls import GivenNumbers
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"given_numbers"})
-EVERY = 10
 STAGE = "data"
 _LOOKS, _FEWEST = 4, 8
 
@@ -66,5 +65,8 @@ def check(evidence: Evidence) -> list[Finding]:
     )
     hint = "look at how this part of the data was prepared: another tokenizer, no end tokens, a filter"
     least = float(seen.least[gone[0]])
-    more: dict[str, Any] = {"kind": "scalar", "severity": "warning", "next": hint, "measured": 0.0, "expected": least}
-    return [evidence.finding("vanished_tokens", text, "tokens", names=[f"token {i}" for i in gone], **more)]
+    return [
+        evidence.found(
+            text, "tokens", next=hint, measured=0.0, expected=least, kind="scalar", names=[f"token {i}" for i in gone]
+        )
+    ]

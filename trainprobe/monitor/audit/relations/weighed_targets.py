@@ -25,7 +25,6 @@ from trainprobe.monitor.audit.messages import Rows, key_of
 
 COST = frozenset({"host", "ranks"})
 OBSERVERS = frozenset({"gradient_use", "loss_inputs"})
-EVERY = 10
 STAGE = "backward"
 _EQUAL = 1e-3
 _RAGGED = 1.25
@@ -121,14 +120,6 @@ def _listed(counts: list[float]) -> str:
 
 
 def _finding(evidence: Evidence, text: str, counts: list[float], hint: str) -> Finding:
-    return evidence.finding(
-        "weighed_targets",
-        text,
-        "loss",
-        measured=max(counts) / min(counts),
-        expected=1.0,
-        floor=_RAGGED,
-        kind="scalar",
-        severity="warning",
-        next=hint,
+    return evidence.found(
+        text, "loss", next=hint, measured=max(counts) / min(counts), expected=1.0, floor=_RAGGED, kind="scalar"
     )

@@ -21,7 +21,6 @@ from trainprobe.monitor.audit.messages import key_of
 
 COST = frozenset({"ranks"})
 OBSERVERS = frozenset({"backward_starts", "gradient_use", "loss_factors", "updates"})
-EVERY = 10
 STAGE = "backward"
 _FLOOR = 1e-6
 _KEY = key_of("loss", "factor")
@@ -44,19 +43,8 @@ def check(evidence: Evidence) -> list[Finding]:
         f"({group_words(evidence, frozenset({'dp'}), group)}; losses {losses[rank]:.4g} and {losses[like]:.4g}). Its data have "
         f"{abs(factor / usual):.3g} times the weight"
     )
-    return [
-        evidence.finding(
-            "weighted_ranks",
-            text,
-            "loss",
-            kind="scalar",
-            measured=factor,
-            expected=usual,
-            floor=_FLOOR,
-            severity="warning",
-            next="multiply or divide the loss by the same number on every data-parallel rank",
-        )
-    ]
+    hint = "multiply or divide the loss by the same number on every data-parallel rank"
+    return [evidence.found(text, "loss", next=hint, measured=factor, expected=usual, floor=_FLOOR, kind="scalar")]
 
 
 def shares(evidence: Evidence) -> dict[int, tuple[int, float]]:

@@ -15,7 +15,6 @@ Where two audited steps follow each other, `untouched_between_steps` looks at ev
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.core.words import and_more
@@ -23,7 +22,6 @@ from trainprobe.monitor.audit.evidence import Evidence
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"weight_samples"})
-EVERY = 10
 STAGE = "evaluation"
 PYTORCH_ONLY = "what is written between two updates is known by PyTorch's hooks around them"
 
@@ -63,6 +61,5 @@ def _finding(evidence: Evidence, write: Write) -> Finding:
     )
     averaged = evidence.place.world_size > 1 and 2 * len(write.names) > write.of
     severity = "info" if write.merged or averaged else "warning"
-    more: dict[str, Any] = {"measured": "changed", "expected": "unchanged", "severity": severity, "next": hint}
-    found = evidence.finding("written_between_steps", text, write.names[0], names=write.names, **more)
+    found = evidence.found(text, write.names, next=hint, measured="changed", expected="unchanged", severity=severity)
     return replace(found, step=write.before)
