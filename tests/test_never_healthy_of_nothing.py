@@ -56,6 +56,11 @@ COMMANDS: list[Case] = [
     ("kernel-dump convert", "kernels", lambda _whole, damaged, out: ["kernel-dump", "convert", str(damaged), "-o", str(out)]),
     ("op-check", "dumps", of_run("op-check")),
     ("dump-compare", "dumps", of_two("dump-compare")),
+    ("dump-compare", "kernels", lambda _whole, damaged, _out: ["dump-compare", str(damaged), str(damaged)]),
+    *(
+        ("show", material, lambda _whole, damaged, out: ["show", str(damaged), "-o", str(out)])
+        for material in ("dumps", "kernels")
+    ),
     ("ckpt-compare", "checkpoint", of_two("ckpt-compare")),
     ("ckpt-show --check", "checkpoint", of_run("ckpt-show", "--check")),
     ("config-check compare", "pack", of_two("config-check", "compare", output="-o")),
@@ -129,7 +134,7 @@ PARTS = {  # the files that hold what a command looks at
     "pack": "*.zip",
     "rollout": "*.npy",
 }
-JSON = {"judge", "report", "top", "nan-trace", "export"}  # of a dump these read the statistics in dump.json
+JSON = {"judge", "report", "top", "nan-trace", "export", "show"}  # of a dump these read the statistics in dump.json
 
 
 def parts(name: str, material: str, folder: Path) -> list[Path]:

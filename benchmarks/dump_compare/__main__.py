@@ -13,6 +13,7 @@ import tempfile
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from benchmarks.dump_compare import foreign as foreign_models
 from benchmarks.dump_compare import layouts as layout_pairs
@@ -98,26 +99,27 @@ def sixteen_bits(only: str, plans: list[str], folder: Path) -> None:
     for name, subject, *ways in in_16_bits.healthy():
         for plan in in_16_bits.PLANS if only in name else ():
             a, b = (
-                train(folder / name / plan / side, subject, way, **in_16_bits.PLANS[plan])
+                recorded(folder / name / plan / side, subject, way, **in_16_bits.PLANS[plan])
                 for side, way in zip("ab", ways, strict=True)
             )
             found, said = judged_anyhow(a, b)
             pairs.add(name)
             accused += [f"{name} [{plan}]"] if found.code == 2 else []
             print(f"{found.code} {name} [{plan}] {dict(found.counts)}\n    {said}", flush=True)
-            shutil.rmtree(folder / name / plan)
-    seen: dict[str, Counter[str]] = {plan: Counter() for plan in in_16_bits.PLANS}
-    for plant, regime, *ways in in_16_bits.planted():
-        name = f"{plant.name} [{regime}]"
-        for plan, recorded in in_16_bits.PLANS.items() if only in name else ():
-            a, b = folder / f"right {plant.subject} {regime} {plan}", folder / "wrong"
-            if not a.exists():
-                train(a, plant.subject, ways[0], step=[0], **recorded)
-            found, said = judged_anyhow(a, train(b, plant.subject, ways[1], step=[0], **recorded))
-            shutil.rmtree(b)
-            shows = in_16_bits.can_show(plant, plan, ways[1].kernels.seen)
+    seen: dict[str, Counter[str]] = {}
+    for plant, regime, behind, *ways in in_16_bits.planted():
+        name = f"{plant.name} [{regime}]{', behind a first difference' if behind else ''}"
+        for plan, how in in_16_bits.PLANS.items() if only in name else ():
+            a = recorded(folder / f"right {plant.subject} {regime} {plan}", plant.subject, ways[0], step=[0], **how)
+            b = recorded(folder / f"{name} {plan}", plant.subject, ways[1], step=[0], **how)
+            found, said = judged_anyhow(a, b)
+            told = b / "shows"
+            if ways[1].kernels.seen is not None or plant.fault is None:
+                told.write_text(str(in_16_bits.can_show(plant, plan, ways[1].kernels.seen)))
+            shows = told.read_text() == "True"
             right = found.code == 2 and re.search(plant.first, place_of(found)[0]) is not None
-            seen[plan].update(whole=1, shown=shows, seen=found.code == 2, both=found.code == 2 and shows, right=right)
+            counts = seen.setdefault(f"{plan}{', behind a first difference' if behind else ''}", Counter())
+            counts.update(whole=1, shown=shows, seen=found.code == 2, both=found.code == 2 and shows, right=right)
             word = "named" if right else "seen" if found.code == 2 else "MISSED" if shows else "cannot be shown"
             print(f"{word} {name} [{plan}] at {place_of(found)[0]}\n    {said}", flush=True)
     print(f"healthy pairs of 16 bits: {len(pairs)}, accused: {', '.join(accused) or 'none'}")
@@ -163,6 +165,15 @@ def stored(only: str, plans: list[str], folder: Path) -> None:
         print(line, flush=True)
 
 
+def recorded(folder: Path, subject: str, way: Way, **plan: Any) -> Path:
+    """Return the folder of a dump, which is recorded unless it is there: with `--folder` it is judged again."""
+    if not folder.exists():
+        scratch = folder.with_name(f"{folder.name} unfinished")
+        shutil.rmtree(scratch, ignore_errors=True)
+        train(scratch, subject, way, **plan).rename(folder)
+    return folder
+
+
 def judged(a: Path, b: Path) -> DumpsVerdict:
     """Return the verdict of two dumps."""
     pairs, missing = pair_ranks(a, b)
@@ -193,7 +204,7 @@ def main() -> None:
     asked.add_argument("what", nargs="?", choices=[*PARTS, "all"], default="all")
     asked.add_argument("--only", default="", help="cases whose name holds this")
     asked.add_argument("--plan", choices=[*PLANS], action="append", help="plans to record with; all of them without it")
-    asked.add_argument("--folder", type=Path, help="keep the dumps here")
+    asked.add_argument("--folder", type=Path, help="keep the dumps here; those of 16 bits that are there are judged again")
     options = asked.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         for name, which in PARTS.items():

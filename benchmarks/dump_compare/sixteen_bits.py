@@ -149,11 +149,18 @@ def can_show(plant: Plant, plan: str, seen: tuple[Tensor, Tensor] | None) -> boo
     return found or (plan == "tensors" and bool(((wrong - right).abs() > 1.001 * unit).any()))
 
 
-def planted() -> Iterator[tuple[Plant, str, Way, Way]]:
-    """Yield each fault, a regime, and both ways to run it."""
-    for plant in PLANTS:
-        for regime, how in REGIMES.items():
-            yield plant, regime, Way(**how), Way(**how, kernels=Replaced(fault=plant.fault), weights=plant.weights)
+def planted() -> Iterator[tuple[Plant, str, bool, Way, Way]]:
+    """Yield each fault, a regime, whether other roundings came before it, and both ways to run it.
+
+    Behind a first difference all kernels of the wrong side compute in float64, so that the faulty one is given other numbers.
+    Weights are known before any difference.
+    """
+    for behind in (False, True):
+        for plant in PLANTS:
+            for regime, how in REGIMES.items():
+                if plant.fault is not None or not behind:
+                    kernels = Replaced(HEALTHY["float64"] if behind else None, plant.fault)
+                    yield plant, regime, behind, Way(**how), Way(**how, kernels=kernels, weights=plant.weights)
 
 
 _HEALTHY: dict[str, dict[str, dict[str, Any]]] = {

@@ -16,7 +16,17 @@ from benchmarks.dump_compare.runs import Way, train
 from benchmarks.dump_compare.sixteen_bits import PLANS, PLANTS, REGIMES
 from tests.matrices import matrix
 from trainprobe.cli import main
-from trainprobe.dump_compare.own_rounding import Counted, OwnRounding, by_counts, by_elements, by_statistics, statistics_of
+from trainprobe.dump_compare.own_rounding import (
+    Counted,
+    OwnRounding,
+    arriving,
+    by_counts,
+    by_elements,
+    by_statistics,
+    in_its_format,
+    statistics_of,
+)
+from trainprobe.engine.core.records import Call, Value
 
 BFLOAT16 = OwnRounding(2.0**-7, 0.0, 1e-6)
 NAMED = ("linear: gain 1.05", "linear: a column zero", "linear: a column doubled", "loss: gain 1.05", "weights: all 3 % off")
@@ -50,6 +60,49 @@ def test_a_wrong_kernel_or_weight_is_named(tmp_path, capsys, right, name, plan):
     code = main(["dump-compare", str(right(plan)), str(b), "-q"])
     said = capsys.readouterr().out
     assert code == 2 and re.search(plant.first, said), said
+
+
+@pytest.mark.parametrize(("name", "plan"), [("linear: gain 1.02", "statistics"), ("norm: gain 1.02", "tensors")])
+def test_a_difference_may_grow_and_does_not_restart(tmp_path, capsys, right, name, plan):
+    """All kernels before the wrong one compute in float64, so that it is given other numbers."""
+    plant = next(each for each in PLANTS if each.name == name)
+    way = Way(**REGIMES["bfloat16"], kernels=Replaced(HEALTHY["float64"], plant.fault))
+    b = train(tmp_path / "b", "gpt", way, step=[0], **PLANS[plan])
+    capsys.readouterr()
+    code = main(["dump-compare", str(right(plan)), str(b), "-q"])
+    said = capsys.readouterr().out
+    assert code == 2 and re.search(plant.first, said), said
+
+
+@pytest.mark.parametrize("shape", [(64, 32), (8, 24, 48)])
+def test_what_arrives_moves_a_norm_as_much_as_it_has_a_direction(shape):
+    rng = np.random.default_rng(3)
+    x, weight = rng.normal(size=shape), rng.normal(size=(shape[-1], shape[-1])) / np.sqrt(shape[-1])
+    for gain, apart in ((1.0, 0.003), (1.0, 0.1), (1.02, 0.003)):
+        y = x * gain * (1 + apart * rng.normal(size=shape))
+        a, b = (rounded(each @ weight) for each in (x, y))
+        moved = abs(np.linalg.norm(x) - np.linalg.norm(y)) / np.linalg.norm(x)
+        how = BFLOAT16._replace(arrives=arriving(moved, np.linalg.norm(x - y) / np.linalg.norm(x), shape))
+        assert by_statistics(statistics_of(a), statistics_of(b), a.size, how).times <= 1
+    how = BFLOAT16._replace(arrives=arriving(0.0, 0.003, shape))
+    assert by_statistics(statistics_of(a), statistics_of(rounded(a * 1.02)), a.size, how).times > 1
+    assert arriving(0.0, 0.003, (shape[-1],)) == 0
+
+
+def test_a_gradient_that_is_added_up_in_its_format_is_held_to_the_norm_of_independent_roundings():
+    rng = np.random.default_rng(1)
+    rows, size = 192, 1024
+    terms = rng.normal(size=(rows, size))
+    a, b = np.zeros(size), np.zeros(size)
+    for i in range(rows):
+        a = rounded(a + terms[i])
+        b = rounded(b + terms[rows - 1 - i])
+    call = Call("op", "Functional.layer_norm", 3, "backward")
+    how = BFLOAT16._replace(times=np.sqrt(in_its_format(call, Value(0, "torch.bfloat16", (size,)), rows * size)))
+    assert how.times == pytest.approx(np.sqrt(rows))
+    assert by_statistics(statistics_of(a), statistics_of(b), size, how).times <= 1
+    wrong = by_statistics(statistics_of(a), statistics_of(rounded(b * 1.06)), size, how)
+    assert wrong.times > 1 and wrong.what == "norm"  # ten units of the format are 7.8 %
 
 
 OTHER_WAYS = {

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from trainprobe.engine.core.records import Value
 from trainprobe.engine.core.step_data import numbers_of_rows
 from trainprobe.engine.stats.checksum import fingerprint
-from trainprobe.engine.storage.dumps import open_tensors, read
+from trainprobe.engine.storage.dumps import not_read, open_tensors, read
 from trainprobe.errors import FormatError, UnsafeFile
 
 STATISTICS: tuple[str, ...] = ("norm", "max", "min", "mean")
@@ -34,7 +34,7 @@ class Columns:
 
 
 class Side:
-    """What the dump in a rank's folder says of its values. unread: why stored values could not be read.
+    """What the dump in a rank's folder says of its values. unread: why entries, files or stored values could not be read.
 
     has_copies: whether this is several ranks, of which some may hold copies of a value (see `disagreement`). adds_up: whether
     statistics are sums of those of several ranks, which round in float64.
@@ -47,7 +47,7 @@ class Side:
         self.folder = folder
         self.step_data = read(folder)
         self._store = open_tensors(folder)
-        self.unread: list[str] = []
+        self.unread = not_read(self.step_data)
 
     def numbers(self, value: Value) -> Mapping[str, float]:
         """Return the statistics of a value by name, without those that are absent."""

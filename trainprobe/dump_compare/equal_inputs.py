@@ -19,13 +19,15 @@ from trainprobe.dump_compare.own_rounding import (
     Beyond,
     Counted,
     OwnRounding,
+    arriving,
     by_counts,
     by_elements,
     by_statistics,
+    in_its_format,
+    is_kernel,
     roundings,
     smallest,
     statistics_of,
-    sums_in_its_format,
 )
 from trainprobe.engine.core.records import Value
 
@@ -36,13 +38,17 @@ _SUMS_IN_SINGLE = 2.0**-18  # relative: statistics of equal weights that two too
 
 
 def hold_to_own_rounding(one: Judged, a: Side, b: Side) -> None:
-    """Say of each result in a coarse format how far it is beyond its own rounding, of a call that is given the same."""
-    held = list(_apart(one)) if one.own > COARSE and one.given == 0 else []
+    """Say of each result in a coarse format how far it is beyond its own rounding, of a call that is given the same.
+
+    Of a kernel that is given other numbers: beyond that and what arrives.
+    """
+    held = list(_apart(one)) if one.own > COARSE and (one.given == 0 or is_kernel(one.call)) else []
     given = max(math.prod(value.shape) for value in named_values(one.call)[1]) if held else 0
     for i, value, left, right in held:
         told = value.interval.evidence in ("statistics", "values") and left.shape == right.shape
-        if value.result and told and not sums_in_its_format(one.call, left, given):
-            one.values[i] = value._replace(beyond=_beyond(one, value, (a, left), (b, right)))
+        rows = in_its_format(one.call, left, given)
+        if value.result and told and rows:
+            one.values[i] = value._replace(beyond=_beyond(one, value, math.sqrt(rows), (a, left), (b, right)))
 
 
 def see_weights(one: Judged, a: Side, b: Side) -> None:
@@ -74,27 +80,29 @@ def _other_bits(a: Side, left: Value, b: Side, right: Value) -> bool:
     return any(mine[kind][0][0] != theirs[kind][0][0] for kind in kinds)
 
 
-def _beyond(one: Judged, value: Distance, *sides: tuple[Side, Value]) -> Beyond:
+def _beyond(one: Judged, value: Distance, more: float, *sides: tuple[Side, Value]) -> Beyond:
     left = sides[0][1]
     times, shared = roundings(one.call, left.shape, joined=any(side.adds_up for side, _ in sides))
+    times *= more
+    arrives = value.cancelled * arriving(one.moved, one.given, left.shape) if one.given and times == 1 else 0.0
+    if one.given and not arrives:
+        return WITHIN
     unit = one.own if times < SEVERAL else max(value.floor, one.own)
-    how = OwnRounding(unit, smallest(left.dtype.rpartition(".")[2]), one.sums * value.cancelled, times, shared)
+    how = OwnRounding(unit, smallest(left.dtype.rpartition(".")[2]), one.sums * value.cancelled, times, shared, arrives)
     size = math.prod(left.shape)
     if value.interval.evidence == "values":
         arrays = [side.array(each) for side, each in sides]
         if arrays[0] is None or arrays[1] is None or not (np.isfinite(arrays[0]).all() and np.isfinite(arrays[1]).all()):
             return WITHIN
         x, y = (np.asarray(array, np.float64) for array in arrays)
-        return max(
-            by_elements(x, y, how, within=times > 1 or one.call.kind != "op"),
-            by_statistics(statistics_of(x), statistics_of(y), size, how),
-        )
+        told = by_statistics(statistics_of(x), statistics_of(y), size, how)
+        return told if arrives else max(told, by_elements(x, y, how, within=times > 1 or one.call.kind != "op"))
     told = [_statistics(side, each) for side, each in sides]
     whole = all(len(each) == len(STATISTICS) and all(map(np.isfinite, each.values())) for each in told)
     if not whole:
         return WITHIN
     found = by_statistics(told[0], told[1], size, how)
-    if times == 1:
+    if times == 1 and not arrives:
         counted = [Counted(*side.counted(each)) for side, each in sides]
         found = max(found, by_counts(counted[0], counted[1], told[0]["norm"], size, how))
     return found

@@ -78,6 +78,7 @@ class Judged:
     weights: largest distance of the weights that a module is given.
     excused: slots of what an optimizer keeps, and is given, that is only as far apart as its gradients are.
     sums: what accumulation adds to `own`.
+    moved: the lower end of `given`: by how much a number of what arrives moved.
     """
 
     pair: CallPair
@@ -90,6 +91,7 @@ class Judged:
     weights: float = 0.0
     excused: frozenset[str] = frozenset()
     sums: float = 0.0
+    moved: float = 0.0
 
     def rounding(self, value: Distance) -> float:
         """Return what rounding alone may do to a result: as measured, but at least the gap of its format, or by the model."""
@@ -168,6 +170,7 @@ def _explain(judged: Sequence[Judged]) -> None:
     A plain float that is another is explained by rounding only where the calls before were as far apart.
     """
     arrived: dict[Hashable, float] = {}
+    moved: dict[Hashable, float] = {}  # the lower ends of these
     noise = 0.0  # the largest distance of a result before
     for one in judged:
         call = one.pair.a
@@ -179,6 +182,7 @@ def _explain(judged: Sequence[Judged]) -> None:
         key = _module_of(owner(call), arrived) if of_parameters else (call.kind, call.name, call.call)
         if call.phase == "backward":
             one.given = max(one.given, arrived.get(key, noise if of_parameters else 0.0))  # tied weights: of a module unknown
+            one.moved = max(one.moved, moved.get(key, noise if of_parameters else 0.0))
         if call.phase == "backward" and kind_of(call).startswith(_KINKS):
             one.given = max(one.given, math.sqrt(one.given))
         kept = one.given if one.own <= COARSE else max([one.given, *_results_apart(one)])  # a backward may use the result
@@ -186,6 +190,7 @@ def _explain(judged: Sequence[Judged]) -> None:
             for each in (key, key[:2]):
                 if kept >= arrived.get(each, 0.0):
                     arrived[each] = kept
+                moved[each] = max(moved.get(each, 0.0), one.moved)
         steps = call.kind == "state" and call.phase == "step"
         if _makes_much_of_little(one, noise):
             one.given = math.inf
@@ -287,8 +292,18 @@ def _with_distances(pair: CallPair, measured: Measured) -> Judged:
         return Judged(pair)
     argument, computed = other_argument(pair.a, pair.b)
     given = max(computed[1], measured.given)
+    moved = max([computed[1], *(value.interval.low for value in measured.values if not value.result)])
     return Judged(
-        pair, "missing", measured.values, given, measured.own, argument, computed, measured.weights, sums=measured.sums
+        pair,
+        "missing",
+        measured.values,
+        given,
+        measured.own,
+        argument,
+        computed,
+        measured.weights,
+        sums=measured.sums,
+        moved=moved,
     )
 
 

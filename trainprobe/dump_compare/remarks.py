@@ -11,6 +11,7 @@ from trainprobe.dump_compare.results import Compared
 from trainprobe.dump_compare.scale_factors import times
 from trainprobe.dump_compare.sentences import place_of_call
 from trainprobe.engine.core.step_data import entry_name
+from trainprobe.engine.core.words import counted
 
 _RANDOM = ("dropout", "rand", "normal", "bernoulli", "multinomial", "uniform", "exponential")
 
@@ -114,9 +115,9 @@ def about_formats(ranks: Sequence[Compared]) -> list[str]:
 
 
 def about_unread(ranks: Sequence[Compared]) -> list[str]:
-    """Return how many stored values cannot be read, and why the first cannot."""
+    """Return how many parts of the dumps cannot be read, and why the first cannot."""
     unread = [text for rank in ranks for text in rank.unread]
-    return [f"{len(unread)} stored values cannot be read and are told by their statistics: {unread[0]}"] if unread else []
+    return [f"{counted(len(unread), 'part')} of the dumps could not be read, such as: {unread[0]}"] if unread else []
 
 
 def about_rounding(ranks: Sequence[Compared]) -> list[str]:
@@ -132,7 +133,8 @@ def about_rounding(ranks: Sequence[Compared]) -> list[str]:
     return [f"what rounding explains was measured for {measured} of {len(apart)} results that are apart{rest}"]
 
 
-def about_counts(counts: Mapping[Outcome, int]) -> list[str]:
+def about_counts(counts: Mapping[Outcome, int], ranks: Sequence[Compared]) -> list[str]:
     """Return how many calls have each outcome."""
     said = [f"{number} {outcome}" for outcome, number in counts.items() if number]
-    return [f"calls: {', '.join(said)}"] if said else []
+    what = "calls, by what could be read of them" if any(rank.unread for rank in ranks) else "calls"
+    return [f"{what}: {', '.join(said)}"] if said else []

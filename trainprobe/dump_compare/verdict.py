@@ -56,7 +56,7 @@ def _judge_runs(ranks: Sequence[Compared], missing: Sequence[str]) -> DumpsVerdi
     alone = [(rank, judged) for rank in ranks for judged in rank.calls if judged.outcome == "missing"]
     details = [*missing, *about_missing(alone), *about_formats(ranks), *about_unread(ranks)]
     details += about_ranks(ranks)
-    details += [*dict.fromkeys(note for rank in ranks for note in rank.notes), *about_rounding(ranks), *about_counts(counts)]
+    details += [*dict.fromkeys(note for rank in ranks for note in rank.notes), *about_rounding(ranks), *about_counts(counts, ranks)]
     first = _first(ranks)
     optimizer = _in_the_optimizer(ranks, math.inf if first is None else first[0].at.step)
     structured = len({name for rank in ranks for name in rank.by_structure})
@@ -95,7 +95,7 @@ def _judge_runs(ranks: Sequence[Compared], missing: Sequence[str]) -> DumpsVerdi
     unread = any(rank.unread for rank in ranks)
     if missing or alone or unread:
         agrees = _ROUNDING if counts["rounding"] + counts["carried"] else "all that both dumps hold agrees"
-        lacking = "stored values cannot be read" if unread else "parts of one have no partner in the other"
+        lacking = "parts of the dumps could not be read" if unread else "parts of one have no partner in the other"
         return DumpsVerdict(3, "; ".join([f"{agrees}, but {lacking}", *because]), details, None, counts)
     if counts["rounding"] or counts["carried"]:
         return DumpsVerdict(1, "; ".join([f"{_ROUNDING}: {whole} calls{of_them}", *because]), details, None, counts)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import copy
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.nn.parallel import DistributedDataParallel
 
 import trainprobe
+from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.records import Place
 from trainprobe.monitor.audit.evidence import Evidence, Tensors
 from trainprobe.monitor.audit.facts import Facts
@@ -86,10 +90,23 @@ def test_a_write_between_steps_that_are_not_audited_is_found_at_its_step(how, tm
 
 
 def test_an_average_over_ranks_is_no_fault_and_is_one_in_a_process_alone():
-    write = Write(14, 15, ("a", "b", "c"), 4)
-    for ranks, severity in ((1, "warning"), (2, "info")):
+    for ranks, copies, severity in ((1, False, "warning"), (2, False, "info"), (2, True, "warning")):
+        write = Write(14, 15, ("a", "b", "c"), 4, copies=copies)
         seen = Evidence(23, Place(0, ranks), Facts(RestingWeights((write,))), Tensors(), AuditPlan())
         assert [f.severity for f in check(seen)] == [severity]
+
+
+def test_ranks_under_ddp_are_copies_and_those_of_local_sgd_are_not():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = DistributedDataParallel(nn.Linear(2, 2))
+        samples = WeightSamples(Guard(), SimpleNamespace(models=[model], optimizers=[]))
+        assert samples._are_copies()
+        model.register_comm_hook(PostLocalSGDState(None, None, 3), post_localSGD_hook)
+        assert not samples._are_copies()
+        assert not WeightSamples(Guard(), SimpleNamespace(models=[model.module], optimizers=[]))._are_copies()
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_a_write_after_the_last_audited_step_is_found_too(tmp_path):

@@ -13,8 +13,7 @@ from pathlib import Path
 from trainprobe.engine.core.addresses import Address, stage_and_address
 from trainprobe.engine.core.records import Call
 from trainprobe.engine.core.step_data import StoredStepData, numbers_of_rows, slots
-from trainprobe.engine.storage.dumps import read
-from trainprobe.engine.storage.dumps.entries import NOT_READ
+from trainprobe.engine.storage.dumps import not_read, read
 from trainprobe.engine.storage.dumps.layout import DEBUG_FILE, DUMP_FILE, find_dumps, holds_dump
 from trainprobe.engine.storage.kernel_dumps.file_names import parse_name
 from trainprobe.engine.storage.kernel_dumps.read import KERNEL_LEVEL, overflows_of
@@ -44,8 +43,7 @@ class RankStep:
     @property
     def unread(self) -> Sequence[str]:
         """Return what of the step's dump could not be read."""
-        notes = () if self.step_data is None else self.step_data.notes
-        return [note for note in notes if self.kernels or note.endswith(NOT_READ)]
+        return () if self.step_data is None else not_read(self.step_data)
 
     def call_at(self, address: Address) -> Call | None:
         """Return the call that holds the value at an address; None where the step was not read from a dump."""

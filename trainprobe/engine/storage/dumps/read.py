@@ -22,7 +22,7 @@ from trainprobe.engine.storage.dumps.header import read_place, read_scalars, spr
 from trainprobe.engine.storage.dumps.layout import CONSTRUCT_FILE, DEBUG_FILE, DUMP_FILE, HEADER, STACK_FILE, find_ranks
 from trainprobe.engine.storage.dumps.leaves import Leaves, NoNumber
 from trainprobe.engine.storage.kernel_dumps.file_names import holds_kernels, parse_name
-from trainprobe.engine.storage.kernel_dumps.read import read_kernels
+from trainprobe.engine.storage.kernel_dumps.read import KERNEL_LEVEL, read_kernels
 from trainprobe.engine.storage.left_out import damaged_as
 from trainprobe.engine.storage.safe_files import read_bounded
 from trainprobe.errors import FormatError
@@ -52,6 +52,12 @@ def read(path: Path | str) -> StoredStepData:
     if ranks:
         raise FormatError(f"{path} holds {len(ranks)} ranks: name one of them, such as {next(iter(ranks.values()))}")
     raise FormatError(f"no dump at {path}: expected dump.json, debug.json or rank folders (rank0, …) there")
+
+
+def not_read(step_data: StoredStepData) -> list[str]:
+    """Return what of a step's dump could not be read, a sentence each."""
+    kernels = step_data.level == KERNEL_LEVEL
+    return [note for note in step_data.notes if kernels or note.endswith(NOT_READ)]
 
 
 def read_step(path: Path | str) -> dict[int, StoredStepData]:

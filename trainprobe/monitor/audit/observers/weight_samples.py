@@ -20,6 +20,7 @@ from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.library import Deferred
 from trainprobe.engine.core.records import StepData
 from trainprobe.engine.tape import Tape
+from trainprobe.monitor.audit.apart_on_purpose import why_not_compared
 from trainprobe.monitor.audit.observers import Audited, Observer
 from trainprobe.monitor.audit.relations.written_between_steps import RestingWeights, Write
 
@@ -182,8 +183,13 @@ class WeightSamples(Observer):
                 self._quiet[name] = -1 if moved or quiet < 0 else quiet + 1
             if written and not gap.told:
                 merged = 2 * zero == len(written) > 0
-                self._writes.append(Write(*gap.steps, tuple(written), len(gap.names), merged))
+                self._writes.append(Write(*gap.steps, tuple(written), len(gap.names), merged, self._are_copies()))
         self._gaps.clear()
+
+    def _are_copies(self) -> bool:
+        models = self._audited.models
+        wrapped = any(type(model).__name__ == "DistributedDataParallel" for model in models)
+        return wrapped and not why_not_compared(models, self._audited.optimizers)
 
 
 def _differ(was: torch.Tensor, now: torch.Tensor) -> torch.Tensor:

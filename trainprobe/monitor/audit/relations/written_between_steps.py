@@ -5,8 +5,9 @@ Judged of weights that were at rest between at least eight pairs of updates befo
 is no write, and weights that two optimizers step, or that a schedule-free one turns into others and back, are left out. So are
 elements that are not in the sample. Tolerance four units of the format, which a write that is taken back leaves
 (sharpness-aware minimisation). Reported as a warning, and as info of what programs do with a period: adapters that are merged,
-so that half of the written weights are zero now (ReLoRA), and, with several ranks, more than half of an optimizer's weights at
-once (local SGD). Where another optimizer has stepped between the two updates that had not done so before, the write is its
+so that half of the written weights are zero now (ReLoRA), and, with several ranks that train apart, more than half of an
+optimizer's weights at once (local SGD). Under DistributedDataParallel all ranks are equal before such a write too, so that it
+is no average. Where another optimizer has stepped between the two updates that had not done so before, the write is its
 program's own (DiLoCo).
 Usually caused by an in-place change, weights of another run or an average that were copied in, or by corrupted memory.
 Where two audited steps follow each other, `untouched_between_steps` looks at every element and at the optimizer's state.
@@ -28,13 +29,17 @@ PYTORCH_ONLY = "what is written between two updates is known by PyTorch's hooks 
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Weights that were written between the updates of two steps. of: how many were looked at. merged: as adapters are."""
+    """Weights that were written between the updates of two steps. of: how many were looked at. merged: as adapters are.
+
+    copies: whether a wrapper keeps the weights of all ranks equal, so that there is nothing to average.
+    """
 
     after: int
     before: int
     names: tuple[str, ...]
     of: int
     merged: bool = False
+    copies: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +64,7 @@ def _finding(evidence: Evidence, write: Write) -> Finding:
         "look for a copy, an average, a reset or an in-place change behind that step. If it is meant, leave the relation out "
         "(`audit: {relations: {written_between_steps: false}}`)"
     )
-    averaged = evidence.place.world_size > 1 and 2 * len(write.names) > write.of
+    averaged = evidence.place.world_size > 1 and not write.copies and 2 * len(write.names) > write.of
     severity = "info" if write.merged or averaged else "warning"
     found = evidence.found(text, write.names, next=hint, measured="changed", expected="unchanged", severity=severity)
     return replace(found, step=write.before)
