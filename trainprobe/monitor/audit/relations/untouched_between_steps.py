@@ -44,7 +44,7 @@ def check(evidence: Evidence) -> list[Finding]:
         return _averaged_elsewhere(evidence, before)
     if before is None or not evidence.follows or not (before.of(UpdateCounts).once and evidence.of(UpdateCounts).once):
         return []
-    found: list[Finding] = []
+    written: dict[str, list[str]] = {}
     known = {slot for _, slot in before.tensors.rows}
     slots = dict.fromkeys(slot for _, slot in evidence.tensors.rows if f"{slot}_after" in known)
     for slot in (slot for slot in slots if slot != "step"):  # counters have a relation of their own
@@ -55,8 +55,9 @@ def check(evidence: Evidence) -> list[Finding]:
         if slot == "value" and (_are_clamped(evidence, before, changed) or _are_normalised(evidence, changed)):
             continue
         if changed and (slot in _WEIGHTS or _is_updated(evidence, slot) or _is_updated(before, slot)):
-            found.append(_finding(evidence, before, slot, changed))
-    found += _statistics(evidence, before)
+            written[slot] = changed
+    found = _written(evidence, before, written)
+    found += [] if "value" in written else _statistics(evidence, before)  # what writes to both is told of the weights
     gone = [
         (name, slot.removesuffix("_after"))
         for name, slot in before.tensors.rows
@@ -198,8 +199,19 @@ def _changed(evidence: Evidence, before: Evidence, name: str, slot: str) -> bool
     return was is not None and now is not None and was != now
 
 
-def _finding(evidence: Evidence, before: Evidence, slot: str, names: list[str]) -> Finding:
-    first = names[0]
+def _written(evidence: Evidence, before: Evidence, written: dict[str, list[str]]) -> list[Finding]:
+    """Return a finding for each write. Slots of the same parameters were written together: the first of them is named."""
+    found: list[Finding] = []
+    while written:
+        first = next(iter(written))
+        together = [slot for slot, names in written.items() if not set(names).isdisjoint(written[first])]
+        names = list(dict.fromkeys(name for slot in together for name in written.pop(slot)))
+        found.append(_finding(evidence, before, together, names))
+    return found
+
+
+def _finding(evidence: Evidence, before: Evidence, slots: list[str], names: list[str]) -> Finding:
+    first, slot = names[0], slots[0]
     now = evidence.tensors.checksum(first, slot)
     origin = next(
         (
@@ -217,8 +229,9 @@ def _finding(evidence: Evidence, before: Evidence, slot: str, names: list[str]) 
     else:
         how = "Something wrote to it: an in-place change, a load, or corrupted memory"
     what = {"value": "the weight", "main_value": "the master weight"}.get(slot, f"the optimizer state {slot}")
+    more = f", and {and_more(slots[1:])} with it" if slots[1:] else ""
     text = (
         f"{what} of {and_more(names, len(evidence.tensors.names))} changed between the updates of steps "
-        f"{before.step} and {evidence.step} (norm {old:.9g} to {new:.9g}). {how}"
+        f"{before.step} and {evidence.step} (norm {old:.9g} to {new:.9g}){more}. {how}"
     )
     return evidence.finding("untouched_between_steps", text, first, slot, measured=new, expected=old, floor=0.0, names=names)
