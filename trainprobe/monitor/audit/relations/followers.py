@@ -1,8 +1,8 @@
 """A copy that follows the weights (average, target network, teacher) does so in all tensors, towards them, and with memory.
 
-Relation: in a step in which a copy of the model (a module, or a list or dict of tensors) moves, each of its tensors moves by one
-share of its distance to the weights, e' = e + r (w − e), with 0 < r ≤ 1. r is fitted to a sample of elements by least squares.
-Reported, each as a warning:
+Relation: in a step in which a copy of the model (a module, or a list or dict of tensors) moves, each of its tensors moves by
+one share of its distance to the weights, e' = e + r (w − e), with 0 < r ≤ 1. r is fitted to a sample of elements by least
+squares. Reported, each as a warning:
 
 - r < 0: the copy moves away from the weights;
 - 1/2 < r < 1 at three audited steps, equal within one percent: it has nearly no memory, as if the decay and its complement were

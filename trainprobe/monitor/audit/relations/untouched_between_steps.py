@@ -6,12 +6,12 @@ statistics of normalisation layers from the last update to the next forward, jud
 group, whose buffers wrappers hand to the others before a forward. Where other steps lie between, such a layer has averaged as
 many batches in each of them (`num_batches_tracked`) as in each audited step, of which there were three or more, and no more.
 Frozen parameters that something moves from the start (the average of a student), those that no optimizer holds and no loss
-reaches, with the statistics of their layers, and those that other ranks hand over are left out, and so is state that neither of
-the two updates changed of any parameter: it is not the update's own, but kept there for something else (the weights from before
-an ascent). So are weights that were cut off at bounds which they share (the critic of Arjovsky et al., 2017), and weights that
-have unit length now (prototypes on a sphere). Tolerance zero. For weights that are turned into others and back it is 1e-5
-of the norm, in norm, max and min: for an ascent in this step, or by an optimizer whose groups have a `train_mode`
-(schedule-free ones do so for an evaluation).
+reaches or that the program updates by hand, with the statistics of their layers, and those that other ranks hand over are left
+out, and so is state that neither of the two updates changed of any parameter: it is not the update's own, but kept there for
+something else (the weights from before an ascent). So are weights that were cut off at bounds which they share (the critic of
+Arjovsky et al., 2017), and weights that have unit length now (prototypes on a sphere). Tolerance zero. For weights that are
+turned into others and back it is 1e-5 of the norm, in norm, max and min: for an ascent in this step, or by an optimizer whose
+groups have a `train_mode` (schedule-free ones do so for an evaluation).
 Usually caused by state that was lost, reset or mixed up in saving and loading, by weights that were overwritten in place, by
 master weights that are made anew from rounded ones, or by corrupted memory. Where one parameter's state is now what another's
 was, that is reported.
@@ -127,7 +127,7 @@ def _of_others(evidence: Evidence) -> frozenset[str]:
     here = frozenset(name for group in evidence.of(UsedGroups).groups for name in group.names)
     driven, beside = evidence.history.driven, averaged_parameters(evidence)
     from_start = {name for name in untrained_parameters(evidence) if driven.get(name, 0) >= 0}
-    return (evidence.history.handed_over - here) | from_start | beside
+    return (evidence.history.handed_over - here) | from_start | beside | evidence.of(UpdateCounts).by_hand
 
 
 def _turned_back(evidence: Evidence, before: Evidence, names: list[str]) -> frozenset[str]:
