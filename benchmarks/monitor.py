@@ -22,9 +22,10 @@ import torch
 import typer
 
 import trainprobe
-from benchmarks.interleaved import alternate, median_ratio
+from benchmarks.interleaved import alternate, clock, median_ratio
 from benchmarks.models import SIZES, prepare
 from benchmarks.overhead import Lockstep
+from trainprobe.monitor.audit.plan import AuditPlan
 
 ALL = {"activations": True, "parameters": True, "gradients": True, "optimizer_state": True}
 NONE = {"activations": False, "parameters": False, "gradients": False, "optimizer_state": False}
@@ -77,14 +78,47 @@ def measure(size_name: str, variant: str, pairs: int) -> dict[str, Any]:
     }
 
 
+def by_step(size_name: str, steps: int) -> dict[str, Any]:
+    """Measure the default plan: CPU time of single steps, each against the same step without, and of all of them together."""
+    off, on = (Lockstep(prepare(SIZES[size_name], "whole step"), 1) for _ in range(2))
+    for side in (off, on):
+        side.run()  # the first step of a training makes the state of its optimizer
+    folder = Path(tempfile.mkdtemp(prefix="trainprobe_bench_"))
+    plain: list[float] = []
+    watched: list[float] = []
+    audited = [step for step in range(steps) if AuditPlan().wants_step(step)]
+    try:
+        plan: dict[str, Any] = {"monitor": DEFAULT, "audit": True, "level": "off", "output": folder / "out"}
+        with trainprobe.watch(on.training.model, on.training.optimizer, **plan) as probe:
+            on.probe, on.folder = probe, folder / "out"
+            for step in range(steps):
+                for side in (off, on) if step % 2 == 0 else (on, off):
+                    told = watched if side is on else plain
+                    told.append(clock(side.run, side.drain).cpu)
+            found = [f.message for f in probe.findings if f.severity != "info"]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    figures: dict[str, Any] = {"figure": "by step", "size": size_name, "steps": steps, "audited": audited, "findings": found}
+    for name, chosen in (("audited step", audited), ("other step", sorted(set(range(steps)) - set(audited)))):
+        ratio = median_ratio([watched[i] for i in chosen], [plain[i] for i in chosen])
+        figures[name] = [round(x, 4) for x in (ratio.median, ratio.low, ratio.high)]
+    figures["each audited step"] = [round(watched[i] / plain[i], 3) for i in audited]
+    figures["all"] = round(sum(watched) / sum(plain), 4)
+    return figures
+
+
 def main(
     size: Annotated[list[str] | None, typer.Option(help="real, tiny")] = None,
     variant: Annotated[list[str] | None, typer.Option(help="such as 'audit'")] = None,
     quick: Annotated[bool, typer.Option(help="fewer pairs: a look, not a figure")] = False,
+    steps: Annotated[int, typer.Option(help="instead: the default plan over so many steps, audited ones and others apart")] = 0,
 ) -> None:
     """Print one JSON line for each chosen size and variant."""
     torch.set_num_threads(1)
     for size_name in size or SIZES:
+        if steps:
+            sys.stdout.write(orjson.dumps(by_step(size_name, steps)).decode() + "\n")
+            continue
         pairs = (3 if size_name == "real" else 7) if quick else (9 if size_name == "real" else 31)
         for name in variant or VARIANTS:
             sys.stdout.write(orjson.dumps(measure(size_name, name, pairs)).decode() + "\n")

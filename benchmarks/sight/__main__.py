@@ -20,25 +20,44 @@ from benchmarks.sight.judge import judged, told
 from benchmarks.sight.running import alarms, run
 
 
-def lines_of(cases: list[Case]) -> list[dict[str, Any]]:
+class Known:
+    """What earlier runs into one folder have found, by name: a bench that was stopped goes on behind it."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        if folder:
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def findings(self, program: Any, *bug: str, ranks: int = 1) -> list[dict[str, Any]]:
+        """Return the findings of a program, which runs unless they are known."""
+        file = self._folder and self._folder / f"{program.__module__}.{program.__name__}.{'.'.join(bug)}.json"
+        if file and file.exists():
+            return json.loads(file.read_text())
+        found = run(program, *bug, ranks=ranks)
+        if file:
+            file.write_text(json.dumps(found))
+        return found
+
+
+def lines_of(cases: list[Case], known: Known) -> list[dict[str, Any]]:
     """Run cases and their twins, and print and return a line for each; twins of one program run once."""
     twins: dict[Any, list[dict[str, Any]]] = {}
     lines = []
     for case in cases:
         if case.program not in twins:
-            twins[case.program] = run(case.program, "", ranks=case.ranks)
-        line = judged(case, run(case.program, case.name, ranks=case.ranks), twins[case.program])
+            twins[case.program] = known.findings(case.program, "", ranks=case.ranks)
+        line = judged(case, known.findings(case.program, case.name, ranks=case.ranks), twins[case.program])
         words = "found" if line["found"] else "MISSED", "named" if line["named"] else "-", len(line["alarms"])
         print(f"{case.number:2} {case.name:32} {words[0]:7} {words[1]:6} {words[2]:2}  {line['first'][:110]}", flush=True)
         lines.append(line)
     return lines
 
 
-def loops_of(names: list[str]) -> dict[str, list[str]]:
+def loops_of(names: list[str], known: Known) -> dict[str, list[str]]:
     """Run healthy loops, and print and return the alarms of each."""
     told_of = {}
     for name in names:
-        told_of[name] = [told(finding) for finding in alarms(run(HEALTHY[name]))]
+        told_of[name] = [told(finding) for finding in alarms(known.findings(HEALTHY[name]))]
         print(f"   {name:32} {len(told_of[name])} alarms  {'; '.join(told_of[name])[:150]}", flush=True)
     return told_of
 
@@ -57,11 +76,12 @@ def table(lines: list[dict[str, Any]]) -> str:
 def main(
     only: Annotated[list[str] | None, typer.Option(help="names of cases or healthy loops")] = None,
     healthy: Annotated[bool, typer.Option(help="the healthy loops alone")] = False,
+    known: Annotated[Path | None, typer.Option(help="keep what each run has found in this folder, and go on behind it")] = None,
     out: Annotated[Path | None, typer.Option(help="write the lines to this file, as JSON")] = None,
 ) -> None:
     """Print a line a case and a line a healthy loop, and a table by class."""
     cases = [case for case in CASES if not healthy and (not only or case.name in only)]
-    lines, loops = lines_of(cases), loops_of([name for name in HEALTHY if not only or name in only])
+    lines, loops = lines_of(cases, Known(known)), loops_of([name for name in HEALTHY if not only or name in only], Known(known))
     if out:
         out.write_text(json.dumps({"cases": lines, "healthy": loops}, indent=1))
     print(table(lines))

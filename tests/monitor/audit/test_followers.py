@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import weakref
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 import trainprobe
-from trainprobe.monitor.audit.observers import followers
+from trainprobe.monitor.audit.observers.copies import Copy
 
 HEALTHY = ("average", "with a warm-up", "hard", "now and then", "at rest", "of torch", "trained itself")
 FAULTS = {
@@ -75,5 +76,64 @@ def test_what_is_wrong_with_a_copy_is_named(how, tmp_path):
 def test_a_copy_that_goes_while_it_is_read_is_left_out():
     """Garbage is collected at any moment, so also behind the look whether a copy is still there."""
     model = nn.Linear(2, 2)
-    pair = followers._Pair("Linear", weakref.ref(copy.deepcopy(model)), weakref.ref(model))
-    assert followers._sampled(pair) is None
+    gone = Copy(copy.deepcopy(model), model, ("weight", "bias"))
+    assert gone.both() is None
+
+
+class Shadows:
+    """Averages as programs keep them: in a list, in a dict of new tensors, in a dict with buffers, as buffers of a module."""
+
+    def __init__(self, model: nn.Module, form: str) -> None:
+        self.form, self.sign = form, 1
+        named = {name: p.detach().clone() for name, p in model.named_parameters()}
+        if form == "buffers":
+            self.module = nn.Module()
+            self.module.register_buffer("decay", torch.tensor(0.9))
+            for name, value in named.items():
+                self.module.register_buffer(name.replace(".", ""), value)
+        else:
+            self.held = list(named.values()) if form == "list" else dict(named)
+
+    def update(self, model: nn.Module) -> None:
+        for i, (name, p) in enumerate(model.named_parameters()):
+            key = i if self.form == "list" else name
+            held = self.module._buffers if self.form == "buffers" else self.held
+            key = name.replace(".", "") if self.form == "buffers" else key
+            step = self.sign * 0.1 * (p.detach() - held[key])
+            if self.form == "dict":
+                held[key] = held[key] + step
+            else:
+                held[key].add_(step)
+
+
+def found_of_tensors(form: str, folder, *, wrong: bool, within: bool) -> list:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 3))
+    average, optimizer = Shadows(model, form), torch.optim.AdamW(model.parameters(), lr=1e-2)
+    average.sign = -1 if wrong else 1
+    gone = weakref.ref(average)
+    with trainprobe.watch(model, optimizer, output=folder / "out", monitor=False) as probe:
+        for step in range(48):
+            with probe.step():
+                x = torch.randn(32, 6)
+                loss = (model(x) - x[:, :3]).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                if within and average is not None:
+                    average.update(model)
+            if not within and average is not None:
+                average.update(model)
+            average = average if step < 40 else None
+        held = [one for one in gc.get_objects() if isinstance(one, Copy) and one._tensors is not None]
+    assert gone() is None and held == []
+    return [(f.rule, f.site.name, f.message) for f in probe.findings if f.severity != "info"]
+
+
+@pytest.mark.parametrize("within", [True, False], ids=["within", "between"])
+@pytest.mark.parametrize("form", ["list", "dict", "buffers"])
+def test_tensors_that_follow_are_a_copy_too(form, within, tmp_path):
+    assert found_of_tensors(form, tmp_path, wrong=False, within=within) == []
+    [(rule, name, message)] = found_of_tensors(form, tmp_path, wrong=True, within=within)
+    assert (rule, name) == ("followers", "0.weight")
+    assert "tensors in a" in message and "moves away from them, by 0.1 of the distance" in message

@@ -62,3 +62,47 @@ def test_but_one_in_which_nothing_ran_is(tmp_path):
             with probe.step():
                 pass
     assert ["nothing was seen" in f.message for f in probe.findings if f.rule == "probe"] == [True]
+
+
+def test_weights_and_moments_that_are_written_together_are_one_finding(tmp_path):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with trainprobe.watch(model, optimizer, output=tmp_path / "out", audit={"every": 1}, monitor=False) as probe:
+        for step in range(4):
+            if step == 3:
+                for p in model.parameters():
+                    for tensor in (p.data, optimizer.state[p]["exp_avg"], optimizer.state[p]["exp_avg_sq"]):
+                        tensor.mul_(1.5)
+            with probe.step():
+                optimizer.zero_grad()
+                model(torch.randn(16, 4)).square().sum().backward()
+                optimizer.step()
+    [found] = [f for f in probe.findings if f.severity != "info"]
+    assert (found.rule, found.step, found.site.name, found.site.slot) == ("untouched_between_steps", 3, "weight", "value")
+    assert ", and exp_avg and 1 more with it." in found.message and set(found.names) == {"weight", "bias"}
+
+
+@pytest.mark.parametrize("when", ["before the optimizer", "behind it", "never"])
+def test_parameters_that_a_loop_updates_by_hand_are_not_lost(when, tmp_path):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+    optimizer = torch.optim.AdamW(model[0].parameters(), lr=0.01)
+
+    def by_hand():
+        for p in model[2].parameters():
+            p.data -= 0.1 * p.grad
+
+    with trainprobe.watch(model, optimizer, output=tmp_path / "out", monitor=False) as probe:
+        for _ in range(25):
+            with probe.step():
+                model.zero_grad()
+                x = torch.randn(16, 6)
+                (model(x) - x[:, :3]).square().mean().backward()
+                if when == "before the optimizer":
+                    by_hand()
+                optimizer.step()
+                if when == "behind it":
+                    by_hand()
+    told = [(f.rule, f.site.name) for f in probe.findings if f.severity != "info"]
+    assert told == ([("ownership", "2.weight"), ("movement", "2.weight")] if when == "never" else [])

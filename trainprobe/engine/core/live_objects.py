@@ -18,6 +18,11 @@ def instances_of(classes: Collection[type]) -> list[Any]:
     return [one for one in gc.get_referrers(*classes) if id(type(one)) in kinds] if kinds else []
 
 
+def containers_of(objects: Collection[Any]) -> list[list[Any] | dict[Any, Any]]:
+    """Return the lists and dicts that hold one of these objects, each once."""
+    return [one for one in gc.get_referrers(*objects) if type(one) in (list, dict)] if objects else []
+
+
 def with_subclasses(base: type) -> list[type]:
     """Return a class and all classes that inherit from it, each once."""
     found = {id(base): base}

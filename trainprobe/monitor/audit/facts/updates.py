@@ -16,6 +16,8 @@ class UpdateCounts:
     """A parameter was in two updates."""
     between: int = 0
     """Since the audited step before, in steps that are not audited, or in none."""
+    by_hand: frozenset[str] = frozenset()
+    """Trainable parameters that no optimizer holds and that the program moved between the backward pass and the step's end."""
 
     @property
     def once(self) -> bool:

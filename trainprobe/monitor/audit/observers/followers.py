@@ -1,12 +1,12 @@
-"""Copies of the model that follow its weights: moving averages, target networks and teachers that are modules.
+"""Copies of the model that follow its weights: moving averages, target networks and teachers.
 
-A copy is a module outside of the watched models, of the class of one of them, whose parameters have the same names, shapes and
-numbers when it is found. A sample of elements is read as an audited step begins and as it ends; one transfer brings all.
+A copy is one that the observer `copies` has found, with the numbers of the model when it is first read. A sample of elements is
+read as an audited step begins and as it ends; one transfer brings all. What happens between two audited steps that follow each
+other is known by both.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,17 +16,15 @@ import torch
 
 from trainprobe.engine.arrays.without_dispatch import in_a_transform, without_dispatch
 from trainprobe.engine.core.guard import Guard
-from trainprobe.engine.core.live_objects import instances_of
 from trainprobe.engine.core.records import StepData
-from trainprobe.monitor.audit.capture.registered import unwrapped
 from trainprobe.monitor.audit.capture.set_up import drops
 from trainprobe.monitor.audit.observers import Audited, Observer
+from trainprobe.monitor.audit.observers.copies import Copies, Copy
 from trainprobe.monitor.audit.observers.model_calls import ModelCalls
 from trainprobe.monitor.audit.relations.followers import Followed, FollowedTensor, FollowerSteps
 
 SAMPLE = 256  # elements of a tensor
-_SEARCHES = 3  # audited steps at which copies are searched for: one that is made later begins as no copy of today's weights
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_Arrays = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,47 +42,49 @@ class _Sample:
 
 @dataclass(slots=True)
 class _Pair:
-    """A copy and the model that it may follow. kind: their class. begun, ended: samples of both in this step."""
+    """A copy and what is known of it. number: among those that were found.
 
-    kind: str
-    copy: weakref.ref[Any]
-    model: weakref.ref[Any]
+    is_copy: it had the model's numbers when it was first read. begun, ended: samples of both in this step. last: the copy's
+    own numbers at the end of the audited step before, with its sample, and the number of that step.
+    """
+
+    copy: Copy
+    number: int
     is_copy: bool = False
     begun: tuple[_Sample, _Sample] | None = None
     ended: tuple[_Sample, _Sample] | None = None
+    last: tuple[int, _Sample, _Arrays] | None = None
 
 
 class Followers(Observer):
     """See the module text."""
 
-    needs = (ModelCalls,)
+    needs = (ModelCalls, Copies)
 
     def __init__(self, guard: Guard, audited: Audited) -> None:
         super().__init__(guard, audited)
         self._pairs: list[_Pair] = []
-        self._searches = 0
-        self._other: weakref.WeakSet[Any] = weakref.WeakSet()  # modules of the model's class that are no copies
+        self._known = 0  # how many of those that were found are among the pairs, or were
 
     def begin(self) -> None:
-        """Search for copies, and read those that are known."""
-        if self._searches < _SEARCHES:
-            self._searches += 1
-            self._search()
-        self._pairs = [pair for pair in self._pairs if pair.copy() is not None and pair.model() is not None]
+        """Read the copies that there are."""
+        found = self._audited.of(Copies).found
+        self._pairs += [_Pair(copy, number) for number, copy in enumerate(found) if number >= self._known]
+        self._known = len(found)
         for pair in self._pairs:
-            pair.begun, pair.ended = _sampled(pair), None
+            pair.begun, pair.ended = _sampled(pair.copy), None
 
     def end(self) -> None:
         """Read them again, but for those that have a gradient of their own."""
         for pair in self._pairs:
-            copy = pair.copy()
-            if pair.begun is not None and copy is not None and all(p.grad is None for p in copy.parameters()):
-                pair.ended = _sampled(pair)
+            both = pair.copy.both() if pair.begun is not None else None
+            if both is not None and all(p.grad is None for p in both[0].values()):
+                pair.ended = _sampled(pair.copy)
 
     def facts(self, step_data: StepData) -> FollowerSteps:
-        """Return how each copy moved in this step; one transfer brings all that was read."""
+        """Return how each copy moved in this step, or since the step before; one transfer brings all that was read."""
         read = [sample for pair in self._pairs for both in (pair.begun, pair.ended) for sample in both or ()]
-        numbers = iter(_host(read))
+        numbers, ordinal = iter(_host(read)), self._audited.run.ordinal
         seen: list[Followed] = []
         for pair in list(self._pairs):
             begun = [next(numbers), next(numbers)] if pair.begun else []
@@ -93,54 +93,31 @@ class Followers(Observer):
                 pair.is_copy = all(np.array_equal(begun[0][name], begun[1][name]) for name in begun[0])
                 if not pair.is_copy:
                     self._pairs.remove(pair)
-                    if (module := pair.copy()) is not None:
-                        self._other.add(module)
+                    pair.copy.release(always=True)
                     continue
             if pair.begun and pair.ended:
-                seen.append(replace(_followed(pair, begun, ended), dropped=self._dropped(pair.copy())))
+                steps = _followed(pair, [pair.begun[0], pair.ended[0]], begun[0], ended[0], (ended[1], begun[1]))
+                if pair.last and pair.last[0] == ordinal - 1 and not any(t.moved or t.written for t in steps.tensors):
+                    steps = _followed(pair, [pair.last[1], pair.begun[0]], pair.last[2], begun[0], (begun[1],))
+                seen.append(replace(steps, dropped=self._dropped(pair.copy.module)))
+                pair.last = ordinal, pair.ended[0], ended[0]
             pair.begun = pair.ended = None
         return FollowerSteps(tuple(seen))
+
+    def stop(self) -> None:
+        """Hold no copy."""
+        self._pairs.clear()
 
     def _dropped(self, copy: Any) -> bool:
         """Tell whether a copy ran in training mode without gradients, and a dropout in it."""
         called = self._audited.of(ModelCalls).called
         return called.get(id(copy)) is False and any(drops(m) and id(m) in called for m in copy.modules())
 
-    def _search(self) -> None:
-        models = [list(unwrapped(model))[-1] for model in self._audited.models]
-        inside = {id(module) for model in self._audited.models for module in model.modules()}
-        known = inside | {id(pair.copy()) for pair in self._pairs}
-        kinds = {type(model): model for model in models if _parameters(model)}
-        for module in instances_of(kinds):
-            model = kinds[type(module)]
-            if id(module) not in known and module not in self._other and _are_alike(module, model):
-                self._pairs.append(_Pair(type(module).__name__, weakref.ref(module), weakref.ref(model)))
 
-
-def _parameters(module: Any) -> dict[str, Any]:
-    """Return the parameters of a module; none where one is not a plain tensor with memory of its own."""
-    found = dict(module.named_parameters())
-    plain = all(type(p) in _PLAIN and p.is_floating_point() and not (p.is_meta or p.is_inference()) for p in found.values())
-    return found if plain else {}
-
-
-def _are_alike(module: Any, model: Any) -> bool:
-    """Tell whether two modules have parameters of the same names and shapes on one device, and share none."""
-    mine, its = _parameters(module), _parameters(model)
-    if not mine or mine.keys() != its.keys() or len({p.device for p in (*mine.values(), *its.values())}) > 1:
-        return False
-    return all(p.shape == its[name].shape and p is not its[name] for name, p in mine.items())
-
-
-def _sampled(pair: _Pair) -> tuple[_Sample, _Sample] | None:
+def _sampled(copy: Copy) -> tuple[_Sample, _Sample] | None:
     """Return elements of both at even distances, the model's rounded to the dtype of the copy; None where there are none."""
-    copy, model = pair.copy(), pair.model()  # held: a copy that nobody holds may go at any moment
-    if copy is None or model is None or in_a_transform():
-        return None
-    mine, its = _parameters(copy), _parameters(model)
-    if not mine or mine.keys() != its.keys():
-        return None
-    return _sample(mine, mine), _sample(its, mine)
+    both = None if in_a_transform() else copy.both()  # held: a copy that nobody holds may go at any moment
+    return None if both is None else (_sample(both[0], both[0]), _sample(both[1], both[0]))
 
 
 def _sample(parameters: Mapping[str, Any], as_in: Mapping[str, Any]) -> _Sample:
@@ -152,7 +129,7 @@ def _sample(parameters: Mapping[str, Any], as_in: Mapping[str, Any]) -> _Sample:
         return _Sample(torch.cat(rounded), dtype, counts, {name: p._version for name, p in parameters.items()})
 
 
-def _host(samples: Sequence[_Sample]) -> Iterator[dict[str, np.ndarray]]:
+def _host(samples: Sequence[_Sample]) -> Iterator[_Arrays]:
     """Yield each sample as arrays by name, after one transfer."""
     if not samples:
         return
@@ -160,21 +137,20 @@ def _host(samples: Sequence[_Sample]) -> Iterator[dict[str, np.ndarray]]:
         numbers = torch.cat([sample.elements for sample in samples]).cpu().numpy()
     at = 0
     for sample in samples:
-        found: dict[str, np.ndarray] = {}
+        found: _Arrays = {}
         for name, count in sample.counts.items():
             found[name] = numbers[at : at + count]
             at += count
         yield found
 
 
-def _followed(pair: _Pair, begun: Sequence[dict[str, np.ndarray]], ended: Sequence[dict[str, np.ndarray]]) -> Followed:
-    """Return how the copy moved, measured against the weights before or after the update, whichever explain it better."""
-    assert pair.begun is not None and pair.ended is not None
-    before, after = pair.begun[0].versions, pair.ended[0].versions
-    written = {name: after[name] != before[name] for name in before}
-    tried = [_against(begun[0], ended[0], weights[1], written) for weights in (ended, begun)]
+def _followed(pair: _Pair, samples: Sequence[_Sample], was: _Arrays, now: _Arrays, weights: Sequence[_Arrays]) -> Followed:
+    """Return how the copy moved from one sample to the next, measured against the weights that explain it best."""
+    before, after = (sample.versions for sample in samples)
+    written = {name: after.get(name) != before[name] for name in before}
+    tried = [_against(was, now, each, written) for each in weights]
     best = min(tried, key=lambda tensors: sum(t.residual for t in tensors if t.moved))
-    return Followed(pair.kind, pair.begun[0].dtype, tuple(best))
+    return Followed(pair.copy.kind, samples[0].dtype, tuple(best), number=pair.number)
 
 
 def _against(

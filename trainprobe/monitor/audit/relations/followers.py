@@ -1,7 +1,8 @@
 """A copy that follows the weights (average, target network, teacher) does so in all tensors, towards them, and with memory.
 
-Relation: in a step in which a copy of the model moves, each of its tensors moves by one share of its distance to the weights,
-e' = e + r (w − e), with 0 < r ≤ 1. r is fitted to a sample of elements by least squares. Reported, each as a warning:
+Relation: in a step in which a copy of the model (a module, or a list or dict of tensors) moves, each of its tensors moves by
+one share of its distance to the weights, e' = e + r (w − e), with 0 < r ≤ 1. r is fitted to a sample of elements by least
+squares. Reported, each as a warning:
 
 - r < 0: the copy moves away from the weights;
 - 1/2 < r < 1 at three audited steps, equal within one percent: it has nearly no memory, as if the decay and its complement were
@@ -11,7 +12,8 @@ e' = e + r (w − e), with 0 < r ≤ 1. r is fitted to a sample of elements by l
 - it is written at two audited steps and keeps its numbers, away from the weights: it is updated with itself;
 - it rests, and at four audited steps in a row ran without gradients and dropped: what a reference says is then random.
 
-A copy that rests in evaluation mode violates nothing.
+A copy that rests in evaluation mode violates nothing. Of an update between two steps is judged what lies between two audited
+steps that follow each other.
 """
 
 from __future__ import annotations
@@ -65,6 +67,13 @@ class Followed:
     """Its parameters."""
     dropped: bool = False
     """It ran without gradients, and a dropout within it was active."""
+    number: int = 0
+    """Of the copy, in the order in which they were found."""
+
+    @property
+    def rests(self) -> bool:
+        """Nothing moved it, wrote to it or dropped in it."""
+        return not self.dropped and not any(t.moved or t.written for t in self.tensors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,24 +84,24 @@ class FollowerSteps:
     """Each, in the order in which they were found."""
 
 
-def remember(evidence: Evidence) -> list[dict[str, Any]]:
+def remember(evidence: Evidence) -> dict[int, dict[str, Any]]:
     """Return for each copy: the rate at the last audited steps, and how often in a row each other violation was seen."""
-    before = evidence.remembered("followers", [])
-    found: list[dict[str, Any]] = []
-    for i, copy in enumerate(evidence.of(FollowerSteps).copies):
-        known = before[i] if i < len(before) else {}
-        rate = _rate(copy)
+    found: dict[int, dict[str, Any]] = dict(evidence.remembered("followers", {}))
+    for copy in evidence.of(FollowerSteps).copies:
+        known, rate = found.get(copy.number, {}), _rate(copy)
+        if copy.rests:  # as many do between updates that come now and then
+            found[copy.number] = {name: count for name, count in known.items() if name != "drops"}
+            continue
         seen = {name: known.get(name, 0) + 1 for name, tensors in _violations(copy) if tensors}
-        found.append({"rates": [*known.get("rates", []), *([rate] if rate else [])][-3:], **seen})
+        found[copy.number] = {"rates": [*known.get("rates", []), *([rate] if rate else [])][-3:], **seen}
     return found
 
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find copies that do not follow as they should."""
-    before = evidence.remembered("followers", [])
     found: list[Finding] = []
-    for i, copy in enumerate(evidence.of(FollowerSteps).copies):
-        known: dict[str, Any] = before[i] if i < len(before) else {}
+    for copy in evidence.of(FollowerSteps).copies:
+        known: dict[str, Any] = evidence.remembered("followers", {}).get(copy.number, {})
         for name, tensors in _violations(copy):
             if tensors and known.get(name, 0) >= (_RESTED if name == "drops" else 1):
                 found.append(_finding(evidence, copy, name, tensors))

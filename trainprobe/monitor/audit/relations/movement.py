@@ -36,13 +36,13 @@ def check(evidence: Evidence) -> list[Finding]:
     seen = evidence.tensors
     groups = {name: group for group in used.groups for name in group.names}
     rates = {name: _rate(groups.get(name), evidence) for name in seen.names}
-    mastered = evidence.mastered
+    mastered, by_hand = evidence.mastered, evidence.of(UpdateCounts).by_hand
     stuck: list[str] = []
     drawn: list[str] = []
     judged = 0
     for name in seen.with_slot("value_after"):
         before, after = seen.checksum(name, "value"), seen.checksum(name, "value_after")
-        if before is None or after is None or not evidence.of(UpdateCounts).updates or name in mastered:
+        if before is None or after is None or not evidence.of(UpdateCounts).updates or name in mastered | by_hand:
             continue
         if (name, "grad") not in seen:
             has_gradient = name in gradients.reached or any(slot.startswith("grad") for slot in seen.slots(name))

@@ -1,11 +1,11 @@
 """The optimizer owns every live trainable parameter.
 
-Relation: the set of parameter objects that the optimizers step contains every parameter of the model that requires a
-gradient, but for those that other ranks of its replica group step and hand over, and a copy beside a trained module, such as a
-moving average, which gets no gradient. Tolerance none. One of which an optimizer
+Relation: the set of parameter objects that the optimizers step contains every parameter of the model that requires a gradient,
+but for those that other ranks of its replica group step and hand over, those that the program updates by hand within the step,
+and a copy beside a trained module, such as a moving average, which gets no gradient. Tolerance none. One of which an optimizer
 holds a copy of its shape and another dtype has a master weight; where an optimizer holds none of them and nothing that looks
-like them, nothing is known. Parameters that a module keeps in a plain list or dict are no parameters of the model: where
-one of them has a gradient and no optimizer holds it, it is reported.
+like them, nothing is known. Parameters that a module keeps in a plain list or dict are no parameters of the model: where one of
+them has a gradient and no optimizer holds it, it is reported.
 Usually caused by parameters that were replaced (moved, cast, resized, wrapped) after the optimizer was made (accelerate issue
 2665), by a part of the model that was left out of the parameter groups, or by a list where `nn.ModuleList` is meant.
 """
@@ -44,7 +44,8 @@ def _hidden(evidence: Evidence) -> list[Finding]:
 def _lost(evidence: Evidence) -> list[Finding]:
     beside = untrained_parameters(evidence)
     trainable = [p for p in evidence.model.parameters if p.trainable and p.name not in beside]
-    lost = [p for p in trainable if p.owned is False and p.name not in evidence.mastered | evidence.history.handed_over]
+    elsewhere = evidence.mastered | evidence.history.handed_over | evidence.of(UpdateCounts).by_hand
+    lost = [p for p in trainable if p.owned is False and p.name not in elsewhere]
     strays = set(evidence.model.strays)
     stale = [p for p in lost if (p.shape, p.dtype) in strays]
     if not lost or not evidence.of(UpdateCounts).updates or (len(lost) == len(trainable) and not stale):

@@ -6,12 +6,12 @@ statistics of normalisation layers from the last update to the next forward, jud
 group, whose buffers wrappers hand to the others before a forward. Where other steps lie between, such a layer has averaged as
 many batches in each of them (`num_batches_tracked`) as in each audited step, of which there were three or more, and no more.
 Frozen parameters that something moves from the start (the average of a student), those that no optimizer holds and no loss
-reaches, with the statistics of their layers, and those that other ranks hand over are left out, and so is state that neither of
-the two updates changed of any parameter: it is not the update's own, but kept there for something else (the weights from before
-an ascent). So are weights that were cut off at bounds which they share (the critic of Arjovsky et al., 2017), and weights that
-have unit length now (prototypes on a sphere). Tolerance zero. For weights that are turned into others and back it is 1e-5
-of the norm, in norm, max and min: for an ascent in this step, or by an optimizer whose groups have a `train_mode`
-(schedule-free ones do so for an evaluation).
+reaches or that the program updates by hand, with the statistics of their layers, and those that other ranks hand over are left
+out, and so is state that neither of the two updates changed of any parameter: it is not the update's own, but kept there for
+something else (the weights from before an ascent). So are weights that were cut off at bounds which they share (the critic of
+Arjovsky et al., 2017), and weights that have unit length now (prototypes on a sphere). Tolerance zero. For weights that are
+turned into others and back it is 1e-5 of the norm, in norm, max and min: for an ascent in this step, or by an optimizer whose
+groups have a `train_mode` (schedule-free ones do so for an evaluation).
 Usually caused by state that was lost, reset or mixed up in saving and loading, by weights that were overwritten in place, by
 master weights that are made anew from rounded ones, or by corrupted memory. Where one parameter's state is now what another's
 was, that is reported.
@@ -43,7 +43,7 @@ def check(evidence: Evidence) -> list[Finding]:
         return _averaged_elsewhere(evidence, before)
     if before is None or not evidence.follows or not (before.of(UpdateCounts).once and evidence.of(UpdateCounts).once):
         return []
-    found: list[Finding] = []
+    written: dict[str, list[str]] = {}
     known = {slot for _, slot in before.tensors.rows}
     slots = dict.fromkeys(slot for _, slot in evidence.tensors.rows if f"{slot}_after" in known)
     for slot in (slot for slot in slots if slot != "step"):  # counters have a relation of their own
@@ -54,8 +54,9 @@ def check(evidence: Evidence) -> list[Finding]:
         if slot == "value" and (_are_clamped(evidence, before, changed) or _are_normalised(evidence, changed)):
             continue
         if changed and (slot in _WEIGHTS or _is_updated(evidence, slot) or _is_updated(before, slot)):
-            found.append(_finding(evidence, before, slot, changed))
-    found += _statistics(evidence, before)
+            written[slot] = changed
+    found = _written(evidence, before, written)
+    found += [] if "value" in written else _statistics(evidence, before)  # what writes to both is told of the weights
     gone = [
         (name, slot.removesuffix("_after"))
         for name, slot in before.tensors.rows
@@ -125,7 +126,7 @@ def _of_others(evidence: Evidence) -> frozenset[str]:
     here = frozenset(name for group in evidence.of(UsedGroups).groups for name in group.names)
     driven, beside = evidence.history.driven, averaged_parameters(evidence)
     from_start = {name for name in untrained_parameters(evidence) if driven.get(name, 0) >= 0}
-    return (evidence.history.handed_over - here) | from_start | beside
+    return (evidence.history.handed_over - here) | from_start | beside | evidence.of(UpdateCounts).by_hand
 
 
 def _turned_back(evidence: Evidence, before: Evidence, names: list[str]) -> frozenset[str]:
@@ -197,8 +198,19 @@ def _changed(evidence: Evidence, before: Evidence, name: str, slot: str) -> bool
     return was is not None and now is not None and was != now
 
 
-def _finding(evidence: Evidence, before: Evidence, slot: str, names: list[str]) -> Finding:
-    first = names[0]
+def _written(evidence: Evidence, before: Evidence, written: dict[str, list[str]]) -> list[Finding]:
+    """Return a finding for each write. Slots of the same parameters were written together: the first of them is named."""
+    found: list[Finding] = []
+    while written:
+        first = next(iter(written))
+        together = [slot for slot, names in written.items() if not set(names).isdisjoint(written[first])]
+        names = list(dict.fromkeys(name for slot in together for name in written.pop(slot)))
+        found.append(_finding(evidence, before, together, names))
+    return found
+
+
+def _finding(evidence: Evidence, before: Evidence, slots: list[str], names: list[str]) -> Finding:
+    first, slot = names[0], slots[0]
     now = evidence.tensors.checksum(first, slot)
     origin = next(
         (
@@ -216,8 +228,9 @@ def _finding(evidence: Evidence, before: Evidence, slot: str, names: list[str]) 
     else:
         how = "Something wrote to it: an in-place change, a load, or corrupted memory"
     what = {"value": "the weight", "main_value": "the master weight"}.get(slot, f"the optimizer state {slot}")
+    more = f", and {and_more(slots[1:])} with it" if slots[1:] else ""
     text = (
         f"{what} of {and_more(names, len(evidence.tensors.names))} changed between the updates of steps "
-        f"{before.step} and {evidence.step} (norm {old:.9g} to {new:.9g}). {how}"
+        f"{before.step} and {evidence.step} (norm {old:.9g} to {new:.9g}){more}. {how}"
     )
     return evidence.finding("untouched_between_steps", text, first, slot, measured=new, expected=old, floor=0.0, names=names)
