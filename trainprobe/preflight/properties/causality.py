@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainprobe.preflight.report import Outcome, broken, holds, not_applicable
+from trainprobe.preflight.report import Line, broken, holds, not_applicable
 from trainprobe.preflight.subject import Seen, Subject, distance
 
 MOST = 0.9  # share of the targets that are a neighbouring token of the batch
 
 
-def examine(subject: Subject) -> Outcome:
+def examine(subject: Subject) -> Line:
     """Read the targets off the gradient of the logits, change the later tokens of each row, then single documents."""
     tokens, logits = subject.batch.of("tokens"), subject.base.logits
     if tokens is None or logits is None or logits.dim() != 3:
@@ -60,7 +60,7 @@ def shift_of(seen: Seen, tokens: Tensor) -> int | None:
     return None
 
 
-def _later(subject: Subject, tokens: Tensor) -> Outcome | None:
+def _later(subject: Subject, tokens: Tensor) -> Line | None:
     rows, time = tokens.shape
     edge = torch.tensor([1 + (row * 7 + time // 2) % max(time - 2, 1) for row in range(rows)], device=tokens.device)
     later = torch.arange(time, device=tokens.device) > edge.unsqueeze(1)
@@ -74,7 +74,7 @@ def _later(subject: Subject, tokens: Tensor) -> Outcome | None:
     )
 
 
-def _documents(subject: Subject, tokens: Tensor) -> Outcome | None:
+def _documents(subject: Subject, tokens: Tensor) -> Line | None:
     begins = begins_of(subject)
     if begins is None:
         return None

@@ -22,9 +22,9 @@ from trainprobe.engine.core.guard import attempt, fault_text
 from trainprobe.engine.core.log_lines import say as log
 from trainprobe.errors import ProbeError, UsageError
 from trainprobe.preflight.examine import checked, preflight
+from trainprobe.preflight.frameworks import Training
 from trainprobe.preflight.report import Report
 from trainprobe.preflight.script.first_update import FirstUpdate, joined
-from trainprobe.preflight.script.frameworks import Training
 
 
 def preflight_script(

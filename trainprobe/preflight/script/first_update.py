@@ -15,7 +15,7 @@ from trainprobe.engine.core.guard import attempt
 from trainprobe.errors import UsageError
 from trainprobe.integrations.live_modules import live_optimizers
 from trainprobe.preflight.batches import Batch
-from trainprobe.preflight.script.frameworks import Found, Training, running_step
+from trainprobe.preflight.frameworks import Found, Training, running_step
 from trainprobe.preflight.script.tape import Micro, Tape
 
 Ends = Callable[[Callable[[], tuple[Training, list[Any]]]], None]
