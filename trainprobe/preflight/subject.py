@@ -168,7 +168,7 @@ class Subject:
         self.passes += len(micros)
         self.guard.rewind()
         self.guard.clear_gradients()
-        with _paths_kept(self.model), Quiet(), torch.enable_grad():
+        with as_tested(self.model):
             reported = (self.step or self._mean_of)(self.model, [micro.tree() for micro in micros])
         gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
         self.guard.clear_gradients()
@@ -282,6 +282,13 @@ def _paths_kept(model: nn.Module) -> Generator[None]:
     finally:
         for layer in layers:
             layer.training = True
+
+
+@contextmanager
+def as_tested(model: nn.Module) -> Generator[None]:
+    """Let a step of a trainer run with gradients and without dropout."""
+    with _paths_kept(model), Quiet(), torch.enable_grad():
+        yield
 
 
 def scalar_of(result: Any) -> Tensor:

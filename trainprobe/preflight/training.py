@@ -1,0 +1,45 @@
+"""What is learnt of a trainer: its loss, its step, its micro-batches, and how its ranks share gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+@dataclass(slots=True)
+class Training:
+    """What a preflight is given: see `trainprobe.preflight`. micros: the micro-batches of the first update.
+
+    together: runs micro-batches of this rank while the other ranks run theirs, and leaves the gradients of the update; None
+    where it was not seen how ranks share them. copied: whether the optimizer may hold copies of the parameters.
+    """
+
+    loss: Callable[[Any, Any], Any]
+    step: Callable[[Any, list[Any]], Any] | None
+    model: Any
+    micros: list[Any]
+    together: Callable[[list[Any]], Any] | None = None
+    copied: bool = False
+
+
+def unwrapped(model: Any) -> Any:
+    """Return what a wrapper for several ranks computes with: DDP, DeepSpeed's engine, Megatron's DDP."""
+    return model.module if type(model).__name__ in ("DistributedDataParallel", "DeepSpeedEngine") else model
+
+
+def mean_over_ranks(model: nn.Module, step: Callable[[list[Any]], Any]) -> Callable[[list[Any]], None]:
+    """Return a step that leaves the mean of the ranks' gradients, as DeepSpeed and Megatron do in buffers of their own."""
+
+    def together(micros: list[Any]) -> None:
+        step(micros)
+        for p in (p for p in model.parameters() if p.requires_grad):
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+
+    return together
