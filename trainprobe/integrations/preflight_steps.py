@@ -11,11 +11,15 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
+from trainprobe.engine.core.guard import attempt, fault_text
+from trainprobe.engine.core.log_lines import say
+from trainprobe.preflight.report import Report
 from trainprobe.preflight.subject import differentiate, scalar_of
-from trainprobe.preflight.training import Training, mean_over_ranks, unwrapped
+from trainprobe.preflight.training import Training, mean_over_ranks, tested, unwrapped
 
 
 @dataclass(slots=True)
@@ -55,6 +59,38 @@ def _of_frame(module: str, held: dict[str, Any]) -> tuple[Any, Callable[[list[An
 def _copied(batch: Any) -> Any:
     plain = dict(batch) if hasattr(batch, "keys") else batch
     return tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, plain)
+
+
+class FirstStep:
+    """The test of the first update of a training that goes on: every bit is given back.
+
+    wanted: whether there is one. report: what was found, None before it and where nothing could be tested.
+    """
+
+    def __init__(self, wanted: bool) -> None:
+        self.waits, self.micros = wanted, list[Any]()
+        self.report: Report | None = None
+
+    def add(self, batch: Any) -> None:
+        """Keep a micro-batch as it was before it was used."""
+        if self.waits:
+            self.micros.append(_copied(batch))
+
+    def test(self, make: Callable[[list[Any]], Training], optimizers: list[Any], probe: Any = None) -> None:
+        """Test what was kept, once, and print it on the first rank. probe: looks away meanwhile."""
+        if not self.waits:
+            return
+        self.waits = False
+        if probe is not None:
+            probe.pause()
+        found = attempt(lambda: tested(make(self.micros), optimizers), otherwise=fault_text)
+        if probe is not None:
+            probe.resume()
+        self.micros.clear()
+        self.report = found if isinstance(found, Report) else None
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            bad = self.report is None or self.report.broken
+            say(f"preflight\n{found}", severity="warning" if bad else "info")
 
 
 def of_transformers(trainer: Any, model: Any, micros: list[Any]) -> Training:

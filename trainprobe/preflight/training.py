@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from trainprobe.engine.core.guard import attempt, fault_text
+from trainprobe.engine.core.log_lines import say as log
+from trainprobe.preflight.batches import joined
+from trainprobe.preflight.examine import preflight
+from trainprobe.preflight.report import Report
 
 
 @dataclass(slots=True)
@@ -25,6 +32,20 @@ class Training:
     micros: list[Any]
     together: Callable[[list[Any]], Any] | None = None
     copied: bool = False
+
+
+def tested(training: Training, optimizers: list[Any], **options: Any) -> Report:
+    """Test the micro-batches of an update as one batch; the first alone where the loss cannot be made of all."""
+    micros, count = training.micros, len(training.micros) if training.step else 1
+    test = partial(preflight, training.loss, training.model, optimizer=optimizers, **options)
+    if len(micros) == 1:
+        return test(micros[0], step=training.step)
+    whole = attempt(lambda: test(joined(micros), step=training.step, micro_batches=count), otherwise=fault_text)
+    if not isinstance(whole, str):
+        return whole
+    why = f"the loss of {len(micros)} micro-batches in one cannot be made ({whole}): the first of them is tested"
+    log(why, severity="warning")
+    return test(micros[0])
 
 
 def unwrapped(model: Any) -> Any:

@@ -9,7 +9,6 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -23,11 +22,11 @@ from trainprobe.engine.at_start.door import VARIABLE as DOOR
 from trainprobe.engine.core.guard import attempt, fault_text
 from trainprobe.engine.core.log_lines import say as log
 from trainprobe.errors import ProbeError, UsageError
-from trainprobe.preflight.examine import checked, preflight
+from trainprobe.preflight.examine import checked
 from trainprobe.preflight.report import Report
-from trainprobe.preflight.script.first_update import FirstUpdate, joined
+from trainprobe.preflight.script.first_update import FirstUpdate
 from trainprobe.preflight.script.ranks import size, together
-from trainprobe.preflight.training import Training
+from trainprobe.preflight.training import Training, tested
 
 ANSWER = "TRAINPROBE_PREFLIGHT_ANSWER"  # file for the exit code, under a launcher
 UNREAD = 141
@@ -129,25 +128,9 @@ preflight_script.context_settings = {"ignore_unknown_options": True, "allow_inte
 
 def _answer(learnt: Callable[[], tuple[Training, list[Any]]], options: dict[str, Any], json: Path | None) -> int:
     if size() == 1:
-        return _told(_tested(*learnt(), options), json)
+        return _told(tested(*learnt(), **options), json)
     found = attempt(learnt, otherwise=lambda fault: (fault, []))
-    return together(found[0], lambda training: _told(_tested(training, found[1], options), json))
-
-
-def _tested(training: Training, optimizers: list[Any], options: dict[str, Any]) -> Report:
-    """Test the micro-batches as one batch; the first alone where the loss cannot be made of all."""
-    micros, count = training.micros, len(training.micros) if training.step else 1
-    test = partial(preflight, training.loss, training.model, optimizer=optimizers, **options)
-    if len(micros) == 1:
-        return test(micros[0], step=training.step)
-    whole = attempt(lambda: test(joined(micros), step=training.step, micro_batches=count), otherwise=fault_text)
-    if not isinstance(whole, str):
-        return whole
-    log(
-        f"the loss of {len(micros)} micro-batches in one cannot be made ({whole}): the first of them is tested",
-        severity="warning",
-    )
-    return test(micros[0])
+    return together(found[0], lambda training: _told(tested(training, found[1], **options), json))
 
 
 def _told(report: Report, json: Path | None) -> int:

@@ -16,7 +16,6 @@ from trainprobe.engine.core.guard import attempt
 from trainprobe.errors import UsageError
 from trainprobe.integrations.live_modules import live_optimizers
 from trainprobe.integrations.preflight_steps import Found, running_step
-from trainprobe.preflight.batches import Batch
 from trainprobe.preflight.script.tape import Micro, Tape
 from trainprobe.preflight.subject import differentiate
 from trainprobe.preflight.training import Training, mean_over_ranks
@@ -170,22 +169,3 @@ def _of_loop(micros: list[Micro]) -> Training:
     shared = None if not wrappers else together if of_torch else mean_over_ranks(model, partial(step, model))
     batches = [micro.batch for micro in micros]
     return Training(loss, step if several else None, model, batches, shared, copied=not of_torch)
-
-
-def joined(micros: list[Any]) -> Any:
-    """Return the rows of all micro-batches as one batch, padded to one length; the first where they cannot be joined."""
-    batches = [Batch(micro) for micro in micros]
-    longest = max((tokens.shape[1] for b in batches if (tokens := b.of("tokens")) is not None), default=0)
-    even = [_lengthened(batch, longest) for batch in batches]
-    first = even[0]
-    whole = attempt(
-        lambda: first.with_leaves({i: torch.cat([batch.leaves[i] for batch in even]) for i in first.by_row}),
-        otherwise=lambda _: first,
-    )
-    return whole.tree()
-
-
-def _lengthened(batch: Batch, longest: int) -> Batch:
-    tokens = batch.of("tokens")
-    missing = 0 if tokens is None else longest - tokens.shape[1]
-    return batch.padded(missing, left=False) if missing > 0 else batch
