@@ -23,5 +23,10 @@ class _Room(ModuleType):
 
         return preflight(*args, **kwargs)
 
+    @property
+    def preflight(self) -> _Room:
+        """The function of the room, which is the room."""
+        return self
+
 
 sys.modules[__name__].__class__ = _Room
