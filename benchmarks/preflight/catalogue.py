@@ -26,6 +26,7 @@ from benchmarks.preflight.programs import (
     packed,
     pairs,
     pictures,
+    seq2seq,
     texts,
     vision,
 )
@@ -686,3 +687,120 @@ def first_token_only(broken: bool) -> Trial:
         return model(input_ids=tokens, attention_mask=batch["attention_mask"], labels=batch["labels"]).loss
 
     return Trial(loss, causal("llama", num_hidden_layers=LAYERS), texts())
+
+
+# ---- of other people's packages, written after the first fifty were tested --------------------------------------------
+
+
+@case("start", "lora")
+def optimizer_before_the_adapter(broken: bool) -> Trial:
+    import peft
+
+    base = causal("qwen3")
+    old = list(base.parameters())
+    model = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    own = [p for p in model.parameters() if p.requires_grad]
+    return Trial(of_model, model, texts(), {"optimizer": torch.optim.AdamW(old if broken else own, lr=1e-3)})
+
+
+@case("causality")
+def decoder_given_its_targets(broken: bool) -> Trial:
+    def loss(model: Any, batch: Any) -> Tensor:
+        labels = batch["labels"]
+        start = torch.full_like(labels[:, :1], 2)
+        given = labels if broken else torch.cat([start, labels[:, :-1]], dim=1)
+        out = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], decoder_input_ids=given.clamp_min(0))
+        return cross_entropy(out.logits.flatten(0, 1), labels.flatten())
+
+    batch = texts()
+    return Trial(loss, seq2seq("bart"), {**batch, "labels": batch["labels"][:, :9].contiguous()})
+
+
+@case("rows")
+def pictures_normed_by_the_batch(broken: bool) -> Trial:
+    def loss(model: Any, batch: Any) -> Tensor:
+        pixels = batch["pixel_values"]
+        scale = pixels.std() if broken else pixels.flatten(1).std(dim=1).view(-1, 1, 1, 1)
+        return model(pixel_values=(pixels / scale), labels=batch["labels"]).loss
+
+    return Trial(loss, vision("convnext"), pictures())
+
+
+@case("padding", "left")
+def absolute_positions_behind_padding(broken: bool) -> Trial:
+    def loss(model: Any, batch: Any) -> Tensor:
+        mask = batch["attention_mask"]
+        behind = mask.cumsum(1) - 1
+        positions = torch.arange(mask.shape[1]).expand_as(mask) if broken else behind.clamp_min(0)
+        labels = torch.where(behind > 0, batch["labels"], -100)
+        return model(batch["input_ids"], attention_mask=mask, position_ids=positions, labels=labels).loss
+
+    return Trial(loss, causal("gpt2"), texts(left=True))
+
+
+@case("padding")
+def router_loss_over_padding(broken: bool) -> Trial:
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        out = model(**batch, output_router_logits=True)
+        balance = load_balancing_loss_func(out.router_logits, 4, 2, None if broken else batch["attention_mask"])
+        return out.loss + 0.5 * balance
+
+    return Trial(loss, causal("mixtral", router_aux_loss_coef=0.0), texts())
+
+
+@case("update", "uphill")
+def maximized(broken: bool) -> Trial:
+    model = causal("bloom")
+    return Trial(of_model, model, texts(), {"optimizer": torch.optim.SGD(model.parameters(), lr=0.05, maximize=broken)})
+
+
+@case("determinism")
+def noise_of_its_own_generator(broken: bool) -> Trial:
+    import numpy
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        source = numpy.random.default_rng(None if broken else 0)
+        x = model.get_input_embeddings()(batch["input_ids"])
+        noise = torch.from_numpy(source.standard_normal(x.shape[-1])).to(x.dtype) * 0.05
+        return model(inputs_embeds=x + noise, attention_mask=batch["attention_mask"], labels=batch["labels"]).loss
+
+    return Trial(loss, causal("gpt_neox"), texts())
+
+
+@case("gradient")
+def half_of_the_stream_detached(broken: bool) -> Trial:
+    model = causal("phi3")
+
+    def between(module: Any, args: Any, output: Any) -> Any:
+        return 0.5 * output + 0.5 * (output.detach() if broken else output)
+
+    model.model.norm.register_forward_hook(between)
+    return Trial(of_model, model, texts())
+
+
+@case("split", "factor 3")
+def three_parts_summed(broken: bool) -> Trial:
+    def step(model: Any, micros: list[Any]) -> None:
+        for micro in micros:
+            (of_model(model, micro) / (1 if broken else len(micros))).backward()
+
+    batch = texts(rows=6, ragged=False)
+    batch = {**batch, "labels": batch["labels"][:, :9].contiguous()}
+    return Trial(of_model, seq2seq("t5"), batch, {"step": step, "micro_batches": 3})
+
+
+@case("precision", "bfloat16")
+def capped_logits_in_bfloat16(broken: bool) -> Trial:
+    def loss(model: Any, batch: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
+            capped = 30 * torch.tanh(logits / 30)
+            capped = capped.bfloat16() if broken else capped.float()
+            target = batch["labels"][:, 1:]
+            log_z = capped.exp().sum(-1).log()
+            losses = log_z - capped.gather(-1, target.clamp_min(0).unsqueeze(-1)).squeeze(-1)
+            return (losses * (target != -100)).sum() / (target != -100).sum()
+
+    return Trial(loss, causal("gemma2"), texts())

@@ -15,7 +15,8 @@ from torch.nn.functional import cross_entropy
 
 import trainprobe
 from trainprobe.errors import UsageError
-from trainprobe.preflight.script.first_update import FirstUpdate, joined
+from trainprobe.preflight.batches import joined
+from trainprobe.preflight.script.first_update import FirstUpdate
 from trainprobe.preflight.subject import scalar_of
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs/preflight.schema.json").read_text())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 from functools import cache, partial, wraps
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from trainprobe.errors import MissingExtra
 from trainprobe.integrations.deepspeed import engine_of, follow
 from trainprobe.integrations.deepspeed_layout import place_of, renaming
 from trainprobe.integrations.output_folder import asked_output
+from trainprobe.integrations.preflight_steps import FirstStep, of_lightning
 from trainprobe.integrations.session import Session
 from trainprobe.monitor.audit.facts.updates import Progress
 from trainprobe.watching import PlanSource
@@ -31,17 +33,21 @@ NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
 class PlainCallback:
     """Watches a Lightning training. plan: path, dict, Plan or None for the default; `overrides` are plan fields on top.
 
+    preflight: test loss and model before the first update, where optimization is automatic, print what holds, and give every
+    bit back; its answer is `callback.preflight.report`.
+
     The object that is made is a callback of whichever Lightning the program has imported. Raises MissingExtra where none is
     installed, PlanError for a plan that cannot be carried out.
     """
 
-    def __new__(cls, plan: PlanSource = None, **overrides: Any) -> PlainCallback:
+    def __new__(cls, plan: PlanSource = None, **options: Any) -> PlainCallback:
         """Make an object that is a callback of the program's Lightning too."""
         return object.__new__(_callback_class(cls, _namespace()))
 
-    def __init__(self, plan: PlanSource = None, **overrides: Any) -> None:
+    def __init__(self, plan: PlanSource = None, *, preflight: bool = False, **overrides: Any) -> None:
         self.session = Session(plan, **overrides)
-        self._made_of = (plan, overrides)
+        self.preflight = FirstStep(preflight)
+        self._made_of = (plan, {"preflight": preflight, **overrides})
         self._number = -1  # of the step that is open
         self._losses = 0
         self._updates = 0
@@ -111,6 +117,14 @@ class PlainCallback:
         if not self._in_batch:
             self.session.micro_begins()
         self._in_batch = True
+
+        self.preflight.add(batch)
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Test the first update, where that is wanted."""
+        if pl_module.automatic_optimization:
+            number = [0] if len(inspect.signature(pl_module.training_step).parameters) > 1 else []
+            self.preflight.test(partial(of_lightning, pl_module, number), trainer.optimizers, self.session.probe)
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
         """Take the loss: the sum of what Lightning differentiates in a step; in manual optimization, each by itself."""

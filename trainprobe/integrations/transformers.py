@@ -18,6 +18,7 @@ from trainprobe.engine.core.topology import axes_from_mesh, place_from_environme
 from trainprobe.errors import MissingExtra
 from trainprobe.integrations.deepspeed import engine_of, follow
 from trainprobe.integrations.deepspeed_layout import place_of, renaming
+from trainprobe.integrations.preflight_steps import FirstStep, of_transformers
 from trainprobe.integrations.session import Session, agreed
 from trainprobe.integrations.trl import follow_rollouts
 from trainprobe.monitor.audit.facts.updates import Progress
@@ -35,11 +36,13 @@ _REPORTED = {"loss": "reported/loss", "grad_norm": "reported/grad_norm", "learni
 class ProbeCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     """Watches the training of a Trainer. plan: path, dict, Plan or None for the default; `overrides` are plan fields on top.
 
-    Raises PlanError for a plan that cannot be carried out. trainer: found by itself.
+    preflight: test loss and model before the first update, print what holds, and give every bit back; its answer is
+    `callback.preflight.report`. Raises PlanError for a plan that cannot be carried out. trainer: found by itself.
     """
 
-    def __init__(self, plan: PlanSource = None, **overrides: Any) -> None:
+    def __init__(self, plan: PlanSource = None, *, preflight: bool = False, **overrides: Any) -> None:
         self.session = Session(plan, **overrides)
+        self.preflight = FirstStep(preflight)
         self.trainer: Any = None
         self._made_of = (plan, overrides)
         self._step: Replaced | None = None  # the Trainer's training_step, while a step is collected
@@ -124,6 +127,14 @@ class ProbeCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         """Begin the next micro-batch, where no Trainer is known that tells it."""
         if self.trainer is None:
             self.session.micro_begins()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Test the first update, where that is wanted."""
+        if self.preflight.waits and (trainer := _calling_trainer()) is not None:
+            for batch in _micro_batches():
+                self.preflight.add(batch)
+            raw = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+            self.preflight.test(partial(of_transformers, trainer, trainer.model_wrapped), [raw], self.session.probe)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Take the loss scale, and whether the update was skipped because of it."""
@@ -227,6 +238,14 @@ def _calling_trainer() -> Any:
             break
         frame = frame.f_back
     return None
+
+
+def _micro_batches() -> list[Any]:
+    """Return the micro-batches of the update that the Trainer is about to make."""
+    frame = sys._getframe(2)
+    while frame is not None and "batch_samples" not in frame.f_locals:
+        frame = frame.f_back
+    return [] if frame is None else frame.f_locals["batch_samples"]
 
 
 def _place(trainer: Any) -> Place:

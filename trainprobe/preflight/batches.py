@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
+from trainprobe.engine.core.guard import attempt
 from trainprobe.errors import UsageError
 
 IGNORED = -100
@@ -164,6 +165,25 @@ class Batch:
             more = more if fill is None else torch.full_like(more, int(fill))
             changed[i] = torch.cat([more, x] if left else [x, more], dim=1)
         return self.with_leaves(changed)
+
+
+def joined(micros: list[Any]) -> Any:
+    """Return the rows of all micro-batches as one batch, padded to one length; the first where they cannot be joined."""
+    batches = [Batch(micro) for micro in micros]
+    longest = max((tokens.shape[1] for b in batches if (tokens := b.of("tokens")) is not None), default=0)
+    even = [_lengthened(batch, longest) for batch in batches]
+    first = even[0]
+    whole = attempt(
+        lambda: first.with_leaves({i: torch.cat([batch.leaves[i] for batch in even]) for i in first.by_row}),
+        otherwise=lambda _: first,
+    )
+    return whole.tree()
+
+
+def _lengthened(batch: Batch, longest: int) -> Batch:
+    tokens = batch.of("tokens")
+    missing = 0 if tokens is None else longest - tokens.shape[1]
+    return batch.padded(missing, left=False) if missing > 0 else batch
 
 
 def _is_float(x: Any) -> bool:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 import time
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any
 
 from trainprobe.engine.core.guard import attempt, fault_text
 from trainprobe.errors import UsageError, did_you_mean
 from trainprobe.preflight.properties import ORDER
-from trainprobe.preflight.report import NOT_REACHED, Line, Outcome, Report, broken, not_applicable
+from trainprobe.preflight.report import NOT_REACHED, Line, Report, broken, not_applicable
 from trainprobe.preflight.state_guard import TrainingGuard
 from trainprobe.preflight.subject import Subject
 
@@ -69,17 +70,17 @@ def _tested(name: str, subject: Subject) -> Line:
             if base.loss != base.loss or abs(base.loss) == float("inf")
             else "a gradient is not finite"
         )
-        outcome = broken(what) if name == "start" else not_applicable(what)
+        line = broken(what) if name == "start" else not_applicable(what)
     elif subject.floor > UNREPEATABLE and name not in ("start", "determinism", "update"):
-        outcome = not_applicable(f"two runs of this step from one state differ by {subject.floor:.1%}: see determinism")
+        line = not_applicable(f"two runs of this step from one state differ by {subject.floor:.1%}: see determinism")
     elif not subject.in_time():
-        return Line(name, NOT_REACHED, "the time was over: --seconds")
+        line = Line(NOT_REACHED, "the time was over: --seconds")
     else:
         examine = importlib.import_module(f"trainprobe.preflight.properties.{name}").examine
-        outcome = attempt(examine, subject, otherwise=_untested)
+        line = attempt(examine, subject, otherwise=_untested)
         subject.guard.rewind()
-    return Line(name, outcome.status, outcome.text, outcome.figures)
+    return replace(line, name=name)
 
 
-def _untested(fault: Exception) -> Outcome:
+def _untested(fault: Exception) -> Line:
     return not_applicable(f"it could not be tested, {fault_text(fault)}")

@@ -91,19 +91,9 @@ def without_autocast() -> Generator[None]:
 ROUNDING = frozenset({"round", "round_", "sign", "floor", "ceil", "argmin", "sgn", "heaviside", "trunc"})
 RANDOM = frozenset(
     {
-        *(
-            "rand",
-            "randn",
-            "randint",
-            "randperm",
-            "rand_like",
-            "randn_like",
-            "randint_like",
-            "bernoulli",
-            "bernoulli_",
-            "normal",
-        ),
-        *("multinomial", "poisson", "normal_", "uniform_", "exponential_", "random_", "log_normal_", "geometric_", "cauchy_"),
+        *("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli", "bernoulli_"),
+        *("normal", "normal_", "multinomial", "poisson", "uniform_", "exponential_", "random_", "log_normal_"),
+        *("geometric_", "cauchy_"),
     }
 )
 REDUCTIONS = frozenset(

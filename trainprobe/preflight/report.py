@@ -16,14 +16,14 @@ _MARKS = {HOLDS: "green", BROKEN: "bold red", NOT_APPLICABLE: "dim", BY_DESIGN: 
 class Line:
     """What is said of one property."""
 
-    name: str
-    """The property: split, padding, causality, rows, gradient, start, determinism, precision, update or input."""
     status: str
     """holds, BROKEN, not applicable, by design or not reached."""
     text: str = ""
     """What was seen: the factor and the place, or why nothing could be."""
     figures: dict[str, float] = field(default_factory=dict)
     """The numbers behind the text; distances are relative to the larger of both sides."""
+    name: str = ""
+    """The property: split, padding, causality, rows, gradient, start, determinism, precision, update or input."""
 
     @property
     def colour(self) -> str:
@@ -34,33 +34,24 @@ class Line:
         return f"{self.name:<12} {self.status}{f': {self.text}' if self.text else ''}"
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a property found."""
-
-    status: str
-    text: str = ""
-    figures: dict[str, float] = field(default_factory=dict)
-
-
-def holds(text: str = "", **figures: float) -> Outcome:
+def holds(text: str = "", **figures: float) -> Line:
     """The property was tested and holds."""
-    return Outcome(HOLDS, text, figures)
+    return Line(HOLDS, text, figures)
 
 
-def broken(text: str, **figures: float) -> Outcome:
+def broken(text: str, **figures: float) -> Line:
     """The property was tested and does not hold."""
-    return Outcome(BROKEN, text, figures)
+    return Line(BROKEN, text, figures)
 
 
-def not_applicable(why: str) -> Outcome:
+def not_applicable(why: str) -> Line:
     """The property cannot be tested here."""
-    return Outcome(NOT_APPLICABLE, why)
+    return Line(NOT_APPLICABLE, why)
 
 
-def by_design(text: str, **figures: float) -> Outcome:
+def by_design(text: str, **figures: float) -> Line:
     """The property does not hold, and what was seen says that this is meant."""
-    return Outcome(BY_DESIGN, text, figures)
+    return Line(BY_DESIGN, text, figures)
 
 
 @dataclass(frozen=True, slots=True)

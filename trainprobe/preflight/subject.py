@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from math import isfinite
@@ -156,7 +156,7 @@ class Subject:
                 if not loss.requires_grad:
                     raise UsageError("the loss has no graph: it depends on no parameter that is trained")
                 reductions = watch.behind_the_logits(loss)
-                loss.backward()
+                differentiate(loss, self.parameters.values())
         gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
         self.guard.clear_gradients()
         return watch.seen(
@@ -168,7 +168,7 @@ class Subject:
         self.passes += len(micros)
         self.guard.rewind()
         self.guard.clear_gradients()
-        with _paths_kept(self.model), Quiet(), torch.enable_grad():
+        with as_tested(self.model):
             reported = (self.step or self._mean_of)(self.model, [micro.tree() for micro in micros])
         gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
         self.guard.clear_gradients()
@@ -179,7 +179,7 @@ class Subject:
         total = 0.0
         for micro in micros:
             part = scalar_of(self.loss(model, micro)) / len(micros)
-            part.backward()
+            differentiate(part, self.parameters.values())
             total += float(part.detach())
         return total
 
@@ -284,6 +284,13 @@ def _paths_kept(model: nn.Module) -> Generator[None]:
             layer.training = True
 
 
+@contextmanager
+def as_tested(model: nn.Module) -> Generator[None]:
+    """Let a step of a trainer run with gradients and without dropout."""
+    with _paths_kept(model), Quiet(), torch.enable_grad():
+        yield
+
+
 def scalar_of(result: Any) -> Tensor:
     """Return the loss of what a loss function gave: a tensor of one element, alone or as `loss`. Raises UsageError."""
     if isinstance(result, dict):
@@ -296,6 +303,22 @@ def scalar_of(result: Any) -> Tensor:
         what = f"a tensor {list(result.shape)}" if isinstance(result, Tensor) else f"a {type(result).__name__}"
         raise UsageError(f"loss(model, batch) returned {what}: return a scalar tensor, such as loss.mean()")
     return result.reshape(())
+
+
+def differentiate(loss: Tensor, parameters: Iterable[nn.Parameter]) -> None:
+    """Add the gradients of a loss to those of parameters, by no hook of what sums or shards them (DDP, ZeRO, Megatron)."""
+    trained, found = list(parameters), dict[Any, None].fromkeys([loss.grad_fn])
+    nodes = list(found)
+    for node in nodes:  # grows
+        fresh = {inner: None for inner, _ in node.next_functions if inner is not None and inner not in found}
+        nodes.extend(fresh)
+        found |= fresh
+    if any("CheckpointFunction" in node.name() for node in nodes):  # it refuses `torch.autograd.grad`
+        loss.backward()
+        return
+    for p, gradient in zip(trained, torch.autograd.grad(loss, trained, allow_unused=True), strict=True):
+        if gradient is not None:
+            p.grad = gradient if p.grad is None else p.grad + gradient
 
 
 def _alike(a: Tensor | None, b: Tensor | None) -> bool:

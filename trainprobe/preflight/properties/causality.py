@@ -5,15 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainprobe.preflight.report import Outcome, broken, holds, not_applicable
+from trainprobe.preflight.report import Line, broken, holds, not_applicable
 from trainprobe.preflight.subject import Seen, Subject, distance
 
 MOST = 0.9  # share of the targets that are a neighbouring token of the batch
 
 
-def examine(subject: Subject) -> Outcome:
+def examine(subject: Subject) -> Line:
     """Read the targets off the gradient of the logits, change the later tokens of each row, then single documents."""
     tokens, logits = subject.batch.of("tokens"), subject.base.logits
+    if tokens is not None and logits is not None and logits.shape == tokens.shape and _are_next(subject, tokens):
+        quiet = holds("later tokens change no loss before them; labels are the next tokens")
+        return _later(subject, tokens) or _documents(subject, tokens) or quiet
     if tokens is None or logits is None or logits.dim() != 3:
         return not_applicable("the loss is not that of a text: no tokens [rows, time] with logits [rows, time, vocabulary]")
     if logits.shape[0] != tokens.shape[0] or not 0 <= tokens.shape[1] - logits.shape[1] <= 1:
@@ -27,6 +30,12 @@ def examine(subject: Subject) -> Outcome:
         what = "labels are shifted twice" if shift == 2 else "labels are shifted the wrong way"
         return broken(f"{what}: the target at t is the token at t{shift:+d}", shift=shift)
     return _later(subject, tokens) or _documents(subject, tokens) or holds("later tokens change nothing before them")
+
+
+def _are_next(subject: Subject, tokens: Tensor) -> bool:
+    """Tell whether the labels of a batch are its tokens one place further along, where a model returns a loss for each."""
+    labels = subject.batch.text_labels
+    return labels is not None and float((labels[:, :-1] == tokens[:, 1:]).double().mean()) > MOST
 
 
 def targets_of(seen: Seen) -> tuple[Tensor, Tensor] | None:
@@ -60,7 +69,7 @@ def shift_of(seen: Seen, tokens: Tensor) -> int | None:
     return None
 
 
-def _later(subject: Subject, tokens: Tensor) -> Outcome | None:
+def _later(subject: Subject, tokens: Tensor) -> Line | None:
     rows, time = tokens.shape
     edge = torch.tensor([1 + (row * 7 + time // 2) % max(time - 2, 1) for row in range(rows)], device=tokens.device)
     later = torch.arange(time, device=tokens.device) > edge.unsqueeze(1)
@@ -74,7 +83,7 @@ def _later(subject: Subject, tokens: Tensor) -> Outcome | None:
     )
 
 
-def _documents(subject: Subject, tokens: Tensor) -> Outcome | None:
+def _documents(subject: Subject, tokens: Tensor) -> Line | None:
     begins = begins_of(subject)
     if begins is None:
         return None

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from trainprobe.preflight.report import Outcome, broken, holds
+from trainprobe.preflight.report import Line, broken, holds
 from trainprobe.preflight.subject import Subject, apart
 
 
-def examine(subject: Subject) -> Outcome:
+def examine(subject: Subject) -> Line:
     """Run the step twice from equal weights, buffers and random states: what a checkpoint would bring back."""
     runs = [subject.run(rewind=False, dropout=True, outputs=True) for _ in range(2)]
     gap = apart(runs[0], runs[1])

@@ -11,15 +11,15 @@ from torch import Tensor
 from trainprobe.engine.core.guard import attempt
 from trainprobe.preflight.batches import Batch
 from trainprobe.preflight.modes import ROUNDING
-from trainprobe.preflight.report import Outcome, broken, by_design, holds, not_applicable
-from trainprobe.preflight.subject import Seen, Subject
+from trainprobe.preflight.report import Line, broken, by_design, holds, not_applicable
+from trainprobe.preflight.subject import Seen, Subject, dot
 
 STEPS = 1e-3, 4e-3, 1.6e-2  # of the central differences, relative to the size of each weight
 SHARE = 2e-3  # of the gradient's size along a direction that may be wrong
 DIRECTIONS = 2
 
 
-def examine(subject: Subject) -> Outcome:
+def examine(subject: Subject) -> Line:
     """Measure the slope along two random directions of all weights; where it is not autograd's, find the parameter."""
     with _in_float64(subject) as (batch, doubled):
         slopes = _Slopes(subject, batch)
@@ -54,13 +54,8 @@ class _Slopes:
     def probe(self, seed: int, names: list[str] | None = None, steps: tuple[float, ...] = STEPS) -> tuple[float, float] | None:
         """Return the measured slope and autograd's where they differ. names: parameters that are moved, by default all."""
         moved = self.direction(seed, names)
-        told = sum(float((self.seen.gradients[n].double() * d).sum()) for n, d in moved.items() if n in self.seen.gradients)
-        size = (
-            sum(
-                float((self.seen.gradients[n].double() * self.sizes[n]).pow(2).sum()) for n in moved if n in self.seen.gradients
-            )
-            ** 0.5
-        )
+        told, scaled = self.told(moved), {n: g * self.sizes[n] for n, g in self.seen.gradients.items() if n in moved}
+        size = dot(scaled, scaled) ** 0.5
         before = None
         for step in steps:
             slope = self.slope(moved, step)
@@ -106,15 +101,16 @@ class _Slopes:
         names = list(self.parameters)
         while len(names) > 1:
             halves = names[: len(names) // 2], names[len(names) // 2 :]
-            names = max(halves, key=lambda half: abs(self._error(half)))
-        moved = self.direction(0, names)
-        told = sum(float((self.seen.gradients[n].double() * d).sum()) for n, d in moved.items() if n in self.seen.gradients)
-        return names[0], self.slope(moved, STEPS[0]), told
+            names = max(halves, key=lambda half: abs(float.__sub__(*self._both(half))))
+        return names[0], *self._both(names)
 
-    def _error(self, names: list[str]) -> float:
+    def told(self, moved: dict[str, Tensor]) -> float:
+        """Return autograd's slope along a direction."""
+        return dot(self.seen.gradients, moved)
+
+    def _both(self, names: list[str]) -> tuple[float, float]:
         moved = self.direction(0, names)
-        told = sum(float((self.seen.gradients[n].double() * d).sum()) for n, d in moved.items() if n in self.seen.gradients)
-        return self.slope(moved, STEPS[0]) - told
+        return self.slope(moved, STEPS[0]), self.told(moved)
 
 
 @contextmanager

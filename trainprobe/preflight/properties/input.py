@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainprobe.preflight.report import Outcome, broken, holds, not_applicable
+from trainprobe.preflight.report import Line, broken, holds, not_applicable
 from trainprobe.preflight.subject import Subject, distance, relative
 
 _NO_CONTENT = ("labels", "mask", "positions", "documents", "types")
 
 
-def examine(subject: Subject) -> Outcome:
+def examine(subject: Subject) -> Line:
     """Give each row the input of its neighbour, one tensor after the other, and look whether the outputs change."""
     batch = subject.batch
     if batch.rows < 2:

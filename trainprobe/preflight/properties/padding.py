@@ -7,13 +7,13 @@ from torch import Tensor
 
 from trainprobe.engine.core.guard import attempt, fault_text
 from trainprobe.preflight.batches import IGNORED, Batch
-from trainprobe.preflight.report import Outcome, broken, holds, not_applicable
+from trainprobe.preflight.report import Line, broken, holds, not_applicable
 from trainprobe.preflight.subject import Seen, Subject, apart
 
 COLUMNS = 3
 
 
-def examine(subject: Subject) -> Outcome:
+def examine(subject: Subject) -> Line:
     """Change tokens and labels under the mask, add padding where the batch has it, take the targets of one row away."""
     batch = subject.batch
     tokens, mask, labels = batch.of("tokens"), batch.of("mask"), batch.text_labels
@@ -57,7 +57,7 @@ def examine(subject: Subject) -> Outcome:
     return holds("; not tested: ".join([", ".join(tested), *skipped]))
 
 
-def _under_the_mask(subject: Subject, hidden: Tensor) -> Outcome | None:
+def _under_the_mask(subject: Subject, hidden: Tensor) -> Line | None:
     batch = subject.batch
     other = batch.with_role("tokens", batch.other_tokens(hidden))
     seen = subject.run(other)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from trainprobe.preflight.modes import REDUCTIONS, without_autocast
-from trainprobe.preflight.report import Outcome, broken, holds, not_applicable
+from trainprobe.preflight.report import Line, broken, holds, not_applicable
 from trainprobe.preflight.subject import Seen, Subject, apart, relative
 
 LOW = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -13,7 +13,7 @@ TIMES = 8  # what autocast may be off, in multiples of what rounded weights are
 LOST = 0.01  # share of the gradients' elements that may be lost
 
 
-def examine(subject: Subject) -> Outcome:
+def examine(subject: Subject) -> Line:
     """Compare the step with one without autocast, and with what weights that are rounded to its dtype change."""
     used = {kind for kinds in subject.base.dtypes.values() for kind in kinds if kind in LOW}
     if not used or any(p.dtype in LOW for p in subject.parameters.values()):

@@ -6,14 +6,14 @@ from typing import Any
 
 from torch import Tensor
 
-from trainprobe.preflight.report import Outcome, broken, by_design, holds, not_applicable
+from trainprobe.preflight.report import Line, broken, by_design, holds, not_applicable
 from trainprobe.preflight.subject import Seen, Subject, apart, distance
 
 _SHARED = ("batchnorm", "batch_norm")
 _CAPACITY = ("moe", "router", "expert", "gate", "switch")
 
 
-def examine(subject: Subject) -> Outcome:
+def examine(subject: Subject) -> Line:
     """Run the rows in reverse order, then put the first row in the place of the last."""
     batch = subject.batch
     if batch.rows < 2:
@@ -55,7 +55,7 @@ def _by_row(x: Tensor | None, rows: int) -> Tensor | None:
     return None if x is None or x.shape[0] % rows else x.reshape(rows, -1)
 
 
-def _coupled(subject: Subject, other: Any, gap: float) -> Outcome:
+def _coupled(subject: Subject, other: Any, gap: float) -> Line:
     rows = subject.batch.rows
 
     def same(x: Tensor, _: int) -> Tensor | None:

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from trainprobe.engine.core.words import counted
 from trainprobe.preflight.batches import IGNORED, Batch
-from trainprobe.preflight.report import Outcome, broken, by_design, holds, not_applicable
+from trainprobe.preflight.report import Line, broken, by_design, holds, not_applicable
 from trainprobe.preflight.subject import Seen, Subject, apart, dot, relative
 
 CLOSE = 1e-3  # relative, of weights that are read off gradients
 
 
-def examine(subject: Subject) -> Outcome:
+def examine(subject: Subject) -> Line:
     """Compare the gradient of the batch with that of 2 micro-batches, or of as many as the trainer accumulates."""
     told = subject.step is not None or subject.micro_batches > 1
     count = max(subject.micro_batches, 2)
@@ -45,7 +45,7 @@ def examine(subject: Subject) -> Outcome:
     return broken(f"{_sentence(factors, actual, right, micros)}{also}", gap=gap, **figures)
 
 
-def _reported(subject: Subject, micros: list[Batch], reported: float | None, gap: float) -> Outcome:
+def _reported(subject: Subject, micros: list[Batch], reported: float | None, gap: float) -> Line:
     if reported is None or relative(reported, subject.base.loss) <= 100 * subject.tolerance(subject.loss_floor):
         return holds(f"{len(micros)} micro-batches give the gradient of the batch", gap=gap)
     losses = [subject.run(micro, backward=False).loss for micro in micros]

@@ -10,13 +10,13 @@ from torch.nn.functional import cross_entropy
 
 from trainprobe.engine.core.words import and_more
 from trainprobe.preflight.properties.causality import targets_of
-from trainprobe.preflight.report import Outcome, broken, holds
+from trainprobe.preflight.report import Line, broken, holds
 from trainprobe.preflight.subject import Subject, relative
 
 ABOVE = 2.0  # nats over the uniform prediction, from which logits are called too large
 
 
-def examine(subject: Subject) -> Outcome:
+def examine(subject: Subject) -> Line:
     """Look at the loss, the weights and an evaluation before anything is trained."""
     told = ["evaluation twice gives the same"]
     for look in (_ties, _unreached, _optimizers, _evaluation):
@@ -42,7 +42,7 @@ def _uniform(subject: Subject) -> tuple[float, float, int] | None:
     return own, log(logits.shape[-1]), logits.shape[-1]
 
 
-def _ties(subject: Subject) -> Outcome | None:
+def _ties(subject: Subject) -> Line | None:
     for name, module in subject.model.named_modules():
         config = getattr(module, "config", None)
         ends = [getattr(module, f"get_{side}_embeddings", None) for side in ("input", "output")]
@@ -59,7 +59,7 @@ def _weight_of(end: Any) -> Any:
     return getattr(end(), "weight", None)
 
 
-def _unreached(subject: Subject) -> Outcome | None:
+def _unreached(subject: Subject) -> Line | None:
     without = [name for name in subject.parameters if name not in subject.base.gradients]
     if not without:
         return None
@@ -70,7 +70,7 @@ def _unreached(subject: Subject) -> Outcome | None:
     return broken(f"no gradient for {and_more(first + [n for n in without if n not in first])}: {why}", count=len(without))
 
 
-def _optimizers(subject: Subject) -> Outcome | None:
+def _optimizers(subject: Subject) -> Line | None:
     if not subject.optimizers:
         return None
     held: dict[int, int] = {}
@@ -84,7 +84,7 @@ def _optimizers(subject: Subject) -> Outcome | None:
     return broken(f"two optimizers hold {and_more(twice)}", count=len(twice)) if twice else None
 
 
-def _evaluation(subject: Subject) -> Outcome | None:
+def _evaluation(subject: Subject) -> Line | None:
     runs = [subject.run(training=False, backward=False, dropout=True, seed=seed, outputs=True) for seed in (0, 1)]
     if relative(runs[0].loss, runs[1].loss) == 0 or not torch.isfinite(torch.tensor(runs[0].loss)):
         return None

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from trainprobe.engine.core.words import and_more
-from trainprobe.preflight.report import Outcome, broken, holds, not_applicable
+from trainprobe.preflight.report import Line, broken, holds, not_applicable
 from trainprobe.preflight.subject import Subject
 
 
-def examine(subject: Subject) -> Outcome:
+def examine(subject: Subject) -> Line:
     """Let the optimizers step once on the gradients of the batch, look at what moved, and run the batch again."""
     if not subject.optimizers:
         return not_applicable("no optimizer was given")
@@ -29,7 +29,7 @@ def examine(subject: Subject) -> Outcome:
         subject.guard.clear_gradients()
 
 
-def _judged(subject: Subject, before: dict[str, Any], rates: dict[int, float]) -> Outcome:
+def _judged(subject: Subject, before: dict[str, Any], rates: dict[int, float]) -> Line:
     base = subject.base
     moves = {name: p.detach() - before[name] for name, p in subject.parameters.items()}
     still = [n for n, m in moves.items() if not bool(m.any()) and n in base.gradients and bool(base.gradients[n].any())]

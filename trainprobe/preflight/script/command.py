@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import runpy
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
@@ -21,10 +22,14 @@ from trainprobe.engine.at_start.door import VARIABLE as DOOR
 from trainprobe.engine.core.guard import attempt, fault_text
 from trainprobe.engine.core.log_lines import say as log
 from trainprobe.errors import ProbeError, UsageError
-from trainprobe.preflight.examine import checked, preflight
+from trainprobe.preflight.examine import checked
 from trainprobe.preflight.report import Report
-from trainprobe.preflight.script.first_update import FirstUpdate, joined
-from trainprobe.preflight.script.frameworks import Training
+from trainprobe.preflight.script.first_update import FirstUpdate
+from trainprobe.preflight.script.ranks import size, together
+from trainprobe.preflight.training import Training, tested
+
+ANSWER = "TRAINPROBE_PREFLIGHT_ANSWER"  # file for the exit code, under a launcher
+UNREAD = 141
 
 
 def preflight_script(
@@ -47,19 +52,21 @@ def preflight_script(
         script.pop(0)
     if not script:
         raise UsageError("nothing to run: give the script, as in `trainprobe preflight train.py --lr 3e-4`")
+    options = {"only": only or (), "skip": skip or (), "seconds": seconds}
+    checked(only or (), skip or ())
+    first = next((i for i, word in enumerate(script) if word.endswith(".py") and Path(word).is_file()), 0)
+    if first:
+        return _launched(script[:first], script[first:], options, json)
     path = Path(script[0])
     if not path.is_file():
         raise UsageError(f"{path} is no file: give the script, as in `trainprobe preflight train.py --lr 3e-4`")
-    checked(only or (), skip or ())
-
-    options = {"only": only or (), "skip": skip or (), "seconds": seconds}
 
     def end(learnt: Callable[[], tuple[Training, list[Any]]]) -> None:
         """Test, print, and leave the process at once: what a script does at its end belongs to a training."""
-        answer = attempt(lambda: _told(_tested(*learnt(), options), json), otherwise=_untested)
+        answer = attempt(lambda: _answer(learnt, options, json), otherwise=_untested)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(answer)
+        os._exit(_left(answer))
 
     os.environ[DOOR] = "off"  # a script that is watched writes no run
     sys.argv = script
@@ -67,7 +74,33 @@ def preflight_script(
     with FirstUpdate(end) as first:
         ended = attempt(lambda: _run(path), otherwise=_told_fault)
     log(f"{path} {ended} without an update of an optimizer of torch{first.remark}: nothing was tested", severity="error")
+    return _left(3)
+
+
+def _launched(launcher: list[str], script: list[str], options: dict[str, Any], json: Path | None) -> int:
+    """Run this command on each rank that a launcher (torchrun, accelerate launch, deepspeed) starts; return rank 0's answer."""
+    told = [word for name in ("only", "skip") for given in options[name] for word in (f"--{name}", given)]
+    told += ["--seconds", str(options["seconds"]), *(["--json", str(json)] if json else [])]
+    module = ["--module" if Path(launcher[0]).name == "deepspeed" else "-m", "trainprobe"]
+    with TemporaryDirectory() as folder:
+        answer = Path(folder, "answer")
+        command = [*launcher, *module, "preflight", *told, "--", *script]
+        ended = attempt(
+            lambda: subprocess.run(command, env={**os.environ, ANSWER: str(answer)}).returncode, otherwise=fault_text
+        )
+        if answer.is_file():
+            return int(answer.read_text())
+    log(f"{launcher[0]} ended ({ended}) before anything was tested", severity="error")
     return 3
+
+
+def _left(answer: int) -> int:
+    """Return the exit code; 0 under a launcher that was told to start this, as it takes any other for a crash."""
+    if ANSWER not in os.environ:
+        return answer
+    if os.environ.get("RANK", "0") == "0":
+        Path(os.environ[ANSWER]).write_text(str(answer))
+    return 0
 
 
 def _run(path: Path) -> str:
@@ -83,6 +116,9 @@ def _told_fault(fault: Exception) -> str:
 
 
 def _untested(fault: Exception) -> int:
+    if isinstance(fault, BrokenPipeError):  # nobody reads what is printed
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return UNREAD
     log(str(fault) if isinstance(fault, ProbeError) else f"the step cannot be run again: {fault_text(fault)}", severity="error")
     return 3
 
@@ -90,20 +126,11 @@ def _untested(fault: Exception) -> int:
 preflight_script.context_settings = {"ignore_unknown_options": True, "allow_interspersed_args": False}  # type: ignore[attr-defined]
 
 
-def _tested(training: Training, optimizers: list[Any], options: dict[str, Any]) -> Report:
-    """Test the micro-batches as one batch; the first alone where the loss cannot be made of all."""
-    micros = training.micros
-    test = partial(preflight, training.loss, training.model, optimizer=optimizers, **options)
-    if len(micros) == 1:
-        return test(micros[0], step=training.step)
-    whole = attempt(lambda: test(joined(micros), step=training.step, micro_batches=len(micros)), otherwise=fault_text)
-    if not isinstance(whole, str):
-        return whole
-    log(
-        f"the loss of {len(micros)} micro-batches in one cannot be made ({whole}): the first of them is tested",
-        severity="warning",
-    )
-    return test(micros[0])
+def _answer(learnt: Callable[[], tuple[Training, list[Any]]], options: dict[str, Any], json: Path | None) -> int:
+    if size() == 1:
+        return _told(tested(*learnt(), **options), json)
+    found = attempt(learnt, otherwise=lambda fault: (fault, []))
+    return together(found[0], lambda training: _told(tested(training, found[1], **options), json))
 
 
 def _told(report: Report, json: Path | None) -> int:

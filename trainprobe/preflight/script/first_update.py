@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,9 +15,10 @@ from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.core.guard import attempt
 from trainprobe.errors import UsageError
 from trainprobe.integrations.live_modules import live_optimizers
-from trainprobe.preflight.batches import Batch
-from trainprobe.preflight.script.frameworks import Found, Training, running_step
+from trainprobe.integrations.preflight_steps import Found, running_step
 from trainprobe.preflight.script.tape import Micro, Tape
+from trainprobe.preflight.subject import differentiate
+from trainprobe.preflight.training import Training, mean_over_ranks
 
 Ends = Callable[[Callable[[], tuple[Training, list[Any]]]], None]
 
@@ -112,21 +114,26 @@ class FirstUpdate:
         self._ends(lambda: self._learnt(optimizer))
 
     def _learnt(self, optimizer: Any) -> tuple[Training, list[Any]]:
-        training = self._training()
-        return training, _holders(training.model, optimizer)
+        training = self._training(optimizer)
+        return training, _holders(training, optimizer)
 
-    def _training(self) -> Training:
+    def _training(self, optimizer: Any) -> Training:
         if self._found:
             return self._found[0].make([found.batch for found in self._found])
         micros = [micro for micro in self._micros if isinstance(micro, Micro)]
         if not micros:
             raise next(fault for fault in self._micros if isinstance(fault, UsageError))
-        return _of_loop(micros)
+        return _of_loop([micro if optimizer is None else micro.checked() for micro in micros])
 
 
-def _holders(model: nn.Module, first: Any) -> list[Any]:
-    """Return the optimizer that steps and all others that hold parameters of a model; what wraps one of them is not counted."""
-    ours, found = {id(p) for p in model.parameters()}, [] if first is None else [first]
+def _holders(training: Training, first: Any) -> list[Any]:
+    """Return the optimizer that steps and all others that hold parameters of a model; what wraps one of them is not counted.
+
+    None of DeepSpeed and Megatron where they hold copies of the parameters.
+    """
+    ours, found = {id(p) for p in training.model.parameters()}, [] if first is None else [first]
+    if first is not None and training.copied and ours.isdisjoint(id(p) for g in first.param_groups for p in g["params"]):
+        found = []
     gc.collect()
     for optimizer in live_optimizers():
         groups = optimizer.param_groups
@@ -142,35 +149,23 @@ def _refused(fault: Exception) -> UsageError:
 def _of_loop(micros: list[Micro]) -> Training:
     first, count = micros[0], len(micros)
     several = count > 1
-    scale = first.scale if several else 1.0
     base = 1.0 if several else first.scale
 
     def loss(model: Any, batch: Any) -> Tensor:
         return first.replay(batch) * base if base != 1.0 else first.replay(batch)
 
+    modules, wrappers = first.modules, first.wrappers
+    model = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
+
     def step(model: Any, parts: list[Any]) -> None:
         for part in parts:
-            (first.replay(part) * scale).backward()
+            differentiate(first.replay(part) * first.scale, [p for p in model.parameters() if p.requires_grad])
 
-    modules = first.modules
-    model = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
-    return Training(loss, step if several else None, model, [micro.batch for micro in micros])
+    def together(parts: list[Any]) -> None:
+        for part in parts:
+            (first.replay(part, wrapped=True) * first.scale).backward()
 
-
-def joined(micros: list[Any]) -> Any:
-    """Return the rows of all micro-batches as one batch, padded to one length; the first where they cannot be joined."""
-    batches = [Batch(micro) for micro in micros]
-    longest = max((tokens.shape[1] for b in batches if (tokens := b.of("tokens")) is not None), default=0)
-    even = [_lengthened(batch, longest) for batch in batches]
-    first = even[0]
-    whole = attempt(
-        lambda: first.with_leaves({i: torch.cat([batch.leaves[i] for batch in even]) for i in first.by_row}),
-        otherwise=lambda _: first,
-    )
-    return whole.tree()
-
-
-def _lengthened(batch: Batch, longest: int) -> Batch:
-    tokens = batch.of("tokens")
-    missing = 0 if tokens is None else longest - tokens.shape[1]
-    return batch.padded(missing, left=False) if missing > 0 else batch
+    of_torch = all(isinstance(x, nn.parallel.DistributedDataParallel) for x in wrappers)
+    shared = None if not wrappers else together if of_torch else mean_over_ranks(model, partial(step, model))
+    batches = [micro.batch for micro in micros]
+    return Training(loss, step if several else None, model, batches, shared, copied=not of_torch)

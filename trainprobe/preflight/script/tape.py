@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,12 +19,17 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from trainprobe.engine.core.guard import attempt
+from trainprobe.engine.state_guard import put_random_states, random_states
 from trainprobe.errors import UsageError
 from trainprobe.preflight.modes import RANDOM
+from trainprobe.preflight.training import unwrapped
 
 _MOST = 5000  # calls without a backward, after which those before are forgotten
 _DEEPEST = 8  # calls between the rows of the batch and what a model or a loss is given
-_SCALES = {"div": True, "__truediv__": True, "true_divide": True, "mul": False, "__mul__": False, "__rmul__": False}
+_SCALES = {
+    **dict.fromkeys(["div", "true_divide", "div_", "__truediv__", "__itruediv__"], True),
+    **dict.fromkeys(["mul", "mul_", "__mul__", "__rmul__", "__imul__", "float"], False),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,38 +49,60 @@ class Given:
 
 @dataclass(slots=True)
 class Call:
-    """A call of a module or function. cast: dtype of autocast on its device, None without."""
+    """A call of a module or function. cast: dtype of autocast on its device, None without. wrapper: what called the module."""
 
     function: Any
     args: Any
     kwargs: Any
     cast: tuple[str, torch.dtype] | None
+    wrapper: Any = None
 
 
 @dataclass(slots=True)
 class Micro:
-    """One forward pass of the loop, up to the tensor whose backward was called. scale: the number that it was multiplied by."""
+    """One forward pass of the loop, up to the tensor whose backward was called, its value. random: before its first call.
+
+    scale: the number that the loss was multiplied by.
+    """
 
     calls: list[Call]
     loss: Made
     batch: dict[str, Tensor]
+    value: Tensor
+    random: Any
     scale: float = 1.0
     modules: list[nn.Module] = field(default_factory=list)
 
-    def replay(self, batch: dict[str, Tensor]) -> Tensor:
-        """Call everything again with another batch and return the loss."""
+    def checked(self) -> Micro:
+        """Return this where the loss of the loop is what comes out when it is made again. Raises UsageError."""
+        before = random_states()
+        put_random_states(self.random)
+        with torch.no_grad():
+            again = float(self.replay(self.batch)) * self.scale
+        put_random_states(before)
+        if abs(again - float(self.value)) > 1e-2 * abs(again):
+            raise UsageError(
+                f"the loss of this loop cannot be made again, it is {float(self.value):.6g} and made again {again:.6g}: "
+                f"write trainprobe.preflight(loss, model, batch)"
+            )
+        return self
+
+    @property
+    def wrappers(self) -> list[Any]:
+        """What shares the gradients of modules among ranks."""
+        return [call.wrapper for call in self.calls if call.wrapper is not None]
+
+    def replay(self, batch: dict[str, Tensor], wrapped: bool = False) -> Tensor:
+        """Call everything again with another batch and return the loss. wrapped: by what shares gradients among ranks."""
         results: list[list[Tensor]] = []
 
         def value(x: Any) -> Any:
             return results[x.call][x.place] if isinstance(x, Made) else batch[x.name] if isinstance(x, Given) else x
 
-        for call in self.calls:
+        for call in self.calls[: self.loss.call + 1]:
             args, kwargs = (tree_map(value, part) for part in (call.args, call.kwargs))
-            if call.cast is None:
-                out = call.function(*args, **kwargs)
-            else:
-                with torch.autocast(*call.cast):
-                    out = call.function(*args, **kwargs)
+            with torch.autocast(*call.cast) if call.cast is not None else nullcontext():
+                out = ((call.wrapper if wrapped else None) or call.function)(*args, **kwargs)
             results.append(tensors_of(out))
         return results[self.loss.call][self.loss.place]
 
@@ -97,7 +125,10 @@ class Tape(TorchFunctionMode):
         self._names: dict[int, str] = {}
         self._modules: dict[int, nn.Module] = {}
         self._lost = ""
-        self._sources: dict[int, tuple[Any, Any, Any, Any]] = {}  # id of a tensor that no model made → the call that made it
+        self._sources: dict[
+            int, tuple[Any, ...]
+        ] = {}  # id of a tensor that no model made → its version and the call that made it
+        self._random: Any = None  # states of generators before the first call
         self._first: torch.Size | None = None  # shape of what a model was given first
 
     def __enter__(self) -> Any:
@@ -118,7 +149,7 @@ class Tape(TorchFunctionMode):
             if self._knows(args, kwargs):
                 self._record(func, args, kwargs or {}, out)
             elif (given := {id(tensor) for tensor in tensors_of((args, kwargs or {}))}) and given.isdisjoint(map(id, made)):
-                self._sources.update({id(tensor): (func, args, kwargs or {}, out) for tensor in made})
+                self._sources.update({id(t): (func, args, kwargs or {}, out, t._version) for t in made})
         return out
 
     @property
@@ -134,20 +165,19 @@ class Tape(TorchFunctionMode):
             raise UsageError(
                 f"the loss of this loop cannot be made again, {why}: write trainprobe.preflight(loss, model, batch)"
             )
-        found = Micro(self._calls, made, self._batch, modules=self.modules)
-        last = self._calls[made.call]
-        divides = _SCALES.get(getattr(last.function, "__name__", ""))
-        if divides is not None and len(last.args) == 2 and isinstance(last.args[0], Made):
-            number = last.args[1]
-            if isinstance(number, int | float) and number:
-                found.scale = 1 / number if divides else float(number)
-                found.loss = last.args[0]
+        found = Micro(self._calls, made, self._batch, loss.detach().clone(), self._random, modules=self.modules)
+        while (scaled := _scaled(self._calls[found.loss.call], found.batch)) is not None:
+            found.loss, number, loss_scale = scaled
+            found.scale *= number
+            found.value /= loss_scale
         self.forget()
         return found
 
     def _enters(self, module: nn.Module, args: Any) -> None:
         if self._depth == 0 and len(self._calls) + len(self._sources) > _MOST:
             self.forget()
+        if self._depth == 0 and not self._calls:
+            self._random = random_states()
         self._depth += 1
 
     def _leaves(self, module: nn.Module, args: Any, *rest: Any) -> None:
@@ -155,18 +185,19 @@ class Tape(TorchFunctionMode):
         if self._depth or not torch.is_grad_enabled() or len(rest) < 2:  # one where the module raised an error
             return
         kwargs, output = rest
+        wrapper, module = module, unwrapped(module)
         trained = any(p.requires_grad for p in module.parameters())
         if trained:
             self._modules.setdefault(id(module), module)
             given = tensors_of((args, kwargs))
             self._first = self._first or (given[0].shape if given else None)
         if trained or self._knows(args, kwargs):
-            self._record(module, args, kwargs, output)
+            self._record(module, args, kwargs, output, None if wrapper is module else wrapper)
 
     def _knows(self, args: Any, kwargs: Any) -> bool:
         return any(id(t) in self._made for t in tensors_of((args, kwargs or {})))
 
-    def _record(self, function: Any, args: Any, kwargs: Any, output: Any) -> None:
+    def _record(self, function: Any, args: Any, kwargs: Any, output: Any, wrapper: Any = None) -> None:
         with torch._C.DisableTorchFunction():
             names = _names(function, args, kwargs)
             told, named = tree_map(lambda x: self._told(x, names), (tuple(args), dict(kwargs)))
@@ -175,7 +206,7 @@ class Tape(TorchFunctionMode):
                 self._held.append(tensor)
             kind = next((t.device.type for t in tensors_of(output)), "cpu")
             cast = (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
-            self._calls.append(Call(function, told, named, cast))
+            self._calls.append(Call(function, told, named, cast, wrapper))
 
     def _told(self, x: Any, names: dict[int, str]) -> Any:
         """Return what stands on the tape for an argument."""
@@ -186,7 +217,7 @@ class Tape(TorchFunctionMode):
         if isinstance(x, nn.Parameter) or (x.is_leaf and x.requires_grad):
             return x
         if self._is_from_rows(x):
-            self._record(*self._sources[id(x)])
+            self._record(*self._sources[id(x)][:4])
             return self._made[id(x)]
         if x.requires_grad:
             self._lost = f"as {names.get(id(x), 'a tensor')} comes from a function that was not seen"
@@ -205,7 +236,7 @@ class Tape(TorchFunctionMode):
         So labels are taken before the loop flattens them, and a number of targets is counted again.
         """
         source, first = self._sources.get(id(x)), self._first
-        if source is None or not first or not deepest:
+        if source is None or not first or not deepest or source[4] != x._version:  # written since
             return False
         given = tensors_of(source[1:3])
         if all(id(t) in self._names for t in given) and getattr(source[0], "__name__", "") not in RANDOM:
@@ -213,6 +244,19 @@ class Tape(TorchFunctionMode):
         if x.shape[:1] == first[:1]:
             return any(t.shape == first and not t.is_floating_point() for t in given) and x.shape != first
         return any(t.shape[:1] == first[:1] or self._is_from_rows(t, deepest - 1) for t in given)
+
+
+def _scaled(call: Call, batch: dict[str, Tensor]) -> tuple[Made, float, float] | None:
+    """Return what a call multiplies, by what number, and by what loss scale, which the optimizer divides by; else None."""
+    name, made = getattr(call.function, "__name__", ""), [x for x in call.args if isinstance(x, Made)]
+    if name not in _SCALES or len(made) != 1:
+        return None
+    number = next((x for x in call.args if not isinstance(x, Made)), 1.0)
+    if isinstance(number, Given) and not _SCALES[name] and batch[number.name].numel() == 1:
+        return made[0], 1.0, float(batch.pop(number.name))
+    if not isinstance(number, int | float) or not number or (_SCALES[name] and made[0] is not call.args[0]):
+        return None
+    return made[0], 1 / number if _SCALES[name] else float(number), 1.0
 
 
 def tensors_of(x: Any) -> list[Tensor]:

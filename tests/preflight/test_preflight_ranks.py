@@ -1,0 +1,58 @@
+"""Two ranks agree: rank 0 tests the rows of both, and the gradients are those that DDP, ZeRO or Megatron makes of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launch import ON_A_CPU, ROOT
+
+TRAIN = Path(__file__).with_name("ranks") / "train.py"
+
+
+def told(folder: Path, kind: str, *only: str, code: int) -> dict[str, dict]:
+    """Run a preflight of two ranks under torchrun; return property → its line."""
+    options = [word for name in only for word in ("--only", name)]
+    ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, "-m", "trainprobe", "preflight", "--json", "answer.json", "--seconds", "600", *options, "--"]
+    done = subprocess.run(
+        [*command, *ranks, str(TRAIN), kind], cwd=folder, capture_output=True, text=True, timeout=300,
+        env={**os.environ, **ON_A_CPU, "PYTHONPATH": str(ROOT), "LOCAL_SIZE": "2"},
+    )  # fmt: skip
+    assert done.returncode == code, done.stdout + done.stderr[-3000:]
+    assert not (folder / "weights").exists() and not list(folder.glob("out/checkpoint*"))
+    answer = json.loads((folder / "answer.json").read_text())
+    assert done.stdout.count(answer["sentence"]) == 1, "one rank speaks for all"
+    return {line["name"]: line for line in answer["properties"]}
+
+
+def test_ddp_counts_ranks_alike_and_equal_rows_are_seen(tmp_path):
+    lines = told(tmp_path, "ddp", "split", "input", "update", code=2)
+    split, counts = lines["split"], (4 * 8, 4 * 3)
+    assert "count alike, in the whole batch they count by targets" in split["text"]
+    for rank, count in enumerate(counts):
+        assert split["figures"][f"factor_{rank}"] == pytest.approx(0.5 * sum(counts) / count, rel=1e-4)
+    assert lines["input"]["text"] == "rows 0 and 4 of the batch are the same"
+    assert lines["update"]["status"] == "holds"
+
+
+@pytest.mark.slow
+@pytest.mark.frameworks
+def test_the_trainer_averages_tokens_over_ranks_that_have_other_numbers_of_them(require, tmp_path):
+    require("transformers")
+    assert told(tmp_path, "trainer", "split", code=0)["split"]["status"] == "holds"
+
+
+@pytest.mark.slow
+@pytest.mark.frameworks
+@pytest.mark.parametrize(("kind", "needs"), [("deepspeed", "deepspeed"), ("megatron", "megatron.core")])
+def test_gradients_in_buffers_of_a_framework(require, tmp_path, kind, needs):
+    require(needs)
+    lines = told(tmp_path, kind, "split", "causality", "start", code=0)
+    assert [line["status"] for line in lines.values()] == ["holds"] * 3
+    assert "4 micro-batches" in lines["split"]["text"]
