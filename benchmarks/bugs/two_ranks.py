@@ -53,6 +53,7 @@ def train(kind: type[Any], watched: bool, plan: str = "every-step", keep: Path |
             return None
         existing = "continue" if kept else "replace"
         chosen = default_plan() if plan == "default" else getattr(kind, "plan", PLAN)
+        chosen = chosen if keep is None else {**chosen, "sinks": ["parquet"]}
         probe = Probe(chosen, output=str(output), on_existing=existing, place=place)
         kept.append(probe.open(model, optimizer))
         return probe

@@ -20,16 +20,21 @@ from trainprobe.config_check.pack import Pack
 from trainprobe.config_check.pack_reader import read_pack
 from trainprobe.config_check.plan import PACK
 from trainprobe.dump_compare.command import compare_dumps
+from trainprobe.dump_compare.first_difference import given_another, is_a_weight
+from trainprobe.dump_compare.results import DumpsVerdict
+from trainprobe.engine.core.naming import ROOT
 from trainprobe.engine.core.records import Site
 from trainprobe.engine.storage.dumps.layout import find_ranks, find_steps, holds_dump
 from trainprobe.errors import FormatError, ProbeError
 from trainprobe.monitor.history import History
 from trainprobe.monitor.report.from_run import collect_histories
 from trainprobe.monitor.run_folder import find_logs, read_frames
+from trainprobe.monitor.scalar_names import role_of
 from trainprobe.monitor.two_runs import departures, first_departure
 
 CONFIGURATION, WEIGHTS, DATA, STEP, OPERATION = "configuration", "weights", "data", "first step", "first operation"
 _EFFECTS = {"weights": WEIGHTS, "dataset": DATA}  # beginnings of topics of what a run did
+_NOT_CAPTURED = ("missing", "captured")  # beginnings of topics of what a pack does not hold
 _STATES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin")
 _MOST = 3  # ranks whose series, dumps and saved states are compared; causes of one stage
 
@@ -58,9 +63,17 @@ def partings(run: Path, good: Path) -> tuple[list[Parting], list[str]]:
         for stage, cause in pairs:
             found.setdefault(stage, []).append(cause)
         if not pairs:
-            details.append(f"the same in both: {what}")
-    stages = (CONFIGURATION, WEIGHTS, DATA, STEP, OPERATION)
+            details.append(f"the same in both, as far as both hold them: {what}")
+    step, operation = (found.get(stage, [None])[0] for stage in (STEP, OPERATION))
+    stages = [CONFIGURATION, WEIGHTS, DATA, STEP, OPERATION]
+    if step is not None and operation is not None and not _is_rate(step) and (operation.step or 0) <= (step.step or 0):
+        stages[-2:] = OPERATION, STEP  # a call of the step says more than its series
     return [Parting(stage, found[stage][:_MOST]) for stage in stages if stage in found], details
+
+
+def _is_rate(cause: Cause) -> bool:
+    site = cause.finding.site if cause.finding is not None else None
+    return site is not None and site.kind == "scalar" and role_of(site.name) == "learning rate"
 
 
 Found = list[tuple[str, Cause]] | None  # None where not both have it
@@ -75,7 +88,7 @@ def _packs(run: Path, good: Path) -> Found:
     causes, consequences = causes_and_consequences(compared.checks)
     command = f"`trainprobe config-check compare {shlex.quote(bench.path)} {shlex.quote(cmp.path)}`"
     found: list[tuple[str, Cause]] = []
-    for one in causes:
+    for one in (one for one in causes if not one.topic.startswith(_NOT_CAPTURED)):
         stage = next((stage for topic, stage in _EFFECTS.items() if one.topic.startswith(topic)), CONFIGURATION)
         follows = [f"follows: {other.text}" for other in consequences[:_MOST]]
         weak = [f"told as a {one.level} only"] if one.level != "error" else []
@@ -167,8 +180,20 @@ def _dumps(run: Path, good: Path) -> Found:
             continue
         command = f"`trainprobe dump-compare {shlex.quote(str(there[step]))} {shlex.quote(str(here[step]))}`"
         evidence = [f"of the steps that both dumped, {step} is the first that differs", *verdict.details[:_MOST]]
-        return [(OPERATION, Cause(OPERATION, verdict.sentence, command, step, evidence=evidence))]
+        stage = _stage_of_dump(verdict, step == both[0])
+        return [(stage, Cause(stage, verdict.sentence, command, step, evidence=evidence))]
     return []
+
+
+def _stage_of_dump(verdict: DumpsVerdict, at_first: bool) -> str:
+    """Return the stage of the first difference of two dumps; another operation made it, unless it was given something else."""
+    judged = verdict.first[1] if verdict.first is not None else None
+    given = given_another(judged) if judged is not None else None
+    if judged is None or given is None:
+        return OPERATION
+    if is_a_weight(judged.call, given):
+        return WEIGHTS if at_first else OPERATION
+    return DATA if judged.call.name == ROOT else OPERATION
 
 
 def _dumped(folder: Path) -> dict[int, Path]:

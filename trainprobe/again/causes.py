@@ -62,11 +62,14 @@ def ranked(findings: Sequence[Finding], folder: str, also_good: Sequence[Finding
     """
     good = {(finding.rule, _name(finding)) for finding in about_training(also_good)}
     found = [finding for finding in about_training(findings) if (finding.rule, _name(finding)) not in good]
-    exact = _one_a_rule([finding for finding in found if is_exact(finding)])
-    symptoms = [finding for finding in found if not is_exact(finding)]
-    causes = [_cause(group, folder) for group in exact]
-    left = _attached(causes, symptoms)
-    return [*causes, *(_cause(group, folder) for group in _one_a_rule(left))]
+    nan = min((f.step for f in found if f.rule == "nonfinite" and f.step is not None), default=None)
+    behind = [f for f in found if is_exact(f) and nan is not None and f.step is not None and f.step > nan]
+    causes = [_cause(group, folder) for group in _one_a_rule([f for f in found if is_exact(f) and f not in behind])]
+    left = _attached(causes, [f for f in found if not is_exact(f)])
+    late = [_cause(group, folder) for group in _one_a_rule(behind)]
+    for cause in late:
+        cause.against.append(f"a value was not finite before, from step {nan} on, and that breaks all that is behind it")
+    return [*causes, *(_cause(group, folder) for group in _one_a_rule(left)), *late]
 
 
 def _one_a_rule(findings: Sequence[Finding]) -> list[list[Finding]]:
