@@ -32,7 +32,8 @@ from trainprobe.monitor.run_folder import check_one_run, find_logs, read_frames
 from trainprobe.monitor.scalar_names import scalar
 from trainprobe.monitor.watcher import Watcher, judge_run, judged_nothing
 
-LARGEST_LOG = 64 << 20  # bytes of a run's log that the rules judge once more
+# bytes of a run's log that the rules judge once more: where the run found nothing itself, and where it did
+LARGEST_LOG, LARGEST_KNOWN = 64 << 20, 4 << 20
 _WINDOW = 10  # steps on both sides of a cause
 
 
@@ -97,11 +98,11 @@ def left_by(folder: Path) -> Left:
     check_one_run(folder, logs)
     size = sum(path.stat().st_size for log in logs for path in (log.iterdir() if log.is_dir() else [log]) if path.is_file())
     watchers, found, seen = dict[int, Watcher](), list[Finding](), LookedAt(folder)
-    if size > LARGEST_LOG:
+    if size > (LARGEST_KNOWN if about_training(recorded) else LARGEST_LOG):
         more = f"`trainprobe judge --fleet {shlex.quote(str(folder))}` judges all ranks at once"
         left.seen = f"{counted(len(logs), 'rank')}, as the run itself judged them"
-        left.unseen += [] if recorded else [f"the log has {size / 1e6:.0f} MB and was not judged again: {more}"]
-        left.judged = bool(recorded)
+        left.unseen.append(f"the log has {size / 1e6:.0f} MB and was not judged again: {more}")
+        left.judged = bool(about_training(recorded))
     else:
         try:
             frames = _noting_loss(seen.passing(read_frames(folder)), left.loss)
@@ -112,7 +113,7 @@ def left_by(folder: Path) -> Left:
         short = seen.shortfall(folder)
         left.judged = bool(recorded) or bool(seen.values and not judged_nothing(watchers.values()))
         left.seen = seen.amount() if seen else "what the run itself judged"
-        left.unseen += [*([f"{short}: the others are not judged"] if short else [])]
+        left.unseen += [f"{short}: the others are not judged"] if short else []
     left.findings = [one.finding for one in all_findings(recorded, found)]
     own = [finding for finding in left.findings if finding.rule in OWN and finding.severity != "info"]
     left.unseen += [f"about the tool itself: {sentence(finding)}" for finding in own[:MOST]]
