@@ -12,12 +12,13 @@ from pathlib import Path
 from benchmarks.again import golden_program
 from benchmarks.again.golden_program import HARMLESS, REGRESSIONS, STEPS
 from trainprobe.again.golden import judge, read_golden
-from trainprobe.again.golden_command import _changed, _pack_of, _run, record
+from trainprobe.again.golden_command import changed_since, pack_of, record, run_script
 
 PROGRAM = str(Path(golden_program.__file__))
 
 
 def main() -> None:
+    """Print a line a change, and the figures."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default="")
     only = parser.parse_args().only
@@ -29,8 +30,8 @@ def main() -> None:
     for i, name in enumerate(["", *HARMLESS, *REGRESSIONS]):
         if only not in name:
             continue
-        now, pack = _run([PROGRAM, name], folder / f"run{i}", STEPS, 1, {})
-        verdict = judge(rows, now, _changed(_pack_of(golden), pack))
+        now, pack = run_script([PROGRAM, name], folder / f"run{i}", STEPS, 1, {})
+        verdict = judge(rows, now, changed_since(pack_of(golden), pack))
         if name in REGRESSIONS:
             right = verdict.code == 2 and any(word in verdict.sentence for word in REGRESSIONS[name])
             named += right

@@ -1,6 +1,6 @@
 """Runs bugs and their twins, in two gloo processes or in one, and brings back what was found on each rank.
 
-two_ranks.py NAMES RESULT_FOLDER PLAN TIMED        (started by `launch` on each rank)
+two_ranks.py NAMES RESULT_FOLDER PLAN TIMED KEEP        (started by `launch` on each rank)
 """
 
 from __future__ import annotations
@@ -34,17 +34,18 @@ PLAN: dict[str, Any] = {"level": "off", "audit": {"every": 1}, "sinks": []}
 DEFAULT_STEPS = 75  # under the default plan, which audits few steps, the loops run for at least so many
 
 
-def train(kind: type[Any], watched: bool, plan: str = "every-step") -> dict[str, Any]:
+def train(kind: type[Any], watched: bool, plan: str = "every-step", keep: Path | None = None) -> dict[str, Any]:
     """Train once on this rank; return the findings and the time that it took.
 
     plan: "every-step" for the plan of the set itself, "default" for that of an integration that is given none, or
-    "default+48" for that, with a bug that begins in mid-run doing so 48 steps later, when several steps were audited.
+    "default+48" for that, with a bug that begins in mid-run doing so 48 steps later, when several steps were audited. keep: where the output stays.
     """
     plan, _, later = plan.partition("+")
     if later and kind.begins > 0 and not hasattr(kind, "restarts"):
         kind = type(kind.__name__, (kind,), {"begins": kind.begins + int(later)})
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     folder = Path(tempfile.mkdtemp(prefix="trainprobe_bugs_"))
+    output = folder / "out" if keep is None else keep / kind.__name__
     kept: list[Probe] = []
 
     def probe_of(model: Any, optimizer: Any, place: Any) -> Any:
@@ -52,7 +53,8 @@ def train(kind: type[Any], watched: bool, plan: str = "every-step") -> dict[str,
             return None
         existing = "continue" if kept else "replace"
         chosen = default_plan() if plan == "default" else getattr(kind, "plan", PLAN)
-        probe = Probe(chosen, output=str(folder / "out"), on_existing=existing, place=place)
+        chosen = chosen if keep is None else {**chosen, "sinks": ["parquet"]}
+        probe = Probe(chosen, output=str(output), on_existing=existing, place=place)
         kept.append(probe.open(model, optimizer))
         return probe
 
@@ -72,22 +74,23 @@ def train(kind: type[Any], watched: bool, plan: str = "every-step") -> dict[str,
     return {"findings": found, "seconds": spent, "begins": kind.begins}
 
 
-def launch(bugs: list[Bug], plan: str = "every-step", timed: bool = False) -> list[dict[str, Any]]:
+def launch(bugs: list[Bug], plan: str = "every-step", timed: bool = False, keep: Path | None = None) -> list[dict[str, Any]]:
     """Run bugs on as many processes as they need; return for each rank {bug: {"bug": …, "twin": …}}.
 
-    plan: see `train`. timed: also train each twin without the probe ("bare"), for the time that the probe takes. Raises
-    RuntimeError when a rank fails.
+    plan: see `train`. timed: also train each twin without the probe ("bare"), for the time that the probe takes. keep: folder
+    in which what each run writes stays, under the name of its class. Raises RuntimeError when a rank fails.
     """
     alone = [bug for bug in bugs if getattr(bug.run, "ranks", RANKS) == 1]
     together = [bug for bug in bugs if bug not in alone]
-    launched = [_launch(group, ranks, plan, timed) for group, ranks in ((alone, 1), (together, RANKS)) if group]
+    launched = [_launch(group, ranks, plan, timed, keep) for group, ranks in ((alone, 1), (together, RANKS)) if group]
     return [rank for ranks in launched for rank in ranks]
 
 
-def _launch(bugs: list[Bug], ranks: int, plan: str, timed: bool) -> list[dict[str, Any]]:
+def _launch(bugs: list[Bug], ranks: int, plan: str, timed: bool, keep: Path | None) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="trainprobe_bugs_") as folder:
         names = json.dumps([bug.name for bug in bugs])
-        in_ranks(Path(__file__), ranks, names, folder, plan, "timed" if timed else "", timeout=1500)
+        kept = str(keep or "")
+        in_ranks(Path(__file__), ranks, names, folder, plan, "timed" if timed else "", kept, timeout=1500)
         return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
@@ -98,7 +101,7 @@ def main() -> None:
     if not alone:
         dist.init_process_group("gloo")
     results: dict[str, Any] = {}
-    plan = sys.argv[3]
+    plan, keep = sys.argv[3], Path(sys.argv[5]) if sys.argv[5] else None
     twins: dict[type[Any], Any] = {}
     for name in json.loads(sys.argv[1]):
         bug = ALL[name]
@@ -107,8 +110,8 @@ def main() -> None:
             if sys.argv[4] == "timed":
                 train(bug.twin, False)  # the first run pays for what is loaded late
                 bare = {"bare": train(bug.twin, False, plan)}
-            twins[bug.twin] = {**bare, "twin": train(bug.twin, True, plan)}
-        results[name] = {**twins[bug.twin], "bug": train(bug.run, True, plan)}
+            twins[bug.twin] = {**bare, "twin": train(bug.twin, True, plan, keep)}
+        results[name] = {**twins[bug.twin], "bug": train(bug.run, True, plan, keep)}
     (Path(sys.argv[2]) / f"{os.environ['RANK']}.json").write_text(json.dumps(results))
     if not alone:
         dist.destroy_process_group()

@@ -52,7 +52,8 @@ def recorded(cache: Path, name: str, record: Callable[[Path], None]) -> Path:
     return folder
 
 
-def _train(incident: str, task: str, seed: int) -> Callable[[Path], None]:
+def train_incident(incident: str, task: str, seed: int) -> Callable[[Path], None]:
+    """Return what records an incident in a folder."""
     if INCIDENTS[incident].ranks > 1:
         return lambda folder: _in_ranks(folder, incident, task, seed)
     return lambda folder: train(folder, incident, task, seed)
@@ -68,7 +69,7 @@ def incidents(cache: Path, seed: int, only: list[str] | None, why: bool) -> Iter
         for i, (task, of) in enumerate(TASKS.items()):
             if only and incident not in only:
                 continue
-            folder = recorded(cache, f"{incident} {task} {seed + i}", _train(incident, task, seed + i))
+            folder = recorded(cache, f"{incident} {task} {seed + i}", train_incident(incident, task, seed + i))
             found = alarms(folder)
             answer = score(kind, of, found)
             words = [

@@ -259,12 +259,13 @@ def score(kind: type[Incident], task: type[Task], found: list[Finding]) -> Answe
     late = [f for f in found if f not in early]
     in_time = any(f.step is not None and f.step <= kind.begins + kind.within for f in late)
     first = late[0] if late else None
-    named = first is not None and any(_is_about(word, first, task) for word in kind.names)
+    named = first is not None and any(is_about(word, first, task) for word in kind.names)
     text = f"{first.rule} (step {first.step}): {first.message}" if first else ""
     return Answer(in_time, named and in_time and not early, len(early), len(late), text)
 
 
-def _is_about(word: str, finding: Finding, task: type[Task]) -> bool:
+def is_about(word: str, finding: Finding, task: type[Task]) -> bool:
+    """Tell whether a finding is about what a word of `names` means."""
     site: Any = finding.site
     name = site.name.lower() if site else ""
     if word == "layer":

@@ -23,21 +23,26 @@ def run(program: Program, *bug: str, ranks: int = 1, timeout: float = 300) -> li
 
     Raises RuntimeError when the program fails or is not done after `timeout` seconds.
     """
-    fork = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="trainprobe_sight_") as folder:
-        running = [fork.Process(target=_child, args=(program, bug, rank, ranks, Path(folder))) for rank in range(ranks)]
-        for process in running:
-            process.start()
-        for process in running:
-            process.join(timeout)
-            process.kill()
-            process.join()
-        if any(process.exitcode for process in running):
-            logs = "\n".join(path.read_text()[-3000:] for path in sorted(Path(folder).glob("*.log")))
-            raise RuntimeError(f"{program.__name__}{bug} failed:\n{logs}")
+        record(program, Path(folder), *bug, ranks=ranks, timeout=timeout)
         files = sorted(Path(folder).glob("probe_out*/rank*/findings.jsonl"))
         told = [json.loads(line) for file in files for line in file.read_text().splitlines()]
         return sorted(told, key=lambda finding: 1 << 30 if finding["step"] is None else finding["step"])
+
+
+def record(program: Program, folder: Path, *bug: str, ranks: int = 1, timeout: float = 300) -> None:
+    """Train once, as `run` does, in a folder that stays. Raises RuntimeError as `run` does."""
+    fork = multiprocessing.get_context("fork")
+    running = [fork.Process(target=_child, args=(program, bug, rank, ranks, folder)) for rank in range(ranks)]
+    for process in running:
+        process.start()
+    for process in running:
+        process.join(timeout)
+        process.kill()
+        process.join()
+    if any(process.exitcode for process in running):
+        logs = "\n".join(path.read_text()[-3000:] for path in sorted(folder.glob("*.log")))
+        raise RuntimeError(f"{program.__name__}{bug} failed:\n{logs}")
 
 
 def alarms(findings: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -105,6 +105,26 @@ def test_states_that_hold_weights_alone_leave_all_else_unjudged(tmp_path: Path) 
     assert sum(line.startswith("not judged") for line in verdict.details) == 8
 
 
+@pytest.mark.parametrize(("section", "kind"), [("scheduler", "learning rates"), ("rng", "random states"), ("optimizer", "")])
+def test_a_section_that_the_resumed_run_does_not_have_is_lost(tmp_path: Path, section: str, kind: str) -> None:
+    straight, again = resumed(tmp_path, "")
+    state = torch.load(again)
+    del state[section]
+    torch.save(state, again)
+    verdict = judge(held_by(compared(straight, again)))
+    assert verdict.code == 2
+    assert verdict.sentence.startswith(f"the resume is wrong: {kind or 'step counters'}: ")
+    assert any("not in the resumed state" in line for line in verdict.details)
+
+
+def test_an_argument_that_differs_is_said_and_not_judged(tmp_path: Path) -> None:
+    for depth, name in enumerate(("a.pt", "b.pt")):
+        torch.save({"model": {"w": torch.ones(3)}, "odd": {"depth": depth}}, tmp_path / name)
+    verdict = judge(held_by(compared(tmp_path / "a.pt", tmp_path / "b.pt")))
+    assert verdict.code == 0
+    assert "not judged, as it is of no known kind: args odd.depth: 0 against 1" in verdict.details
+
+
 def test_a_hostile_state_runs_nothing(tmp_path: Path) -> None:
     class Evil:
         def __reduce__(self) -> Any:

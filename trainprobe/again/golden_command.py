@@ -19,6 +19,10 @@ from rich.console import Console
 from trainprobe.again.golden import Row, judge, read_golden, rows_of_dump, with_floors, within_reach, write_golden
 from trainprobe.comparison.files import write_csv, write_json, writing
 from trainprobe.comparison.terminal import show_verdict
+from trainprobe.config_check.compare import compare_packs
+from trainprobe.config_check.compare.headline import causes_and_consequences
+from trainprobe.config_check.pack_reader import read_pack
+from trainprobe.config_check.plan import PACK
 from trainprobe.engine import at_start as python_start
 from trainprobe.engine.core.log_lines import say as log
 from trainprobe.errors import ProbeError, UsageError
@@ -27,7 +31,6 @@ from trainprobe.parity.layouts import TORCHRUN, ScriptLayout, last_lines, run_la
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__, no_args_is_help=True)
 _PASS_ON = {"allow_interspersed_args": False}
-_PACK = "config_check_pack.zip"
 # how the runs that measure rounding differ: which elements of the weights move up, or how many threads there are
 _PERTURBED = python_start.environment_for("trainprobe.integrations.perturbed_start")
 FLOORS: tuple[Mapping[str, str], ...] = (
@@ -54,13 +57,13 @@ def record(
     """Write the record: the run itself, and three runs with another rounding, which measure what rounding does to it."""
     script = _script(words)
     with tempfile.TemporaryDirectory() as folder:
-        rows, pack = _run(script, Path(folder) / "run", steps, ranks, {})
-        others = [_run(script, Path(folder) / f"floor{i}", steps, ranks, more)[0] for i, more in enumerate(FLOORS)]
+        rows, pack = run_script(script, Path(folder) / "run", steps, ranks, {})
+        others = [run_script(script, Path(folder) / f"floor{i}", steps, ranks, more)[0] for i, more in enumerate(FLOORS)]
         kept, note = within_reach(with_floors(rows, others))
         write_golden(golden, kept, script, note)
         if pack is not None:
-            with writing(_pack_of(golden)):
-                shutil.copyfile(pack, _pack_of(golden))
+            with writing(pack_of(golden)):
+                shutil.copyfile(pack, pack_of(golden))
     size = golden.stat().st_size / max(len({row.step for row in kept}), 1)
     about = f"{len(kept)} values of {steps} step{'s' * (steps > 1)}, {size / 1000:.0f} kB a step"
     log(f"{golden}: {about}{f'; {note}' if note else ''}")
@@ -81,11 +84,11 @@ def check(
     """
     rows = read_golden(golden)
     with tempfile.TemporaryDirectory() as folder:
-        now, pack = _run(_script(words), Path(folder) / "run", 1 + max((row.step for row in rows), default=0), ranks, {})
-        verdict = judge(rows, now, _changed(_pack_of(golden), pack))
+        now, pack = run_script(_script(words), Path(folder) / "run", 1 + max((row.step for row in rows), default=0), ranks, {})
+        verdict = judge(rows, now, changed_since(pack_of(golden), pack))
     show_verdict(verdict, Console(highlight=False))
     if json is not None:
-        write_json({"code": verdict.code, "sentence": verdict.sentence, "details": list(verdict.details)}, json)
+        write_json(verdict.to_json(), json)
     if csv is not None:
         write_csv(("step", "rank", "call", "slot", "norm then", "norm now", "distance", "floor"), _table(rows, now), csv)
     return verdict.code
@@ -108,7 +111,9 @@ def _script(words: Sequence[str] | None) -> list[str]:
     return script
 
 
-def _run(script: Sequence[str], folder: Path, steps: int, ranks: int, more: Mapping[str, str]) -> tuple[list[Row], Path | None]:
+def run_script(
+    script: Sequence[str], folder: Path, steps: int, ranks: int, more: Mapping[str, str]
+) -> tuple[list[Row], Path | None]:
     """Run the script under a plan; return what its first steps showed, and its configuration."""
     monitor = {"parameters": True, "gradients": True}
     plan = {"level": "L0", "summary": "both", "step": list(range(steps)), "sinks": ["dump"], "stacks": False}
@@ -123,7 +128,7 @@ def _run(script: Sequence[str], folder: Path, steps: int, ranks: int, more: Mapp
     rows = rows_of_dump(ran.folder)
     if not rows:
         raise ProbeError(f"no step of {script[0]} was recorded: does it train, and is its loop one that trainprobe knows?")
-    pack = ran.folder / _PACK
+    pack = ran.folder / PACK
     return rows, pack if pack.exists() else None
 
 
@@ -138,17 +143,14 @@ def _environment(more: Mapping[str, str]) -> Generator[None]:
         os.environ |= before
 
 
-def _pack_of(golden: Path) -> Path:
+def pack_of(golden: Path) -> Path:
+    """Return where the settings of a record lie."""
     return golden.with_suffix(".zip")
 
 
-def _changed(then: Path, now: Path | None) -> list[str]:
+def changed_since(then: Path, now: Path | None) -> list[str]:
     """Return what is configured otherwise than when the record was made."""
     if now is None or not then.exists():
         return []
-    from trainprobe.config_check.compare import compare_packs
-    from trainprobe.config_check.compare.headline import causes_and_consequences
-    from trainprobe.config_check.pack_reader import read_pack
-
     causes, _ = causes_and_consequences(compare_packs(read_pack(then), read_pack(now)).checks)
     return [finding.text for finding in causes]

@@ -8,7 +8,7 @@ and no wrong weight makes a wrong rate.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -19,12 +19,14 @@ from rich.console import Console
 from trainprobe.ckpt_compare.compare import compare, logical
 from trainprobe.ckpt_compare.formats import open_checkpoint
 from trainprobe.ckpt_compare.pieces import KINDS as CONTENT
+from trainprobe.ckpt_compare.pieces import Checkpoint
 from trainprobe.ckpt_compare.results import CheckpointComparison, TensorRow
 from trainprobe.comparison.files import write_json
 from trainprobe.comparison.terminal import show_verdict
 from trainprobe.comparison.verdict import Verdict
 
 WEIGHTS, MOMENTS, BUFFERS, AVERAGED = "weights", "moments", "buffers", "averaged weights"
+OTHER = ""  # what no resume is known to bring back, such as an argument of the program
 COUNTERS, RATES, SCALE, DATA, RANDOM = "step counters", "learning rates", "loss scale", "data position", "random states"
 # what a resume has to bring back, first what cannot follow from anything behind it
 KINDS = (COUNTERS, RATES, SCALE, DATA, RANDOM, WEIGHTS, AVERAGED, BUFFERS, MOMENTS)
@@ -72,22 +74,35 @@ def held_by(compared: CheckpointComparison) -> list[Held]:
     found = [_of_tensor(row) for row in compared.rows]
     for row in compared.state:
         kind = _kind_of_place(f"{row.what}.{row.path}" if row.what != "args" else row.path)
-        if kind and not _is_clock(row.path):
-            found.append(Held(kind, f"{row.what} {row.path}", not row.equal, told=f"{row.a} against {row.b}"))
-    return found
+        if not _is_clock(row.path) and (kind or not row.equal):
+            found.append(Held(kind or OTHER, f"{row.what} {row.path}", not row.equal, told=f"{row.a} against {row.b}"))
+    return [*found, *_lost(compared.a, compared.b)]
+
+
+def _lost(straight: Checkpoint, resumed: Checkpoint) -> Iterator[Held]:
+    """Yield what a resumed run has none of: whole sections, and slots of the optimizer."""
+    for what in straight.state.keys() - resumed.state.keys():
+        for path in straight.state[what]:
+            kind = _kind_of_place(f"{what}.{path}")
+            if kind and not _is_clock(path):
+                yield Held(kind, f"{what} {path}", True, told="not in the resumed state")
+    slots = [{t.slot for t in one.tensors.values() if t.what == "optimizer"} for one in (straight, resumed)]
+    for slot in sorted(slots[0] - slots[1]):
+        yield Held(COUNTERS if slot == "step" else MOMENTS, f"optimizer {slot}", True, told="not in the resumed state")
 
 
 def judge(values: Sequence[Held]) -> Verdict:
     """Return whether a resume is right, from what both states hold."""
-    if not values:
+    if all(value.kind == OTHER for value in values):
         return Verdict(3, "not comparable: the two states have nothing in common")
     seen = [kind for kind in KINDS if any(value.kind == kind for value in values)]
     unseen = [f"not judged, as it is in neither state: {kind}" for kind in KINDS if kind not in seen]
-    wrong = {kind: [v for v in values if v.kind == kind and v.differs] for kind in KINDS}
-    wrong = {kind: found for kind, found in wrong.items() if found}
+    unseen += [f"not judged, as it is of no known kind: {v.name}: {v.told}" for v in values if v.kind == OTHER]
+    wrong = {kind: found for kind in KINDS if (found := [v for v in values if v.kind == kind and v.differs])}
     if not wrong:
         rounded = sum(value.rounding for value in values)
-        text = f"the resume is right in all that was seen: {len(values)} values of {', '.join(seen)}"
+        held = sum(value.kind != OTHER for value in values)
+        text = f"the resume is right in all that was seen: {held} values of {', '.join(seen)}"
         return Verdict(1 if rounded else 0, f"{text}{f', {rounded} within rounding' if rounded else ''}", unseen)
     first = _first(wrong, sum(value.kind == MOMENTS for value in values))
     order = [first, *(kind for kind in wrong if kind != first)]
@@ -156,7 +171,7 @@ def resume_check(
     verdict = judge(held_by(compared(straight, resumed)))
     show_verdict(verdict, Console(highlight=False))
     if json is not None:
-        write_json({"code": verdict.code, "sentence": verdict.sentence, "details": list(verdict.details)}, json)
+        write_json(verdict.to_json(), json)
     return verdict.code
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from trainprobe.engine.storage.html_page.markup import verdict_for_notebook
 
@@ -29,6 +29,10 @@ class Verdict:
     def page_code(self) -> int:
         """The exit code whose colour the sentence has on a page or in a notebook: 0 and 1 are good, 2 bad, 3 a warning."""
         return self.code
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the answer as JSON values."""
+        return {"code": self.code, "sentence": self.sentence, "details": list(self.details)}
 
     def _repr_html_(self) -> str:
         return verdict_for_notebook(self.sentence, self.page_code, self.details)
