@@ -72,6 +72,7 @@ VERBS: dict[str, tuple[str, str]] = {
     ),
     "golden": ("trainprobe.again.golden_command:app", "record what a small run computes, and check it after an upgrade"),
     "resume-check": ("trainprobe.again.resume_check:resume_check", "does a resumed run have all that the run had"),
+    "mcp": ("trainprobe.agents:mcp", "let an agent read runs, as an MCP server"),
     "run": ("trainprobe.integrations.run_command:run", "run a training script under a plan, with no edit"),
 }
 
@@ -107,6 +108,7 @@ EXAMPLES = {
     "preflight": "trainprobe preflight -- train.py --lr 3e-4",
     "golden": "trainprobe golden check golden.txt -- train.py",
     "resume-check": "trainprobe resume-check straight.pt resumed.pt",
+    "mcp": "trainprobe mcp /data/runs",
     "run": "trainprobe run -- train.py --lr 3e-4",
 }
 

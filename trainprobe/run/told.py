@@ -20,7 +20,7 @@ from trainprobe.engine.program import Program, Schedule
 if TYPE_CHECKING:
     from trainprobe.engine.probe import Probe
 
-Pairs = Iterator[tuple[str, Any]]
+Pairs = Iterator[tuple[Any, Any]]
 MOST = 256  # names in a run: a script may make up new ones at each step
 _DEPTH = 8  # of mappings in each other
 
