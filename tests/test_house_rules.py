@@ -67,6 +67,7 @@ STOREYS = {
     "trainprobe.preflight.script": 7,
     "trainprobe.self_test": 8,
     "trainprobe.cli": 8,
+    **dict.fromkeys(["trainprobe.agents", "trainprobe.pytest_plugin"], 8),
     "trainprobe.__main__": 8,
 }
 APART = [name for name, storey in STOREYS.items() if storey == 4]

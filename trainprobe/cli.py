@@ -73,6 +73,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "golden": ("trainprobe.again.golden_command:app", "record what a small run computes, and check it after an upgrade"),
     "resume-check": ("trainprobe.again.resume_check:resume_check", "does a resumed run have all that the run had"),
     "why": ("trainprobe.again.why:why", "what may be wrong with a run: at most five causes, with what speaks for and against"),
+    "mcp": ("trainprobe.agents:mcp", "let an agent read runs, as an MCP server"),
     "run": ("trainprobe.integrations.run_command:run", "run a training script under a plan, with no edit"),
 }
 
@@ -109,6 +110,7 @@ EXAMPLES = {
     "golden": "trainprobe golden check golden.txt -- train.py",
     "resume-check": "trainprobe resume-check straight.pt resumed.pt",
     "why": "trainprobe why probe_out --against good_out",
+    "mcp": "trainprobe mcp /data/runs",
     "run": "trainprobe run -- train.py --lr 3e-4",
 }
 

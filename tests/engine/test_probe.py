@@ -1,4 +1,4 @@
-"""The probe: its six verbs, with a real model, a real tape, and programs that write down what they are called for."""
+"""The probe: its seven verbs, with a real model, a real tape, and programs that write down what they are called for."""
 
 from __future__ import annotations
 

@@ -29,6 +29,7 @@ from trainprobe.ckpt_compare.quantised_layouts import decoded
 from trainprobe.ckpt_compare.tasks import Advance
 from trainprobe.ckpt_compare.tolerance import selected, tolerated, unmatched
 from trainprobe.ckpt_compare.verdict import verdict_of
+from trainprobe.comparison.ci_formats import Github, Junit, case_of, tell
 from trainprobe.comparison.terminal import plain_table, progress_bar, say, wide_console
 from trainprobe.comparison.verdict import Verdict
 from trainprobe.engine.compare.uncollected import uncollected
@@ -72,6 +73,8 @@ def ckpt_compare(
     ignore: Annotated[list[str] | None, typer.Option(help="leave out tensors whose name matches this pattern")] = None,
     atol: Annotated[float, typer.Option(min=0.0, help="differences of up to this much are no difference (code 1)")] = 0.0,
     rtol: Annotated[float, typer.Option(min=0.0, help="relative l2 differences of up to this much are none (code 1)")] = 0.0,
+    junit: Junit = None,
+    github: Github = False,
 ) -> int:
     """Compare two checkpoints. Exit code: 0 identical, 1 within rounding, 2 differ, 3 not comparable or incomplete."""
     chosen = kinds_of(what)
@@ -93,6 +96,7 @@ def ckpt_compare(
         verdict = verdict_of(found)
         if place()[0] == 0:  # in a torchrun world rank 0 speaks for all
             _write(found, verdict, json, csv, html)
+            tell("ckpt-compare", [case_of(f"{a} and {b}", verdict.code, verdict.sentence, verdict.details)], junit, github)
             if quiet:
                 say(wide_console(), verdict.sentence)
             else:

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from trainprobe.comparison.ci_formats import Github, Junit, case_of, tell
 from trainprobe.comparison.terminal import say
 from trainprobe.config_check.capture.setting_files import KINDS
 from trainprobe.config_check.settings import Settings, make_settings
@@ -31,7 +32,10 @@ def collect(
     micro_steps: Annotated[int, typer.Option(help="How many micro-steps of the command to capture.")] = 4,
     tokens: Annotated[int, typer.Option(help="How many first elements of each integer input to store as they are.")] = 0,
 ) -> int:
-    """Write a pack of a command that is run (`collect -- python train.py …`), or of settings files alone (`--scripts`)."""
+    """Write a pack of a command that is run (`collect -- python train.py …`), or of settings files alone (`--scripts`).
+
+    Exit code: that of the command, or 3 where it trained nothing that could be captured.
+    """
     files, command = _split(scripts or [], list(words or []))
     settings = make_settings({"output": output, "micro_steps": micro_steps, "tokens": tokens, "scripts": files})
     if not files and not command:
@@ -85,6 +89,8 @@ def compare(
     formats: Annotated[
         str, typer.Option("--format", "-f", help="Reports to write: xlsx, html, json, md, separated by commas.")
     ] = "xlsx,html",
+    junit: Junit = None,
+    github: Github = False,
 ) -> int:
     """Say what differs between two packs. Exit code: 0 pass, 1 warnings, 2 errors, 3 could not compare."""
     from trainprobe.config_check.compare import compare_packs
@@ -100,6 +106,8 @@ def compare(
     if output is not None:
         for path in write_reports(comparison, output, kinds):
             say(console, f"report: {path}", "dim")
+    remarks = [finding.text for check in comparison.checks for finding in check.findings]
+    tell("config-check", [case_of(f"{bench} and {cmp}", comparison.exit_code, comparison.sentence, remarks, 0)], junit, github)
     return comparison.exit_code
 
 

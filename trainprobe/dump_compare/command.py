@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 from rich.progress import MofNCompleteColumn
 
+from trainprobe.comparison.ci_formats import Github, Junit, case_of, tell
 from trainprobe.comparison.terminal import progress_bar, say, wide_console
 from trainprobe.dump_compare.between_steps import NO_WEIGHTS, weights_of
 from trainprobe.dump_compare.dump_side import Side
@@ -88,6 +89,8 @@ def dump_compare(
         bool, typer.Option("--ray", help="compare the ranks and steps on a Ray cluster whose machines see the same paths")
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print only the verdict")] = False,
+    junit: Junit = None,
+    github: Github = False,
 ) -> int:
     """Find where two runs first differ. Exit code: 0 identical, 1 within rounding, 2 differ, 3 not comparable or incomplete."""
     renamed, mapped = Renaming.of(rename or ()), read_mappings(mapping or ())
@@ -101,6 +104,7 @@ def dump_compare(
     ranks, verdict = compare_dumps(
         a, b, renamed, at, floor, high_precision, make, layout, run=run, all_calls=bool(json or make), mapping=mapped
     )
+    tell("dump-compare", [case_of(f"{a} and {b}", verdict.code, verdict.sentence, verdict.details)], junit, github)
     if json is not None:
         write_calls(ranks, verdict, json)
     if html is not None:

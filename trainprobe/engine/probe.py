@@ -1,9 +1,10 @@
-"""The façade of the engine: six verbs, all that an integration may call.
+"""The façade of the engine: seven verbs, all that an integration may call.
 
     open(model, optimizer)     learn the model's names; nothing is installed
     begin_step(number)         a step begins; if it is collected, the taps are installed
     moment(name, …)            something happens inside the step: "micro", "optimizer", "optimizer_done" …
     note(name, value)          a scalar of the step: loss, lr, grad_norm …
+    tell(name, number)         the same, also once the step has ended and the next has not begun
     end_step()                 the taps are removed, the tape crosses to the host once, the writer gets the collected step
                                (of a device, with a later step, once its numbers are there)
     close()                    everything is written; what could not be seen is reported
@@ -48,13 +49,15 @@ MOST_ON_THEIR_WAY = 4  # steps; of more, the oldest is waited for: by then the d
 class _OnItsWay(NamedTuple):
     """A collected step whose numbers come from a device.
 
-    looks: whether calls of the model should be in it. prepare: what programs do with it first, each with its part.
+    looks: whether calls of the model should be in it. prepare: what programs do with it first, each with its part. told:
+    what `tell` was given of it, and is given until the next step begins.
     """
 
     number: int
     tape: Tape
     looks: bool
     prepare: Sequence[tuple[str, Callable[[StepData], object]]]
+    told: dict[str, float]
 
 
 class Probe:
@@ -105,6 +108,9 @@ class Probe:
         self._listeners: dict[str, list[Callable[..., None]]] = {}
         self._inside = False
         self._stores = False  # the step that has begun hands values to the writer, which takes step after step
+        self.more_is_told = False  # `tell` is called between two steps
+        self._told: dict[str, float] | None = None  # of the last step that was collected, as long as more can be added
+        self._judged: StepData | None = None  # a step that waits for what is told, and has been judged already
         self._on_their_way: deque[_OnItsWay] = deque()
         self._settling = threading.RLock()  # who waits for the writer may be on any thread
         self._process = os.getpid()
@@ -117,7 +123,7 @@ class Probe:
         for program in self.programs:
             program.attached(self)
 
-    # ---- the six verbs -----------------------------------------------------------------------------------------
+    # ---- the seven verbs -----------------------------------------------------------------------------------------
 
     def open(self, model: Any, optimizer: Any = None, place: Place | None = None) -> Self:
         """Learn the names of `model` (a module, or a list of model chunks); may be called again when the model has changed.
@@ -137,8 +143,9 @@ class Probe:
         """
         if self._inside:
             raise UsageError(f"step {self.step_number} has not ended: call end_step() before begin_step()")
-        if self._on_their_way:
+        if self._on_their_way or self._judged:
             self.guard.run(self._settle)
+        self._told = {}
         self.step_number = self.step_number + 1 if number is None else number
         self.first_step = self.step_number if self.first_step is None else self.first_step
         self._inside = True
@@ -162,12 +169,23 @@ class Probe:
         if self.tape is not None:
             self.guard.run(self._note, self.tape, name, value)
 
-    def end_step(self, *, complete: bool = True) -> StepData | None:
+    def tell(self, name: str, number: float) -> bool:
+        """Keep a number of the step that has begun, or of the last one until the next begins, beside what was noted of it.
+
+        Returns False where it comes too late: its step has been handed to the writer.
+        """
+        if self._told is None:
+            return False
+        self._told[name] = number
+        return True
+
+    def end_step(self, *, complete: bool = True, more: bool = False) -> StepData | None:
         """End the step; of a collected one, return the collected step that was handed to the writer.
 
-        complete: False marks a step that an error cut short. Returns None too while the numbers come from a device: the step
-        is judged and handed over when a later one begins or ends, or by `settle`, `flush` and `close`. None is waited for,
-        unless the step is audited, stores values or was cut short, or a rule may stop the run.
+        complete: False marks a step that an error cut short. more: where `more_is_told`, the step waits for the next one to
+        begin. Returns None too while the numbers come from a device: the step is judged and handed over when a later one
+        begins or ends, or by `settle`, `flush` and `close`. None is waited for, unless the step is audited, stores values or
+        was cut short, or a rule may stop the run.
 
         Raises StopTraining, once all of the step is handed over, when a rule with the action "stop" found something.
         """
@@ -180,7 +198,7 @@ class Probe:
                     self.guard.run(self._settle)
                 return None
             self.guard.run(self._remove, complete)
-            return self.guard.run(self._finish, complete)
+            return self.guard.run(self._finish, complete, more and self.more_is_told)
         finally:
             self._call_in_any_case("ended", self.step_number, complete)
 
@@ -228,7 +246,7 @@ class Probe:
         except BaseException:
             self.end_step(complete=False)
             raise
-        self.end_step()
+        self.end_step(more=True)
 
     def collect_next(self, steps: int = 1) -> None:
         """Collect the next `steps` steps whatever the plan says (a rule's action "dump")."""
@@ -278,7 +296,7 @@ class Probe:
 
     def settle(self) -> None:
         """Wait for the numbers that are still on their way from a device; judge their steps and hand them to the writer."""
-        if self._on_their_way:
+        if self._on_their_way or self._judged:
             self.guard.run(self._settle, True)
 
     @property
@@ -392,7 +410,7 @@ class Probe:
             "dumped": self._running.dumped,
         }
 
-    def _finish(self, complete: bool) -> StepData | None:
+    def _finish(self, complete: bool, more: bool) -> StepData | None:
         tape, self.tape = self.tape, None
         assert tape is not None
         number = self.step_number
@@ -400,30 +418,43 @@ class Probe:
         looks = complete and self._running.looks and not self._only_collects()
         made = [(program.part, self.guard.part(program.part, program.collected)) for program in self._at("collected")]
         prepare = [(part, call) for part, call in made if call is not None]
-        self._on_their_way.append(_OnItsWay(number, tape, looks, prepare))
+        self._on_their_way.append(_OnItsWay(number, tape, looks, prepare, {} if self._told is None else self._told))
         wait = not complete or self._stores or self.at_once
-        return self._settle(wait or any(self.guard.part(p.part, p.at_once, number) for p in self._at("at_once")))
+        wait = wait or any(self.guard.part(p.part, p.at_once, number) for p in self._at("at_once"))
+        return None if more and not wait else self._settle(wait, number if more else None)
 
-    def _settle(self, wait: bool = False) -> StepData | None:
+    def _settle(self, wait: bool = False, keep: int | None = None) -> StepData | None:
         """Judge and hand over, in order, the steps whose numbers have come; return the last one, if none is left behind it.
 
-        wait: for all; otherwise MOST_ON_THEIR_WAY may stay.
+        wait: for all; otherwise MOST_ON_THEIR_WAY may stay. keep: the step that is judged, and handed over later.
         """
         if os.getpid() != self._process:  # a fork: its parent has them
             self._on_their_way.clear()
+            self._judged = None
         step_data: StepData | None = None
         with self._settling:
+            self._hand_over_judged()
             while self._on_their_way:
                 first = self._on_their_way[0]
                 if not (wait or len(self._on_their_way) > MOST_ON_THEIR_WAY or first.tape.arrived()):
                     return None
                 self._on_their_way.popleft()
-                step_data = self._received(first)
+                step_data = self._received(first, first.number == keep)
         return step_data
+
+    def _hand_over_judged(self) -> None:
+        step_data, self._judged = self._judged, None
+        if step_data is not None and self.writer is not None:
+            step_data.scalars = {**step_data.scalars, **(self._told or {})}
+            self._told = None
+            self.writer.submit(step_data)
 
     def _prepared(self, step: _OnItsWay, part: Part) -> StepData:
         """Return a step whose numbers are waited for, once each program has corrected what was recorded."""
         step_data = step.tape.receive()
+        step_data.scalars = {**step_data.scalars, **step.told}
+        if step.told is self._told and not self._inside:
+            self._told = None
         for name, call in step.prepare:
             part(name, call, step_data)
         for program in self._at("prepare"):
@@ -432,13 +463,14 @@ class Probe:
 
     def _hand_over_unjudged(self) -> None:
         """Hand over what was collected before a fault disabled the tool."""
+        self._hand_over_judged()
         while self._on_their_way and self.writer is not None and os.getpid() == self._process:
             step_data = self._prepared(self._on_their_way.popleft(), simply)
             if selects(self.plan):
                 step_data.calls, _ = selected(step_data.calls, self.plan, self._framework)
             self.writer.submit(step_data)
 
-    def _received(self, step: _OnItsWay) -> StepData:
+    def _received(self, step: _OnItsWay, keep: bool) -> StepData:
         assert self.writer is not None
         step_data = self._prepared(step, self.guard.part)
         if self._stacks is not None:
@@ -457,7 +489,10 @@ class Probe:
             step_data.calls, why = selected(step_data.calls, self.plan, self._framework)
             if why:
                 self.reporter.report_once(Finding("plan", "warning", why, step=step_data.step))
-        self.writer.submit(step_data)
+        if keep:
+            self._judged, self._told = step_data, step.told
+        else:
+            self.writer.submit(step_data)
         self._act(found)
         return step_data
 

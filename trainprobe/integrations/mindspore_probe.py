@@ -247,13 +247,13 @@ class MindSporeProbe(Probe):
             self.guard.run(self._begin_compiled_update)
         return collects
 
-    def end_step(self, *, complete: bool = True) -> StepData | None:
+    def end_step(self, *, complete: bool = True, more: bool = False) -> StepData | None:
         """End the step; see `Probe.end_step`. Waits for a graph that runs: what goes wrong there is the training's error."""
         if self.tape is not None and complete:
             wait()
             if self._own_loop and self.parts.stepping is not None:
                 self.guard.run(self._end_compiled_update)
-        return super().end_step(complete=complete)
+        return super().end_step(complete=complete, more=more)
 
     def train_with(self, cell: Any) -> None:
         """Tell which cell trains: in graph mode its arguments are the data; MindFormers' holds the cell that clips."""

@@ -55,6 +55,7 @@ class Session:
         self._later: list[Any] = []  # losses of the step since `losses_begin_again`
         self._seen = 0
         self._trainings = 0
+        self.more = False  # values of a step are told until the next one begins
 
     # ---- a training ----------------------------------------------------------------------------------------------
 
@@ -179,7 +180,7 @@ class Session:
             return None
         self._last, self._open = self._open, None
         try:
-            self.probe.end_step(complete=complete)
+            self.probe.end_step(complete=complete, more=self.more)
         except StopTraining as stop:
             return stop
         return None

@@ -78,6 +78,7 @@ class TorchLoop:
 
     def __init__(self, session: Session, first_step: int = 0) -> None:
         self.session = session
+        self.session.more = True
         self._given = False  # the user said which model
         self._trainings = 1
         self._output = session.plan.output
@@ -451,6 +452,7 @@ class TorchLoop:
     def _watch_another(self, model: Any, optimizer: Any, number: int) -> None:
         self._forget(number)
         self.session = Session(load_plan(self.session.plan, output=self._output / f"training{self._trainings}"))
+        self.session.more = True
         try:
             self._take(model, [optimizer], first=number)
         except ProbeError as error:  # raised where the user starts a training, and not within one

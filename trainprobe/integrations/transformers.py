@@ -13,7 +13,7 @@ from functools import partial, wraps
 from typing import Any
 
 from trainprobe.engine.capture.patching.replaced import Replaced
-from trainprobe.engine.core.records import Finding, Place
+from trainprobe.engine.core.records import TOLD, Finding, Place
 from trainprobe.engine.core.topology import axes_from_mesh, place_from_environment
 from trainprobe.errors import MissingExtra
 from trainprobe.integrations.deepspeed import engine_of, follow
@@ -158,8 +158,9 @@ class ProbeCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         What a program logs by itself in the middle of a step is left alone.
         """
         if self._awaits_log:
-            for key, name in _REPORTED.items():
-                self.session.note(name, (logs or {}).get(key))
+            for key, value in (logs or {}).items():
+                if key in _REPORTED or (self.session.plan.told and isinstance(value, int | float)):
+                    self.session.note(_REPORTED.get(key, f"{TOLD}{key}"), value)
             self._step_ends(args, control)
             if logs is not None:
                 logs.update(self.session.scalars())

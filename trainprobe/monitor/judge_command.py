@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from trainprobe.comparison.ci_formats import Case, Github, Junit, tell
 from trainprobe.engine.core.findings import in_folder, place_in_words, schema_text
 from trainprobe.engine.core.json_schema import prints
 from trainprobe.engine.core.records import Finding
@@ -45,6 +48,8 @@ def judge(
     schema: Annotated[
         bool, typer.Option("--schema", help="print the JSON schema of a finding", is_eager=True, callback=prints(schema_text))
     ] = False,
+    junit: Junit = None,
+    github: Github = False,
 ) -> int:
     """Show the findings of the run in RUN, those of the audit included, and what the rules find in its log now.
 
@@ -55,24 +60,61 @@ def judge(
     if fleet:
         from trainprobe.monitor.fleet.command import judge_all_ranks
 
-        return judge_all_ranks(folder, ray, json)
+        fleet_verdict = judge_all_ranks(folder, ray, json)
+        cases = _cases(str(folder), fleet_verdict.findings, fleet_verdict.code, fleet_verdict.short)
+        tell("judge", cases, junit, github)
+        return fleet_verdict.code
+    answer = judged(folder, rules)
+    if answer.short:
+        typer.echo(answer.short, err=json)
+    if json:
+        for one in answer.findings:
+            typer.echo(orjson.dumps(one.to_json(), default=str).decode())
+    else:
+        _show(answer)
+    tell("judge", _cases(str(folder), [one.finding for one in answer.findings], answer.code, answer.short), junit, github)
+    return answer.code
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What is known of a run. short: what of it was not judged, in words. more: what further was not looked at."""
+
+    findings: list[JudgedFinding]
+    seen: LookedAt
+    rules: dict[str, RuleOptions]
+    short: str
+    more: tuple[str, ...]
+
+    @property
+    def code(self) -> int:
+        """The exit code of `judge`."""
+        return exit_code((one.finding for one in self.findings), bool(self.short))
+
+
+def judged(folder: Path, rules: str | None = None) -> Judgement:
+    """Judge the record of a run. rules: as `--rules` has them. Raises FormatError where there is none, and PlanError."""
     chosen, absent = (read_rules(rules), ()) if rules is not None else rules_of_run(folder)
     recorded = [f for f in read_findings(folder) if rules is None or f.rule in chosen]
     seen, watchers = LookedAt(folder), dict[int, Watcher]()
     found, unjudged = _judge_again(folder, chosen, seen, bool(recorded), watchers)
-    findings = all_findings(recorded, found)
     short = seen.shortfall(folder)
     if short:
-        typer.echo(f"{short}: the others are not judged", err=json)
+        short += ": the others are not judged"
     elif not seen.values or judged_nothing(watchers.values()):
-        short = "nothing of this run was judged"
-        typer.echo(short + ("" if seen.values else ": no value was recorded that the rules could look at"), err=json)
-    if json:
-        for one in findings:
-            typer.echo(orjson.dumps(one.to_json(), default=str).decode())
-    else:
-        _show(findings, seen, chosen, short, left_out(absent), unjudged)
-    return exit_code((one.finding for one in findings), bool(short))
+        short = "nothing of this run was judged" + (
+            "" if seen.values else ": no value was recorded that the rules could look at"
+        )
+    return Judgement(all_findings(recorded, found), seen, chosen, short, (left_out(absent), unjudged))
+
+
+def _cases(folder: str, findings: Sequence[Finding], code: int, short: str) -> list[Case]:
+    """Return a failure for each warning and error, and the case of the whole where there is none or the record falls short."""
+    bad = [finding for finding in findings if finding.severity != "info"]
+    cases = [Case(f"{f.rule} ({place_in_words(f)})", "failure", f.message, [f.next] if f.next else []) for f in bad]
+    if code == 3:
+        return [*cases, Case(folder, "error", short or "nothing could be compared")]
+    return cases or [Case(folder, "passed", "nothing found")]
 
 
 def _judge_again(
@@ -111,8 +153,8 @@ def read_rules(text: str) -> dict[str, RuleOptions]:
     return make_rules(names)
 
 
-def _show(findings: list[JudgedFinding], seen: LookedAt, rules: dict[str, RuleOptions], short: str, *more: str) -> None:
-    console = Console(highlight=False, soft_wrap=True)
+def _show(answer: Judgement) -> None:
+    console, findings, seen = Console(highlight=False, soft_wrap=True), answer.findings, answer.seen
     for one in findings:
         finding, where = one.finding, place_in_words(one.finding)
         line = Text(f"{finding.severity:<8}", style=_COLOURS[finding.severity])
@@ -122,12 +164,16 @@ def _show(findings: list[JudgedFinding], seen: LookedAt, rules: dict[str, RuleOp
             console.print(Text(f"        → {finding.next}", style="dim"))
     count = Counter(one.finding.severity for one in findings)
     found = ", ".join(f"{n} info" if severity == "info" else counted(n, severity) for severity, n in count.items())
-    what = f"{seen.amount()}, {counted(len(rules), 'rule')}" if seen else f"{seen.amount()} to judge again"
+    what = f"{seen.amount()}, {counted(len(answer.rules), 'rule')}" if seen else f"{seen.amount()} to judge again"
     console.print(
         ". ".join(
             filter(
                 None,
-                [f"{what}: {found or 'nothing found'}{' in these' if short and not found else ''}", *seen.lacking(), *more],
+                [
+                    f"{what}: {found or 'nothing found'}{' in these' if answer.short and not found else ''}",
+                    *seen.lacking(),
+                    *answer.more,
+                ],
             )
         )
     )

@@ -65,12 +65,12 @@ class Answer:
         return [row for each in self.found for row in each.rows]
 
 
-def answer(request: Request, progress: Progress) -> int:
-    """Carry out a request; return the exit code. Raises UsageError, FormatError and OutputError."""
+def carried_out(request: Request, progress: Progress) -> Conclusion:
+    """Carry out a request; return what it came to. Raises UsageError, FormatError and OutputError."""
     result = judge(request, progress)
     _write(request, result)
     _print(request, result)
-    return result.conclusion.code
+    return result.conclusion
 
 
 def _spread(request: Request, folders: Sequence[Path]) -> tuple[Run | None, int]:

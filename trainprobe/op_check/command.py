@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import MofNCompleteColumn
 
+from trainprobe.comparison.ci_formats import Github, Junit, case_of, tell
 from trainprobe.comparison.terminal import progress_bar, say
 from trainprobe.engine.core.json_schema import prints
 from trainprobe.errors import MissingExtra, UsageError, did_you_mean
@@ -77,6 +78,8 @@ def op_check(
         ),
     ] = 0,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print only the verdict")] = False,
+    junit: Junit = None,
+    github: Github = False,
 ) -> int:
     """Judge each recorded operator call against a float64 reference of its own inputs.
 
@@ -84,17 +87,21 @@ def op_check(
     not checked.
     """
     need_torch(threads)
-    from trainprobe.op_check.answer import Request, answer
+    from trainprobe.op_check.answer import Request, carried_out
     from trainprobe.op_check.classic.configs import read_config
 
     lists = read_config(config) if config is not None else None
     ops, left_out = [*(op or ()), *(lists.white_list if lists else ())], [*(skip or ()), *(lists.black_list if lists else ())]
     paths = [path for path in (dump, other) if path is not None]
     if condition is not None:
+        if junit is not None or github:
+            raise UsageError("--junit and --github tell a judgement, and --condition judges nothing: leave one of them out")
         return _conditions(paths[0], condition, ops, device, json, quiet)
     digits = lists.precision if lists else 14
     request = Request(paths, ops, left_out, standard, json, csv, html, classic_csv, digits, replay, quiet, ray, threads)
-    return answer(request, progress)
+    said = carried_out(request, progress)
+    tell("op-check", [case_of(" and ".join(map(str, paths)), said.code, said.sentence, said.details, 0)], junit, github)
+    return said.code
 
 
 def _conditions(dump: Path, kind: str, names: Any, device: str, json: Path | None, quiet: bool) -> int:

@@ -35,6 +35,7 @@ from trainprobe.monitor.plan import MonitorPlan
 from trainprobe.monitor.plan import validate as monitor_plan
 from trainprobe.monitor.requests import flags_where, intervals_of, looks_when_asked, modules_of_monitor, no_flags
 from trainprobe.run.schedules import Parts, dumps_when_asked, guard_of, schedules
+from trainprobe.run.told import ToldProgram
 
 if TYPE_CHECKING:
     from trainprobe.engine.plan.control import ControlFile
@@ -131,6 +132,8 @@ def programs_of(making: Making) -> dict[str, Program]:
     making.made["dump"] = DumpProgram(making)
     for section, file in making.plan.programs.items():
         making.made[section] = file.program(making)
+    if making.plan.told and (making.plan.level != "off" or making.plan.programs):
+        making.made["told"] = ToldProgram()
     return making.made
 
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from trainprobe.monitor.program import MonitorProgram
 
 # the plan of a run that is switched off by TRAINPROBE=off
-_NOTHING: dict[str, Any] = {"record": "nothing", "monitor": False, "audit": False, "sinks": (), "console": False}
+_NOTHING: dict[str, Any] = {"record": "nothing", "monitor": False, "audit": False, "sinks": (), "told": False, "console": False}
 PlanSource = Plan | Mapping[str, Any] | str | os.PathLike[str] | None
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 from importlib.metadata import version
 from pathlib import Path
 
+import jsonschema
 import pytest
+import yaml
 
 from trainprobe.cli import main
 from trainprobe.engine.plan.command import explain_text, schema_text, sentences
 from trainprobe.engine.plan.loading import load_plan
 from trainprobe.engine.plan.model import Plan
+from trainprobe.engine.plan.new_plan import SCHEMA
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
@@ -26,6 +30,7 @@ def test_the_explanation_in_docs_is_current() -> None:
 def test_the_schema_in_docs_is_current() -> None:
     text = (DOCS / "plan.schema.json").read_text(encoding="utf-8")
     assert text == schema_text(), "run `trainprobe plan --schema -o docs/plan.schema.json`"
+    assert text == SCHEMA.read_text(encoding="utf-8"), f"copy it to {SCHEMA}"
 
 
 def test_the_schema_lists_every_field_and_forbids_others() -> None:
@@ -86,3 +91,41 @@ def test_level_off_is_said_to_record_nothing() -> None:
     assert watched[0] == "dump nothing, because record is nothing; of each step record what the monitor and the audit ask for"
     assert watched[1].startswith("write parquet to ")
     assert watched[2:] == ["run the monitor", "run the audit"]
+
+
+@pytest.mark.parametrize(
+    ("answers", "fields"),
+    [
+        (
+            ["", "", ""],
+            {"record": "nothing", "sinks": ("parquet",), "monitor": True, "audit": True, "output": Path("probe_out")},
+        ),
+        (
+            ["judge", "wandb", "out"],
+            {"record": "nothing", "sinks": ("parquet", "wandb"), "monitor": True, "output": Path("out")},
+        ),
+        (["2", "3, 10-12", "d"], {"record": "L0", "step": (3, "10-12"), "monitor": None, "sinks": ("dump", "parquet")}),
+        (["both", "0", "d"], {"record": "L0", "step": (0,), "monitor": True, "audit": True}),
+    ],
+)
+def test_three_questions_make_a_plan_that_an_editor_completes(tmp_path, monkeypatch, capsys, answers, fields) -> None:
+    file = tmp_path / "plan.yaml"
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join([*answers, ""])))
+    assert main(["plan", "--new", str(file)]) == 0
+    plan = load_plan(file)
+    assert {name: getattr(plan, name) for name in fields} == fields
+    first, *lines = file.read_text().splitlines()
+    assert first == f"# yaml-language-server: $schema={SCHEMA}"
+    jsonschema.validate(yaml.safe_load(file.read_text()), json.loads(SCHEMA.read_text()))
+    for name in yaml.safe_load(file.read_text()):
+        at = next(i for i, line in enumerate(lines) if line.startswith(f"{name}: "))
+        assert lines[at - 1].startswith("#"), f"{name} has no comment"
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join([*answers, ""])))
+    assert main(["plan", "--new", str(file)]) == 3, "nothing is overwritten"
+
+
+@pytest.mark.parametrize("answers", [["4", "", ""], ["judge", "wandbb", "x"], ["dump", "ten", "x"]])
+def test_an_answer_that_no_plan_can_have_writes_nothing(tmp_path, monkeypatch, capsys, answers) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join([*answers, ""])))
+    assert main(["plan", "--new", str(tmp_path / "plan.yaml")]) == 3
+    assert not (tmp_path / "plan.yaml").exists() and capsys.readouterr().err.startswith("trainprobe: ")

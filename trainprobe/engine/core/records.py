@@ -75,6 +75,7 @@ class Value:
         return twin
 
 
+TOLD = "told/"  # begins the names of scalars that the script gave to another tool
 NOT_WRITTEN = "not written yet"  # note of memory that a call is handed to be written, or that nobody has written
 
 

@@ -15,6 +15,7 @@ from rich.console import Console
 from trainprobe.engine.core.json_schema import DIALECT, text_of
 from trainprobe.engine.plan.loading import load_plan
 from trainprobe.engine.plan.model import DetailRule, Histogram, Plan, SliceRule
+from trainprobe.engine.plan.new_plan import ask
 from trainprobe.errors import OutputError
 
 WIDTH = 128  # of a line of docs/plan.md
@@ -25,11 +26,15 @@ def plan(
     file: Annotated[
         Path | None, typer.Argument(help="plan to check: .yaml, .json, or a config.json of mindstudio-probe")
     ] = None,
+    new: Annotated[bool, typer.Option("--new", help="ask three questions and write a commented plan to FILE")] = False,
     explain: Annotated[bool, typer.Option("--explain", help="print every field, its default and what it does")] = False,
     schema: Annotated[bool, typer.Option("--schema", help="print the JSON schema for editors")] = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="write --explain or --schema to this file")] = None,
 ) -> int:
     """Check FILE and say in plain sentences what it will do."""
+    if new:
+        ask(file or Path("plan.yaml"))
+        return 0
     console = Console(highlight=False, markup=False, soft_wrap=True)
     if schema or explain:
         text = schema_text() if schema else explain_text()
@@ -55,7 +60,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def schema_text() -> str:
-    """Return the JSON schema of a plan, as it stands in docs/plan.schema.json."""
+    """Return the JSON schema of a plan, as it stands in docs/plan.schema.json and beside this file."""
     schema = Plan.model_json_schema()
     schema["$schema"] = DIALECT
     for part in (schema, *schema.get("$defs", {}).values()):

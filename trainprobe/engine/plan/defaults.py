@@ -12,7 +12,7 @@ from trainprobe.errors import PlanError
 HOW = frozenset(
     {
         *("output", "on_existing", "rank", "sinks", "csv_layout", "csv_steps", "nan_tokens", "console", "on_error"),
-        *("reuse", "native", "control"),
+        *("reuse", "native", "control", "told"),
     }
 )
 LEVELS = {"nothing": "off", "L0": "L0", "L1": "L1", "mix": "mix", "debug": "debug"}  # word of `record` → of `level`

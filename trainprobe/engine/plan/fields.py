@@ -52,6 +52,7 @@ class PlanFields(TypedDict, total=False):
     csv_layout: Literal["tidy", "wide"]
     csv_steps: int
     nan_tokens: bool
+    told: bool
     console: bool
     on_error: Literal["continue", "raise"]
     reuse: bool

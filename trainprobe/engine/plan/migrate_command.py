@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import textwrap
 from pathlib import Path
 from typing import Annotated
 
@@ -12,10 +10,8 @@ import typer
 from trainprobe.engine.plan.file import read_plan_file
 from trainprobe.engine.plan.legacy import is_legacy, translate
 from trainprobe.engine.plan.loading import load_plan
-from trainprobe.engine.plan.model import Plan
-from trainprobe.errors import OutputError, UsageError
-
-WIDTH = 118
+from trainprobe.engine.plan.new_plan import comment, commented, write_new
+from trainprobe.errors import UsageError
 
 
 def migrate(
@@ -28,10 +24,8 @@ def migrate(
     text = plan_text(config)
     if output is None:
         typer.echo(text, nl=False)
-    elif output.exists():
-        raise OutputError(f"{output} exists already, and nothing is overwritten: name another file or remove it")
     else:
-        output.write_text(text, encoding="utf-8")
+        write_new(output, text)
         typer.echo(f"{output} can be used as a plan")
     return 0
 
@@ -43,14 +37,5 @@ def plan_text(config: Path) -> str:
         raise UsageError(f"{config} has no key that only mindstudio-probe has: it is a plan already")
     load_plan(settings)  # refuses what no plan can be made of
     fields, notes = translate(settings, config.name)
-    lines = [f"# made from {config.name}"]
-    for note in notes:
-        lines += _comment(note, "# not the same: ")
-    for name, value in fields.items():
-        lines += ["", *_comment(" ".join((Plan.model_fields[name].description or "").split()), "# ")]
-        lines.append(f"{name}: {json.dumps(value, ensure_ascii=False)}")  # JSON is YAML
-    return "\n".join(lines) + "\n"
-
-
-def _comment(text: str, first: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent="#   ")
+    differences = [line for note in notes for line in comment(note, "# not the same: ")]
+    return commented(fields, [f"# made from {config.name}", *differences])

@@ -255,6 +255,9 @@ class Plan(_Section):
     """How many steps a file of the wide layout, of msprobe_csv and of msprobe_second_csv holds."""
     nan_tokens: Flag = False
     """Write the bare tokens NaN and Infinity into JSON, for readers that insist on them; such a file is not strict JSON."""
+    told: Flag = True
+    """Record numbers that the script gives to W&B, MLflow, TensorBoard, trackio, Accelerate or a trainer's own log as scalars
+    `told/NAME` of the step (docs/told.md)."""
     console: Flag = True
     """Print warnings and errors when they happen, and one line when the run ends. Faults of the tool itself are printed
     in any case."""

@@ -14,7 +14,7 @@ from typing import Any
 from trainprobe.engine.core.findings import Cause, Count, cause_of, counted_all
 from trainprobe.engine.core.gathering import Payload
 from trainprobe.engine.core.guard import Part, simply
-from trainprobe.engine.core.records import Finding, Place, StepData
+from trainprobe.engine.core.records import TOLD, Finding, Place, StepData
 from trainprobe.monitor.audit.evidence import AuditHistory, Evidence, Tensors, tensors_of
 from trainprobe.monitor.audit.facts import Facts
 from trainprobe.monitor.audit.facts.calls import RandomFingerprints, TrainingCalls
@@ -141,7 +141,7 @@ class Audit:
             facts,
             tensors,
             self.plan,
-            step_data.scalars,
+            {name: x for name, x in step_data.scalars.items() if not name.startswith(TOLD)},  # claims of nobody
             self.last,
             resumed=self._resumed,
             resharded=self._resharded,

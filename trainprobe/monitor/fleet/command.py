@@ -23,15 +23,15 @@ SHOWN = 20  # findings in the terminal; --json prints all
 _COLOURS = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 
 
-def judge_all_ranks(folder: Path, ray: bool, json: bool) -> int:
-    """Print what is wrong in a fleet, the gravest first, and return the exit code (`FleetVerdict.code`)."""
+def judge_all_ranks(folder: Path, ray: bool, json: bool) -> FleetVerdict:
+    """Print what is wrong in a fleet, the gravest first, and return it."""
     verdict = verdict_of(folder, ray)
     if json:
         for finding in verdict.findings:
             typer.echo(orjson.dumps(JudgedFinding(finding, "judged").to_json(), default=str).decode())
     else:
         _show(verdict)
-    return verdict.code
+    return verdict
 
 
 def report_all_ranks(folder: Path, ray: bool, output: Path, title: str) -> int:

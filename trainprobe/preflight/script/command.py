@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from trainprobe.comparison.ci_formats import Case, Github, Junit, case_of, tell
 from trainprobe.comparison.files import write_json
 from trainprobe.comparison.terminal import say
 from trainprobe.engine.at_start.door import VARIABLE as DOOR
@@ -23,7 +24,7 @@ from trainprobe.engine.core.guard import attempt, fault_text
 from trainprobe.engine.core.log_lines import say as log
 from trainprobe.errors import ProbeError, UsageError
 from trainprobe.preflight.examine import checked
-from trainprobe.preflight.report import Report
+from trainprobe.preflight.report import BROKEN, Report
 from trainprobe.preflight.script.first_update import FirstUpdate
 from trainprobe.preflight.script.ranks import size, together
 from trainprobe.preflight.training import Training, tested
@@ -41,6 +42,8 @@ def preflight_script(
     only: Annotated[list[str] | None, typer.Option(help="A property to test; may be given again.")] = None,
     skip: Annotated[list[str] | None, typer.Option(help="A property to leave out; may be given again.")] = None,
     json: Annotated[Path | None, typer.Option(help="File for the answer (docs/preflight.schema.json).")] = None,
+    junit: Junit = None,
+    github: Github = False,
 ) -> int:
     """Run a script up to its first update, test its loss and model on that batch, print what holds, and end the script there.
 
@@ -63,7 +66,8 @@ def preflight_script(
 
     def end(learnt: Callable[[], tuple[Training, list[Any]]]) -> None:
         """Test, print, and leave the process at once: what a script does at its end belongs to a training."""
-        answer = attempt(lambda: _answer(learnt, options, json), otherwise=_untested)
+        told = partial(_told, json=json, junit=junit, github=github)
+        answer = attempt(lambda: _answer(learnt, options, told), otherwise=_untested)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(_left(answer))
@@ -126,14 +130,14 @@ def _untested(fault: Exception) -> int:
 preflight_script.context_settings = {"ignore_unknown_options": True, "allow_interspersed_args": False}  # type: ignore[attr-defined]
 
 
-def _answer(learnt: Callable[[], tuple[Training, list[Any]]], options: dict[str, Any], json: Path | None) -> int:
+def _answer(learnt: Callable[[], tuple[Training, list[Any]]], options: dict[str, Any], told: Callable[[Report], int]) -> int:
     if size() == 1:
-        return _told(tested(*learnt(), **options), json)
+        return told(tested(*learnt(), **options))
     found = attempt(learnt, otherwise=lambda fault: (fault, []))
-    return together(found[0], lambda training: _told(tested(training, found[1], **options), json))
+    return together(found[0], lambda training: told(tested(training, found[1], **options)))
 
 
-def _told(report: Report, json: Path | None) -> int:
+def _told(report: Report, json: Path | None, junit: Path | None, github: bool) -> int:
     console = Console()
     for line in report.lines:
         say(console, str(line), line.colour)
@@ -141,4 +145,6 @@ def _told(report: Report, json: Path | None) -> int:
     say(console, verdict.sentence, verdict.colours[verdict.code])
     if json is not None:
         write_json(report.as_json(), json)
+    cases = [Case(line.name, "failure" if line.status == BROKEN else "passed", str(line)) for line in report.lines]
+    tell("preflight", cases if verdict.code < 3 else [case_of(sys.argv[0], 3, verdict.sentence)], junit, github)
     return verdict.code
