@@ -8,6 +8,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
