@@ -8,8 +8,8 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable
-from functools import partial
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
