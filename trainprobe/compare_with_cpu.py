@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainprobe.engine.core.records import Call, Finding, Place, StepData
+from trainprobe.engine.core.records import Finding, Place, StepData
 from trainprobe.engine.core.step_data import leaves, numbers_of_rows
 from trainprobe.engine.core.topology import place_from_environment
 from trainprobe.errors import StopTraining, UsageError
@@ -258,15 +258,16 @@ class NanInfTracker(_Front):
         return probe
 
     def _look(self, wanted: Callable[[str], bool], step_data: StepData) -> Sequence[Finding]:
+        from trainprobe.op_check.recorded import module_of
+
         columns = numbers_of_rows(step_data)
         first = ""
         for call in step_data.calls:
             if call.kind != "op" or not wanted(call.name):
                 continue
             given, gave = (_not_finite(tree, columns) for tree in ([call.args, call.kwargs], call.out))
-            text = (
-                f"step {step_data.step} {_module(call)} {call.name}.{call.call} ({call.phase}): inputs {given}; outputs {gave}"
-            )
+            where = f"{module_of(call) or '-'} {call.name}.{call.call} ({call.phase})"
+            text = f"step {step_data.step} {where}: inputs {given}; outputs {gave}"
             if given != FINITE or gave != FINITE:
                 self._say(f"[WARNING] {text}")
             elif self._verbose:
@@ -293,13 +294,6 @@ def _not_finite(tree: Any, columns: dict[str, list[Any]]) -> str:
     rows = [value.row for _, value in leaves(tree, "") if value.row >= 0]
     counts = {kind: sum(int(columns[kind][row] or 0) for row in rows) for kind in ("nan", "inf") if kind in columns}
     return ", ".join(f"{n} {word}" for kind, word in (("nan", "NaN"), ("inf", "Inf")) if (n := counts.get(kind, 0))) or FINITE
-
-
-def _module(call: Call) -> str:
-    parent = call.parent
-    while isinstance(parent, Call) and parent.kind != "module":
-        parent = parent.parent
-    return parent.name if isinstance(parent, Call) else parent or "-"
 
 
 def _to_standard_output(text: str) -> None:

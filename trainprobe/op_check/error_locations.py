@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
+import numpy as np
 import torch
 
 MOST = 20  # elements that are listed
@@ -51,8 +52,4 @@ def furthest(y: torch.Tensor, want: torch.Tensor) -> tuple[Element, ...]:
 
 def place_of(index: int, shape: Sequence[int]) -> tuple[int, ...]:
     """Return the place of an element of a tensor of this shape, from its number in order."""
-    left, at = index, list[int]()
-    for length in reversed(shape):
-        left, here = divmod(left, length)
-        at.append(here)
-    return tuple(reversed(at))
+    return tuple(map(int, np.unravel_index(index, tuple(shape))))

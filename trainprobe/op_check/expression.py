@@ -8,14 +8,13 @@ from typing import Any
 import torch
 
 from trainprobe.op_check.cases import Case, NotChecked, mapped
-from trainprobe.op_check.functions import function
+from trainprobe.op_check.functions import NAMESPACES, function
 
 _OWNERS = {
     "Torch": ("torch", "torch._C._VariableFunctions"),
     "Functional": ("torch.nn.functional", "torch._C._nn"),
 }
 _FAMILIES = ("linalg", "fft", "special")
-_NAMESPACES = {"Aten": "aten", "Prims": "prims", "NPU": "npu"}
 _PLAIN = (bool, int, str, torch.dtype, torch.memory_format, torch.layout, type(None), type(Ellipsis))
 
 
@@ -46,7 +45,7 @@ def _operator(name: str) -> str:
     for owner in _OWNERS.get(prefix, ()):
         if hasattr(_place(owner), rest):
             return f"{owner}.{rest}"
-    return f"torch.ops.{_NAMESPACES.get(prefix, prefix)}.{rest}"
+    return f"torch.ops.{NAMESPACES.get(prefix, prefix)}.{rest}"
 
 
 def _is_foreign(prefix: str, parts: list[str]) -> bool:

@@ -57,7 +57,7 @@ _NOT_OVERRIDABLE = {"unique", "lu", "pca_lowrank", "svd_lowrank", "broadcast_sha
 _FILES = {"from_file"}
 _FILE_ARGUMENTS = {"filename", "file_name", "fname", "path"}
 _FUNCTIONS = _captured()
-_NAMESPACES = {"Aten": "aten", "Prims": "prims", "NPU": "npu"}
+NAMESPACES = {"Aten": "aten", "Prims": "prims", "NPU": "npu"}
 
 
 @lru_cache(maxsize=4096)
@@ -92,7 +92,7 @@ def function(name: str) -> Function | None:
     known = _FUNCTIONS.get(prefix)
     if known is not None:
         return known.get(rest) or known.get(_OTHER_NAMES.get(rest, f"__{rest}__"))
-    return _dispatched(getattr(torch.ops, _NAMESPACES.get(prefix, prefix), None), rest)
+    return _dispatched(getattr(torch.ops, NAMESPACES.get(prefix, prefix), None), rest)
 
 
 def _dispatched(namespace: Any, rest: str) -> Function | None:
@@ -113,7 +113,7 @@ def _dispatched(namespace: Any, rest: str) -> Function | None:
 def writes(name: str) -> frozenset[str] | None:
     """Return the positions and keywords that an operator's schema says it writes; None for an operator that is not here."""
     prefix, _, rest = name.partition(".")
-    namespace = _OPS if prefix in _FUNCTIONS else getattr(torch.ops, _NAMESPACES.get(prefix, prefix))
+    namespace = _OPS if prefix in _FUNCTIONS else getattr(torch.ops, NAMESPACES.get(prefix, prefix))
     packet = getattr(namespace, rest.partition(".")[0], None)
     if not isinstance(packet, _Packet):  # a function of torch made of others, which version counters tell of
         return frozenset() if prefix in _FUNCTIONS else None

@@ -33,31 +33,21 @@ _HF32 = "HF32: torch.npu.matmul.allow_hf32 and torch.npu.conv.allow_hf32"
 _MEDIUM = "inputs in bfloat16: torch.set_float32_matmul_precision('medium')"
 
 
-def nearest(bits: int) -> Callable[[Tensor], Tensor]:
-    """Return what rounds float64 to the nearest number with so many bits after the leading one."""
+def nearest(bits: int, to_whole: Callable[[Tensor], Tensor] = torch.round) -> Callable[[Tensor], Tensor]:
+    """Return what rounds float64 to the nearest number with so many bits after the leading one; with torch.trunc, what cuts."""
 
     def rounded(x: Tensor) -> Tensor:
         fraction, exponent = torch.frexp(x)
-        return torch.ldexp(torch.round(torch.ldexp(fraction, torch.tensor(bits + 1))), exponent - bits - 1)
+        return torch.ldexp(to_whole(torch.ldexp(fraction, torch.tensor(bits + 1))), exponent - bits - 1)
 
     return rounded
 
 
-def _cut(bits: int) -> Callable[[Tensor], Tensor]:
-    """Return what drops all but so many bits after the leading one."""
-
-    def cut(x: Tensor) -> Tensor:
-        fraction, exponent = torch.frexp(x)
-        return torch.ldexp(torch.trunc(torch.ldexp(fraction, torch.tensor(bits + 1))), exponent - bits - 1)
-
-    return cut
-
-
 _INPUTS: tuple[tuple[str, Callable[[Tensor], Tensor]], ...] = (
     (_TF32, nearest(10)),
-    (f"{_TF32} (inputs cut, not rounded)", _cut(10)),
+    (f"{_TF32} (inputs cut, not rounded)", nearest(10, torch.trunc)),
     (_HF32, nearest(11)),
-    (f"{_HF32} (inputs cut, not rounded)", _cut(11)),
+    (f"{_HF32} (inputs cut, not rounded)", nearest(11, torch.trunc)),
     (_MEDIUM, nearest(7)),
 )
 

@@ -106,11 +106,11 @@ class RecordedRank:
         around = _only_ops(self.step_data.calls)
         for call in self.step_data.calls:
             if call.kind == "op" and call.phase in ("forward", "optimizer"):
-                yield Unit(self._entry(call), _module(call), call)
+                yield Unit(self._entry(call), module_of(call), call)
             elif call.kind == "op" and call.phase == "backward":
                 forward = forwards.get((call.name, call.call, call.micro or 0), call)
                 given, handed = _listed(call.args), _listed(call.out)
-                yield Unit(self._entry(call), _module(forward), forward, "backward", given, handed)
+                yield Unit(self._entry(call), module_of(forward), forward, "backward", given, handed)
         yield from self._of_modules(around)
 
     def _entry(self, call: Call) -> str:
@@ -364,7 +364,8 @@ def _flat(tree: Any) -> list[Value]:
     return [value for _, value in leaves(tree, "")]
 
 
-def _module(call: Call) -> str:
+def module_of(call: Call) -> str:
+    """Return the path of the module that a call ran in, or the stage outside of modules; empty where neither is known."""
     parent = call.parent
     while isinstance(parent, Call) and parent.kind != "module":
         parent = parent.parent

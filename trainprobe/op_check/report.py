@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from trainprobe.op_check.conclusion import Conclusion, beyond, outcomes
 from trainprobe.op_check.dump import Row
 from trainprobe.op_check.judge import OUTCOMES
 from trainprobe.op_check.measure import NEAR
+from trainprobe.op_check.result_schema import Result
 
 _STYLE = {
     "bug": "bold red",
@@ -27,10 +29,7 @@ _STYLE = {
     "rounding": "cyan",
     "exact": "green",
 }
-COLUMNS = (
-    *("step", "rank", "entry", "operator", "module", "direction", "result", "verdict", "reason", "bounds", "at", "got", "want"),
-    *("share", "gain", "not_nearest", "one_sided", "elements", "reference", "note", "equal_calls"),
-)
+COLUMNS = tuple(field.name for field in fields(Result))
 
 
 def show(rows: Sequence[Row], conclusion: Conclusion, console: Console, most: int = 12) -> None:

@@ -102,9 +102,6 @@ class HeldValues:
     def write(self, step_data: StepData) -> None:
         """Do nothing: the step is judged before it is written."""
 
-    def findings(self, findings: Sequence[Finding]) -> None:
-        """Do nothing: findings go where the training's others go."""
-
     def close(self) -> None:
         """Do nothing."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -22,12 +22,6 @@ from trainprobe.op_check.pairs import nearer
 
 _WIDEST = 8  # bytes of an element of a reference
 _NAMES = "the training's device", "the server's"
-
-
-@dataclass(slots=True)
-class _Known:
-    number: int
-    row: Row
 
 
 class CallJudge:
