@@ -16,8 +16,6 @@ from trainprobe.errors import UsageError
 if TYPE_CHECKING:
     from trainprobe.config_check.capture.recorder import Recorder
 
-_STATIC = ("environment", "packages", "hyperparameters")
-
 
 class ConfigChecker:
     """Captures environment, packages, hyperparameters, data, weights and randomness of a run into one zip.
@@ -103,7 +101,7 @@ class ConfigChecker:
         note = "no model was given: data, weights and randomness were not captured"
         if model is not None:
             note = "of a MindSpore run, data, weights and randomness are not captured"
-        write_static_pack(self.settings, tuple(c for c in self.settings.captures if c in _STATIC), note)
+        write_static_pack(self.settings, note)
 
     def release(self) -> None:
         """Take all patches away; the pack is written in the background, and `close` waits for it."""

@@ -49,8 +49,7 @@ def collect(
 def _static(settings: Settings) -> int:
     from trainprobe.config_check.static_pack import write_static_pack
 
-    captures = ("environment", "packages", "hyperparameters")
-    write_static_pack(settings, captures, "made from files: data, weights and randomness were not captured")
+    write_static_pack(settings, "made from files: data, weights and randomness were not captured")
     return 0
 
 

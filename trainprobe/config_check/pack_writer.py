@@ -13,7 +13,7 @@ import io
 import threading
 import time
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,6 @@ from trainprobe.errors import OutputError
 PAUSE = 2.0  # seconds between two rewrites while a run goes on
 SHARE = 0.002  # of the time that may go into rewrites
 _FAULTS = (OSError, ArithmeticError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError)
-Late = Callable[[], Any]
 
 
 def rank_path(path: Path, rank: int, world_size: int) -> Path:

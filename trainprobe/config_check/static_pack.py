@@ -10,12 +10,16 @@ from trainprobe.config_check.capture.setting_files import read_settings
 from trainprobe.config_check.pack_writer import PackWriter
 from trainprobe.config_check.settings import Settings
 
+_CAPTURES = ("environment", "packages", "hyperparameters")
 
-def write_static_pack(settings: Settings, captures: tuple[str, ...], note: str) -> Path:
-    """Write environment, packages and the settings in `settings.scripts`; variables that a script exports are its own.
 
-    Returns the path of the pack. Raises FormatError for a script that cannot be read.
+def write_static_pack(settings: Settings, note: str) -> Path:
+    """Write environment, packages and the settings in `settings.scripts`, as far as `settings.captures` names them.
+
+    Variables that a script exports are its own. Returns the path of the pack. Raises FormatError for a script that cannot be
+    read.
     """
+    captures = tuple(c for c in settings.captures if c in _CAPTURES)
     sources = [read_settings(path) for path in settings.scripts]
     environment = capture_environment()
     for one in sources:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import mindspore
 import numpy as np
 import numpy.typing as npt
 
-from trainprobe.config_check.capture.plain_values import plain
+from trainprobe.config_check.capture.plain_values import argument_names, plain
 from trainprobe.config_check.capture.setting_files import flat, source
 from trainprobe.config_check.names import load_names
 from trainprobe.engine.capture.mindspore.states import rates_of
@@ -40,7 +39,7 @@ def describe(cell: Any) -> str:
     """
     kept: dict[str, Any] = {}
     names = load_names()
-    for name in _arguments(type(cell)):
+    for name in argument_names(type(cell)):
         value = vars(cell).get(name)
         if name.startswith("_") or name in _LEFT_OUT or name.endswith("_init") or names.is_place(name) or names.is_secret(name):
             continue
@@ -54,13 +53,6 @@ def describe(cell: Any) -> str:
         kept["to_float"] = told
     text = ", ".join(f"{name}={value}" for name, value in kept.items())
     return f"{type(cell).__name__}({text})" if text else type(cell).__name__
-
-
-def _arguments(kind: type) -> list[str]:
-    try:
-        return list(inspect.signature(kind.__init__).parameters)
-    except (TypeError, ValueError):
-        return []
 
 
 def _is_shape(value: Any) -> bool:

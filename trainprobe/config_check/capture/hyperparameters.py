@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import inspect
 import re
 import sys
 import weakref
@@ -15,8 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 from trainprobe.config_check.capture.on_import import ImportWatch
-from trainprobe.config_check.capture.patches import Patches
-from trainprobe.config_check.capture.plain_values import plain
+from trainprobe.config_check.capture.patches import Patches, after, before
+from trainprobe.config_check.capture.plain_values import argument_names, plain
 from trainprobe.config_check.capture.setting_files import flat, source
 from trainprobe.config_check.capture.sources import is_own
 from trainprobe.config_check.capture.wrapper_settings import wrapper_values
@@ -50,7 +49,7 @@ class SettingsWatch:
         if self._installed:
             return
         self._installed = True
-        self._patches.replace(argparse.ArgumentParser, "parse_known_args", self._parsing)
+        self._patches.replace(argparse.ArgumentParser, "parse_known_args", after(self._parsed))
         self._imports.wait_for("jsonargparse", self._patch_jsonargparse)
         for module, cls, kind in _HOLDERS:
             self._imports.wait_for(module, functools.partial(self._patch_holder, cls, kind))
@@ -64,51 +63,21 @@ class SettingsWatch:
     def _patch_holder(self, cls: str, kind: str, module: Any) -> None:
         holder = getattr(module, cls, None)
         if isinstance(holder, type):
-            self._patches.replace(holder, "__init__", functools.partial(self._making, kind))
+            self._patches.replace(holder, "__init__", after(functools.partial(self._made, kind)))
             if kind == "lightning":
-                self._patches.replace(holder, "fit", self._fitting)
-
-    def _parsing(self, original: Any) -> Any:
-        @functools.wraps(original)
-        def parse_known_args(parser: Any, *args: Any, **kwargs: Any) -> Any:
-            parsed = original(parser, *args, **kwargs)
-            self._keep(parser, parsed[0])
-            return parsed
-
-        return parse_known_args
+                self._patches.replace(holder, "fit", before(lambda trainer, model, *_, **__: self.on_model(model)))
 
     def _patch_jsonargparse(self, module: Any) -> None:
         """Watch a parser that never asks argparse for known arguments; Lightning's and LitGPT's command lines are its."""
-        self._patches.replace(module.ArgumentParser, "parse_args", self._parsing_all)
+        self._patches.replace(module.ArgumentParser, "parse_args", after(self._parsed))
 
-    def _parsing_all(self, original: Any) -> Any:
-        @functools.wraps(original)
-        def parse_args(parser: Any, *args: Any, **kwargs: Any) -> Any:
-            parsed = original(parser, *args, **kwargs)
-            self._keep(parser, parsed)
-            return parsed
-
-        return parse_args
-
-    def _keep(self, parser: Any, parsed: Any) -> None:
+    def _parsed(self, parsed: Any, parser: Any, /, *_: Any, **__: Any) -> None:
         """Keep the very mapping, as what the program changes later counts too, and a copy of what it may take out of it."""
-        self._namespaces[str(parser.prog)] = (dict(vars(parsed)), vars(parsed))
+        held = vars(parsed[0] if isinstance(parsed, tuple) else parsed)
+        self._namespaces[str(parser.prog)] = (dict(held), held)
 
-    def _fitting(self, original: Any) -> Any:
-        @functools.wraps(original)
-        def fit(trainer: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-            self.on_model(model)
-            return original(trainer, model, *args, **kwargs)
-
-        return fit
-
-    def _making(self, kind: str, original: Any) -> Any:
-        @functools.wraps(original)
-        def init(holder: Any, *args: Any, **kwargs: Any) -> None:
-            original(holder, *args, **kwargs)
-            self._holders.append((kind, weakref.ref(holder), dict(kwargs)))
-
-        return init
+    def _made(self, kind: str, _: None, holder: Any, /, *args: Any, **kwargs: Any) -> None:
+        self._holders.append((kind, weakref.ref(holder), dict(kwargs)))
 
     def sources(self, models: list[Any], extra: dict[str, Any]) -> list[dict[str, Any]]:
         """Return all sources of settings that exist now. extra: name → settings object that the user handed over."""
@@ -235,18 +204,10 @@ def _attributes(module: Any) -> str:
     """
     kept: list[str] = []
     names, own = load_names(), is_own(sys.modules.get(type(module).__module__))
-    for name in _arguments(type(module)):
+    for name in argument_names(type(module)):
         value = vars(module).get(name)
         if name.startswith("_") or names.is_place(name) or names.is_secret(name):
             continue
         if isinstance(value, bool | int | float) or (isinstance(value, str) and not own and _WORD.fullmatch(value)):
             kept.append(f"{name}={value}")
     return ", ".join(kept)
-
-
-def _arguments(kind: type) -> list[str]:
-    """Return the names of a constructor's arguments; none of a compiled class, which has no signature."""
-    try:
-        return list(inspect.signature(kind.__init__).parameters)
-    except (TypeError, ValueError):
-        return []

@@ -19,7 +19,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from trainprobe.config_check.capture.dataset import leaves
 from trainprobe.config_check.capture.fingerprints import TensorFingerprints
-from trainprobe.config_check.capture.patches import Patches
+from trainprobe.config_check.capture.patches import Patches, after, before
 from trainprobe.config_check.pack import BESIDE
 from trainprobe.engine.core.guard import Guard
 
@@ -55,40 +55,28 @@ class LabelWatch:
 
     def install(self) -> None:
         """Replace the step of a loader's iterator."""
-        self._patches.replace(_BaseDataLoaderIter, "__next__", self._yielding)
+        self._patches.replace(_BaseDataLoaderIter, "__next__", after(self._yielded))
 
     def functions(self) -> list[tuple[Any, str, Callable[[Any], Any]]]:
         """Return owner, name and wrapper of each loss, to be replaced and put back with the random functions."""
-        return [(functional, name, functools.partial(self._judging, name)) for name in losses()]
+        signatures = {name: inspect.signature(getattr(functional, name)) for name in losses()}
+        return [(functional, name, before(functools.partial(self._judged, name, s))) for name, s in signatures.items()]
 
     def recent(self) -> tuple[Callable[[], Entries], ...]:
         """Return the batches that were yielded last."""
         return tuple(self._recent)
 
-    def _yielding(self, original: Any) -> Any:
-        @functools.wraps(original)
-        def following(iterator: Any) -> Any:
-            batch = original(iterator)
-            if self._attached() or self._early < _EARLY:
-                self._early += 1
-                self._guard.run(self._quietly, self._keep, batch)
-            return batch
-
-        return following
+    def _yielded(self, batch: Any, iterator: Any) -> None:
+        if self._attached() or self._early < _EARLY:
+            self._early += 1
+            self._guard.run(self._quietly, self._keep, batch)
 
     def _keep(self, batch: Any) -> None:
         self._recent.append(fingerprints(leaves({"batch": batch})))
 
-    def _judging(self, name: str, original: Any) -> Any:
-        signature = inspect.signature(original)
-
-        @functools.wraps(original)
-        def loss(*args: Any, **kwargs: Any) -> Any:
-            if not torch.compiler.is_compiling() and self._attached() and torch.is_grad_enabled():
-                self._guard.run(self._quietly, self._target, name, signature, args, kwargs)
-            return original(*args, **kwargs)
-
-        return loss
+    def _judged(self, name: str, signature: inspect.Signature, /, *args: Any, **kwargs: Any) -> None:
+        if not torch.compiler.is_compiling() and self._attached() and torch.is_grad_enabled():
+            self._guard.run(self._quietly, self._target, name, signature, args, kwargs)
 
     def _target(self, name: str, signature: inspect.Signature, args: Any, kwargs: Any) -> None:
         given = signature.bind(*args, **kwargs).arguments

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, RandomSampler
 
-from trainprobe.config_check.capture.patches import Patches
+from trainprobe.config_check.capture.patches import Patches, after, before
 from trainprobe.config_check.capture.plain_values import plain
 from trainprobe.config_check.capture.setting_files import IDLE_LOADER, source
 from trainprobe.engine.core.guard import Guard
@@ -33,25 +32,12 @@ class LoaderWatch:
 
     def install(self) -> None:
         """Replace the constructor, and what begins to iterate."""
-        self._patches.replace(DataLoader, "__init__", self._making)
-        self._patches.replace(DataLoader, "__iter__", self._iterating)
+        self._patches.replace(DataLoader, "__init__", after(self._made))
+        self._patches.replace(DataLoader, "__iter__", before(lambda loader: self._guard.run(self._use, loader)))
 
-    def _making(self, original: Any) -> Any:
-        @functools.wraps(original)
-        def init(loader: Any, *args: Any, **kwargs: Any) -> None:
-            original(loader, *args, **kwargs)
-            if len(self._found) < _MOST:
-                self._guard.run(self._take, loader)
-
-        return init
-
-    def _iterating(self, original: Any) -> Any:
-        @functools.wraps(original)
-        def begin(loader: Any) -> Any:
-            self._guard.run(self._use, loader)
-            return original(loader)
-
-        return begin
+    def _made(self, _: None, loader: Any, /, *args: Any, **kwargs: Any) -> None:
+        if len(self._found) < _MOST:
+            self._guard.run(self._take, loader)
 
     def _take(self, loader: Any) -> None:
         self._idle[loader] = len(self._found)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn.utils import clip_grad
 
-from trainprobe.config_check.capture.patches import Patches
+from trainprobe.config_check.capture.patches import Patches, after, before
 from trainprobe.config_check.capture.plain_values import plain
 from trainprobe.config_check.capture.setting_files import source
 from trainprobe.engine.core.guard import Guard
@@ -32,37 +32,26 @@ class LoopWatch:
     def install(self) -> None:
         """Replace the functions, wherever they have been imported by name, and the constructor."""
         for name in CLIPPING:
-            self._patches.replace(clip_grad, name, functools.partial(self._clip, name))
-        self._patches.replace(torch.amp.GradScaler, "__init__", self._making)
+            signature = inspect.signature(getattr(clip_grad, name))
+            self._patches.replace(clip_grad, name, before(functools.partial(self._clip, name, signature)))
+        self._patches.replace(torch.amp.GradScaler, "__init__", after(self._made))
         self._patches.spread()
 
     def remove(self) -> None:
         """Put everything back."""
         self._patches.undo()
 
-    def _clip(self, name: str, original: Any) -> Any:
-        signature = inspect.signature(original)
-
-        @functools.wraps(original)
-        def clip(*args: Any, **kwargs: Any) -> Any:
-            if name not in self._clipping and not torch.compiler.is_compiling():
-                self._guard.run(self._take, name, signature, args, kwargs)
-            return original(*args, **kwargs)
-
-        return clip
+    def _clip(self, name: str, signature: inspect.Signature, /, *args: Any, **kwargs: Any) -> None:
+        if name not in self._clipping and not torch.compiler.is_compiling():
+            self._guard.run(self._take, name, signature, args, kwargs)
 
     def _take(self, name: str, signature: inspect.Signature, args: Any, kwargs: Any) -> None:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         self._clipping[name] = {k: plain(v) for k, v in bound.arguments.items() if k not in _SPEED}
 
-    def _making(self, original: Any) -> Any:
-        @functools.wraps(original)
-        def init(scaler: Any, *args: Any, **kwargs: Any) -> None:
-            original(scaler, *args, **kwargs)
-            self._scalers.append(weakref.ref(scaler))
-
-        return init
+    def _made(self, _: None, scaler: Any, /, *args: Any, **kwargs: Any) -> None:
+        self._scalers.append(weakref.ref(scaler))
 
     def sources(self) -> list[dict[str, Any]]:
         """Return one source of settings for clipping, and one a loss scaler."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from typing import Any
 
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from trainprobe.config_check.capture.patches import Patches
+from trainprobe.config_check.capture.patches import Patches, after
 from trainprobe.config_check.capture.plain_values import plain
 from trainprobe.config_check.capture.setting_files import ASTRAY, flat, source
 from trainprobe.engine.capture.optimizers import optimizer_of, updates_the_same
@@ -37,7 +36,7 @@ class OptimizerWatch:
     def install(self) -> None:
         """Hook the step of all optimizers, and the making of schedulers."""
         self._handle = register_optimizer_step_pre_hook(self._step)
-        self._patches.replace(lr_scheduler.LRScheduler, "__init__", self._scheduler_made)
+        self._patches.replace(lr_scheduler.LRScheduler, "__init__", after(self._scheduler_made))
 
     def remove(self) -> None:
         """Take the hook away; the patch goes with all others."""
@@ -69,14 +68,9 @@ class OptimizerWatch:
             rates.append([plain(group.get("lr")) for group in optimizer.param_groups])
         self.steps = max(self.steps, len(rates))
 
-    def _scheduler_made(self, original: Any) -> Any:
-        @functools.wraps(original)
-        def init(scheduler: Any, *args: Any, **kwargs: Any) -> None:
-            original(scheduler, *args, **kwargs)
-            if not any(ref() is scheduler for ref in self._schedulers):
-                self._schedulers.append(weakref.ref(scheduler))
-
-        return init
+    def _scheduler_made(self, _: None, scheduler: Any, /, *args: Any, **kwargs: Any) -> None:
+        if not any(ref() is scheduler for ref in self._schedulers):
+            self._schedulers.append(weakref.ref(scheduler))
 
     def _values(self, optimizer: Any) -> dict[str, Any]:
         groups = {

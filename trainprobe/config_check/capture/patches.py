@@ -6,6 +6,7 @@ it is put back. A wrapper that somebody keeps all the same, or has wrapped again
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -75,6 +76,35 @@ class Patches:
                 delattr(patch.owner, patch.name)
         back = {id(p.wrapper): p.original for p in done if not isinstance(p.owner, type)}
         _swap(back, {id(p.wrapper): p.wrapper for p in done}, skip=set())
+
+
+def before(see: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Return what wraps a function so that `see` is given the arguments of each call first."""
+
+    def wrap(original: Any) -> Any:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            see(*args, **kwargs)
+            return original(*args, **kwargs)
+
+        return call
+
+    return wrap
+
+
+def after(see: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Return what wraps a function so that `see` is given what each call returned, and its arguments behind that."""
+
+    def wrap(original: Any) -> Any:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            see(result, *args, **kwargs)
+            return result
+
+        return call
+
+    return wrap
 
 
 def _set(owner: Any, name: str, value: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import inspect
 import re
 import types
 from collections.abc import Mapping
@@ -77,3 +78,11 @@ def _tensor_like(value: Any) -> Any:
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"array{list(value.shape)}"
     return re.sub(r"^torch\.", "", _ADDRESS.sub("", str(value))) if len(str(value)) < 200 else type(value).__name__
+
+
+def argument_names(kind: type) -> list[str]:
+    """Return the names of a constructor's arguments; none of a compiled class, which has no signature."""
+    try:
+        return list(inspect.signature(kind.__init__).parameters)
+    except (TypeError, ValueError):
+        return []

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from trainprobe.config_check.capture.on_import import ImportWatch
-from trainprobe.config_check.capture.patches import Patches
+from trainprobe.config_check.capture.patches import Patches, after
 from trainprobe.config_check.capture.plain_values import plain
 from trainprobe.config_check.capture.random_functions import Describe, random_functions
 from trainprobe.config_check.capture.sources import beside_distributions
@@ -64,7 +64,7 @@ class RandomCalls:
         for owner, name, wrap in self.beside:
             self._patches.replace(owner, name, wrap)
         self._patches.replace(torch.jit, "script", self._scripting)
-        self._patches.replace(torch, "compile", self._compiling)
+        self._patches.replace(torch, "compile", after(self._see_compiled))
         self._patches.spread()
         if "torch._dynamo" in sys.modules:
             self._watch_compiler()
@@ -100,17 +100,10 @@ class RandomCalls:
         if self.ended_in is None:
             self.ended, self.ended_in = why, self.window
 
-    def _compiling(self, original: Any) -> Any:
+    def _see_compiled(self, compiled: Any, /, *args: Any, **kwargs: Any) -> None:
         """Libraries call torch.compile long before anything is compiled; what it returns is made known."""
-
-        @functools.wraps(original)
-        def compile(*args: Any, **kwargs: Any) -> Any:
-            compiled = original(*args, **kwargs)
-            if self.active and args:
-                self.on_compiled(args[0], compiled, _words(kwargs))
-            return compiled
-
-        return compile
+        if self.active and args:
+            self.on_compiled(args[0], compiled, _words(kwargs))
 
     def _watch_compiler(self) -> None:
         """Ask the compiler to say when it first compiles: it knows functions by identity, and shall see the originals only."""
@@ -118,7 +111,7 @@ class RandomCalls:
         if handler is not None and self._compiler is None:
             self._compiler = handler
             handler.register_start_callback(self._compilation_begins)
-            self._patches.replace(sys.modules["torch._dynamo"], "reset", self._resetting)
+            self._patches.replace(sys.modules["torch._dynamo"], "reset", after(self._watch_again))
 
     def _pause(self) -> None:
         """Put the originals back; the compiler lists them all as it is imported."""
@@ -132,16 +125,10 @@ class RandomCalls:
             self.end(COMPILED)
             self.stop(forget_compiler=False)
 
-    def _resetting(self, original: Any) -> Any:
+    def _watch_again(self, *_: Any, **__: Any) -> None:
         """`torch._dynamo.reset` forgets who wants to be told of compilations."""
-
-        @functools.wraps(original)
-        def reset(*args: Any, **kwargs: Any) -> Any:
-            original(*args, **kwargs)
-            if self.active and self._compiler is not None and self._compilation_begins not in self._compiler.start_callbacks:
-                self._compiler.register_start_callback(self._compilation_begins)
-
-        return reset
+        if self.active and self._compiler is not None and self._compilation_begins not in self._compiler.start_callbacks:
+            self._compiler.register_start_callback(self._compilation_begins)
 
     def _scripting(self, original: Any) -> Any:
         """TorchScript knows functions by identity: it compiles with the originals in place."""

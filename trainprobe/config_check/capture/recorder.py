@@ -29,7 +29,7 @@ from trainprobe.config_check.capture.loop_calls import LoopWatch
 from trainprobe.config_check.capture.model_state import is_compiled, model_state, scripted_modules
 from trainprobe.config_check.capture.optimizers import OptimizerWatch
 from trainprobe.config_check.capture.packages import capture_packages
-from trainprobe.config_check.capture.patches import Patches
+from trainprobe.config_check.capture.patches import Patches, before
 from trainprobe.config_check.capture.randomness import COMPILED, RandomCalls, random_states
 from trainprobe.config_check.capture.setting_files import read_settings
 from trainprobe.config_check.capture.sources import hash_sources, source_files
@@ -116,12 +116,12 @@ class Recorder:
         if any(cls.__name__ == "LightningModule" for cls in type(first).__mro__):
             self._late_patches.replace(first, "training_step", self._training_step)
         elif vars(first).get("_compiled_call_impl") is not None:  # compiled in place: hooks would be compiled away
-            self._late_patches.replace(first, "_compiled_call_impl", functools.partial(self._compiled_call, first))
+            self._late_patches.replace(first, "_compiled_call_impl", before(functools.partial(self._before_compiled, first)))
         else:
             self._hook(wrapper or first)
             compiler = sys.modules.get("torch._dynamo.eval_frame")
             if wrapper is None and compiler is not None:
-                self._late_patches.replace(compiler.OptimizedModule, "__call__", self._calling_compiled)
+                self._late_patches.replace(compiler.OptimizedModule, "__call__", before(self._find_wrapper))
 
     def _hook(self, module: Any) -> None:
         register = torch.nn.Module  # TorchScript's modules call these hooks and refuse to have them registered
@@ -141,25 +141,14 @@ class Recorder:
                 self._handles.pop().remove()
             self._hook(compiled)
 
-    def _calling_compiled(self, original: Any) -> Any:
+    def _find_wrapper(self, compiled: Any, /, *args: Any, **kwargs: Any) -> None:
         """Find the wrapper of the model where torch.compile made it before anything was watched."""
+        inner = compiled._modules.get("_orig_mod")
+        if inner in self._models[:1] and not any(known() is compiled for _, known in self._compiled):
+            self.guard.run(self._see_compiled, inner, compiled, "")
 
-        @functools.wraps(original)
-        def call(compiled: Any, *args: Any, **kwargs: Any) -> Any:
-            inner = compiled._modules.get("_orig_mod")
-            if inner in self._models[:1] and not any(known() is compiled for _, known in self._compiled):
-                self.guard.run(self._see_compiled, inner, compiled, "")
-            return original(compiled, *args, **kwargs)
-
-        return call
-
-    def _compiled_call(self, module: Any, original: Any) -> Any:
-        @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self._before_forward(module, args, kwargs)
-            return original(*args, **kwargs)
-
-        return call
+    def _before_compiled(self, module: Any, /, *args: Any, **kwargs: Any) -> None:
+        self._before_forward(module, args, kwargs)
 
     def offer(self, model: Any) -> None:
         """Take this model if none was given."""
@@ -169,7 +158,7 @@ class Recorder:
     def search(self) -> None:
         """Wait for the first module that is called in training, and take that for the model."""
         self._search = Patches()
-        self._search.replace(torch.nn.Module, "__call__", self._searching)
+        self._search.replace(torch.nn.Module, "__call__", before(self._try_module))
 
     _search: Patches | None = None
 
@@ -178,14 +167,9 @@ class Recorder:
             self._search.undo()
             self._search = None
 
-    def _searching(self, original: Any) -> Any:
-        @functools.wraps(original)
-        def call(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if in_training(module) and torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
-                self.offer(module)
-            return original(module, *args, **kwargs)
-
-        return call
+    def _try_module(self, module: Any, /, *args: Any, **kwargs: Any) -> None:
+        if in_training(module) and torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
+            self.offer(module)
 
     def _training_step(self, original: Any) -> Any:
         @functools.wraps(original)
