@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Mapping
+from copy import copy
 from functools import lru_cache
+from typing import Any
 
-from trainprobe.engine.core.records import Call, Value
+from trainprobe.engine.core.records import Call, Opaque, Value
 from trainprobe.engine.core.step_data import slots
 
+_CALL = ("args", "kwargs", "out", "params", "node")
 _RUNS = ("op", "module", "collective")
 _RESULTS = ("output", "grad_input")  # first parts of the slots of what a call gives; the others are what it is given
 
@@ -61,3 +65,61 @@ def fill(call: Call, values: Mapping[str, Value]) -> None:
             tree = getattr(call, side) or {}
             tree[rest] = value
             setattr(call, side, tree)
+
+
+def refill(call: Call, values: Mapping[str, Value]) -> None:
+    """Put values at the slots of a call, which holds no others any more."""
+    call.args, call.kwargs, call.params, call.out = None, None, None, None
+    fill(call, values)
+
+
+def refilled(call: Call, values: Mapping[str, Value]) -> Call:
+    """Return a copy of a call that holds these values and no others."""
+    made = copy(call)
+    refill(made, values)
+    return made
+
+
+def with_shape(value: Value, shape: tuple[int, ...]) -> Value:
+    """Return the same value with another shape."""
+    made = copy(value)
+    made.shape = shape
+    return made
+
+
+def group_ranks(call: Call) -> list[int]:
+    """Return the ranks of a collective's group as the dump has them; an empty list where it does not say."""
+    for thing in (
+        *(call.kwargs.values() if isinstance(call.kwargs, dict) else ()),
+        *(call.args if isinstance(call.args, list) else ()),
+    ):
+        ranks = (thing.extra or {}).get("group_ranks") if isinstance(thing, Opaque) else None
+        if isinstance(ranks, list):
+            return [rank for rank in ranks if isinstance(rank, int)]  # pyright: ignore[reportUnknownVariableType]
+    return []
+
+
+def _value(row: int, dtype: str, shape: tuple[int, ...], others: dict[str, Any]) -> Value:
+    return Value(row, dtype, shape, **others)
+
+
+def _take_value_apart(value: Value) -> tuple[Any, ...]:
+    names = ("type", "device", "requires_grad", "note", "tensor", "extra")
+    return _value, (value.row, value.dtype, value.shape, {name: getattr(value, name) for name in names})
+
+
+def _call(about: tuple[Any, ...], others: dict[str, Any], content: dict[str, Any]) -> Call:
+    call = Call(*about, **others)
+    for name, tree in content.items():
+        setattr(call, name, tree)
+    return call
+
+
+def _take_call_apart(call: Call) -> tuple[Any, ...]:
+    others = {name: getattr(call, name) for name in ("cls", "micro", "parent", "stack")}
+    content = {name: tree for name in _CALL if (tree := getattr(call, name)) is not None}
+    return _call, ((call.kind, call.name, call.call, call.phase), others, content)
+
+
+copyreg.pickle(Value, _take_value_apart)  # to be copied, and handed to processes of our own
+copyreg.pickle(Call, _take_call_apart)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -151,34 +152,21 @@ def compare_dumps(
         sides = reused.get(pairs[0].a), reused.get(pairs[0].b)
         del across, reused  # of several ranks no two are in memory at once
         tasks = [
-            _Task(pair, rename, sheet and sheet(pair), floor, high_precision, make, all_calls, mapping, sides) for pair in pairs
+            partial(compare_rank, pair, rename, sheet and sheet(pair), floor, high_precision, make, mapping, sides)
+            for pair in pairs
         ]
         run = run or suitable([folder for pair in pairs for folder in (pair.a, pair.b)])
-        ranks = list(_with_progress(run(_carry_out, tasks), len(tasks)))
+        ranks = list(_with_progress(run(_whole if all_calls else _disagreeing, tasks), len(tasks)))
     short = {name: shortfall(path, sink="dump") for name, path in (("A", a), ("B", b))}
     return ranks, judge_runs(ranks, [*(f"{name}: {said}" for name, said in short.items() if said), *missing])
 
 
-@dataclass(frozen=True, slots=True)
-class _Task:
-    """One rank and step that is to be compared; fields as for `compare_rank`. sides: what was read of it before."""
-
-    pair: RankPair
-    rename: Callable[[str], str]
-    sheet: Path | None
-    floor: Path | None
-    high_precision: Path | None
-    make: Mapping[str, Maker] | None
-    all_calls: bool
-    mapping: MappingFile | None = None
-    sides: tuple[Side | None, Side | None] = None, None
+def _whole(task: Callable[[], Compared]) -> Compared:
+    return task()
 
 
-def _carry_out(task: _Task) -> Compared:
-    compared = compare_rank(
-        task.pair, task.rename, task.sheet, task.floor, task.high_precision, task.make, task.mapping, task.sides
-    )
-    return compared if task.all_calls else without_agreeing(compared)
+def _disagreeing(task: Callable[[], Compared]) -> Compared:
+    return without_agreeing(task())
 
 
 def _with_progress(ranks: Iterator[Compared], count: int) -> Iterator[Compared]:

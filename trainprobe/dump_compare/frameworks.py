@@ -12,22 +12,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
+from copy import copy
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+from trainprobe.dump_compare.call_slots import with_shape
 from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.op_names import common_name
 from trainprobe.dump_compare.pairing import CallPair, pair_calls
 from trainprobe.dump_compare.parameter_states import pair_states
 from trainprobe.dump_compare.renamed.mapping_files import Api
+from trainprobe.engine.core.naming import TORCH_PARAMETERS, torch_parameter
 from trainprobe.engine.core.records import Call, Value
 from trainprobe.errors import CompareError
 
-PARAMETERS = {  # as cells of MindSpore call them → as modules of torch do
-    **{"gamma": "weight", "beta": "bias", "embedding_table": "weight"},
-    **{"moving_mean": "running_mean", "moving_variance": "running_var"},
-}
 _OF_SEVERAL_NODES = ("linear", "matmul")  # torch records the gradients of the last autograd node of a call
 SHARES = (
     "A and B are of two frameworks: gradients at inputs are compared only where ops were recorded and nothing else used the "
@@ -93,7 +92,7 @@ def pair_states_of_frameworks(
     place = max((pair.place for pair in pairs), default=-1) + 1
     found: list[CallPair] = []
     left: Counter[str] = Counter()
-    for pair in pair_states(*states, rename, place, common=_parameter):
+    for pair in pair_states(*states, rename, place, common=torch_parameter):
         slots = [set((call.params or {}) if call is not None else ()) for call in (pair.a, pair.b)]
         left.update(slots[0] ^ slots[1])
         for call in (pair.a, pair.b):
@@ -104,11 +103,6 @@ def pair_states_of_frameworks(
             found.append(pair)
     said = ", ".join(f"`{slot}` of {times}" for slot, times in left.items())
     return found, [f"of parameters, one side alone holds {said}: not compared"] if left else []
-
-
-def _parameter(name: str) -> str:
-    module, dot, last = name.rpartition(".")
-    return f"{module}{dot}{PARAMETERS.get(last, last)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,8 +185,8 @@ class _Named:
         return made
 
     def _plain(self, call: Call) -> Call:
-        made = _copied(call)
-        made.params = {PARAMETERS.get(name, name): value for name, value in (call.params or {}).items()} or None
+        made = copy(call)
+        made.params = {TORCH_PARAMETERS.get(name, name): value for name, value in (call.params or {}).items()} or None
         made.kwargs = None
         if call.kind == "module" and call.phase == "backward":
             made.args, made.out = _tensors(call.args), _tensors(call.out, gaps=True)
@@ -216,7 +210,7 @@ class _Named:
             self._op_forward(call, key, common)
 
     def _op_forward(self, call: Call, key: tuple[str, int], common: str) -> None:
-        made = _copied(call)
+        made = copy(call)
         made.args, made.kwargs = [*_tensors(call.args), *_tensors(call.kwargs)], None
         made.out = _tensors(call.out)[:1]
         if call.name in self.user_ops:
@@ -262,7 +256,7 @@ class _Named:
         if self._bias is not None and self._bias[0] == key:
             gradients = [*gradients[:2], *self._bias[1]]
         given = self._products[key].args
-        made = _copied(call)
+        made = copy(call)
         made.args, made.kwargs, made.params = None, None, None
         made.out = gradients
         self._note_others(made, given)
@@ -308,22 +302,6 @@ def _tensors(tree: Any, gaps: bool = False) -> list[Any]:
     return list(walk(tree)) if tree is not None else []
 
 
-def _with_shape(value: Value, shape: tuple[int, ...]) -> Value:
-    about: dict[str, Any] = {
-        name: getattr(value, name) for name in ("type", "device", "requires_grad", "note", "tensor", "extra")
-    }
-    return Value(value.row, value.dtype, shape, **about)
-
-
-def _copied(call: Call) -> Call:
-    made = Call(
-        call.kind, call.name, call.call, call.phase, cls=call.cls, micro=call.micro, parent=call.parent, stack=call.stack
-    )
-    for name in ("args", "kwargs", "out", "params", "node"):
-        setattr(made, name, getattr(call, name))
-    return made
-
-
 def _same_layout(pair: CallPair) -> None:
     """Let a matrix that one framework keeps transposed have the shape of the other: its statistics are then compared."""
     if pair.a is None or pair.b is None or not pair.a.params or not pair.b.params:
@@ -333,7 +311,7 @@ def _same_layout(pair: CallPair) -> None:
         if isinstance(mine, Value) and isinstance(theirs, Value) and len(mine.shape) == 2:
             shape = tuple(mine.shape)
             if shape != tuple(theirs.shape) and shape == tuple(theirs.shape)[::-1]:
-                pair.b.params[name] = _with_shape(theirs, shape)
+                pair.b.params[name] = with_shape(theirs, shape)
 
 
 def _same_arguments(pair: CallPair) -> None:
@@ -370,7 +348,7 @@ def _same_shapes(pair: CallPair) -> None:
         mine, theirs = getattr(pair.a, side) or [], getattr(pair.b, side) or []
         for i, (x, y) in enumerate(zip(mine, theirs, strict=False)):
             if x is not None and y is not None and tuple(x.shape) != tuple(y.shape) and _count(x) == _count(y):
-                theirs[i] = _with_shape(y, tuple(x.shape))
+                theirs[i] = with_shape(y, tuple(x.shape))
 
 
 def _count(value: Value) -> int:

@@ -34,7 +34,7 @@ def pair_states(
     a, b: the states of both dumps. rename: is given the name of each module of A. place: the first that is free. common: is
     given the name of each parameter, of A as B has it.
     """
-    held = _by_parameter(a, lambda name: common(_renamed(name, rename))), _by_parameter(b, common)
+    held = _by_parameter(a, lambda name: common(renamed_parameter(name, rename))), _by_parameter(b, common)
     pairs: list[CallPair] = []
     phases: tuple[tuple[bool, Phase], ...] = ((True, "backward"), (False, "step"))
     for wanted, phase in phases:
@@ -54,7 +54,8 @@ def _by_parameter(states: Sequence[Call], rename: Callable[[str], str]) -> dict[
     return found
 
 
-def _renamed(parameter: str, rename: Callable[[str], str]) -> str:
+def renamed_parameter(parameter: str, rename: Callable[[str], str]) -> str:
+    """Return the name of a parameter of A as B has it."""
     module, dot, short = parameter.rpartition(".")
     return f"{rename(module)}{dot}{short}" if dot else parameter
 

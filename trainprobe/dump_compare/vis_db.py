@@ -29,12 +29,12 @@ from trainprobe.dump_compare.sheet import classic_name
 from trainprobe.dump_compare.vis_links import Link, links_of, matched
 from trainprobe.engine.core.records import Call, Value
 from trainprobe.engine.core.step_data import entry_name, slots
+from trainprobe.engine.storage.dumps.entry_text import KEYS
 from trainprobe.errors import OutputError
 
 ROOT_NODE = "DefaultModel"
 SOURCES = ("NPU", "Bench")
 _INDEX: dict[Outcome, float | None] = {"identical": 0, "rounding": 0, "carried": 0, "suspicious": 0.5, "bug": 1}
-_STATISTICS = {"max": "Max", "min": "Min", "mean": "Mean", "norm": "Norm"}
 _COLOURS = {
     "#FFFCF3": {
         "value": [0, 0.3],
@@ -198,7 +198,7 @@ def _values(one: Judged, call: Call, side: Side) -> tuple[str, str]:
 def _described(one: Judged, value: Value, side: Side, distance: Distance | None) -> Mapping[str, str]:
     numbers = side.numbers(value)
     about = {"type": value.type, "dtype": value.dtype, "shape": str(list(value.shape))}
-    about |= {head: str(numbers[name]) for name, head in _STATISTICS.items() if name in numbers}
+    about |= {head: str(numbers[name]) for name, head in KEYS.items() if name in numbers}
     about |= next(({"md5": hexadecimal(kind, number)} for kind, number in side.bits(value).items()), {})
     if distance is not None:
         about |= {"Apart": str(distance.low), "Verdict": one.outcome}

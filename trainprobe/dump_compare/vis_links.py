@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import orjson
 
-from trainprobe.dump_compare.page.document import group_ranks
+from trainprobe.dump_compare.call_slots import group_ranks
 from trainprobe.engine.core.records import Call
 
 _MESSAGES = {"send": "dst", "isend": "dst", "recv": "src", "irecv": "src"}

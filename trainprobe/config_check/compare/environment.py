@@ -8,7 +8,7 @@ from typing import Any
 from trainprobe.config_check.capture.environment import OWN, effect_of, what_it_does
 from trainprobe.config_check.compare.pair import absent, rank_findings, rank_pairs
 from trainprobe.config_check.compare.values import same
-from trainprobe.config_check.compare.verdicts import Check, Level, PackFinding, shown, which_ranks
+from trainprobe.config_check.compare.verdicts import LEVELS, Check, Level, PackFinding, shown, which_ranks
 from trainprobe.config_check.names import load_names
 from trainprobe.config_check.pack import Pack
 
@@ -49,7 +49,7 @@ def compare_environment(bench: Pack, cmp: Pack) -> Check:
         findings.append(PackFinding(level, text, f"{kind} {name}", _setters(name) if _UNSET in (left, right) else ()))
     rows += [(name, "(not kept)", "(not kept)", "not in the table of variables", "", "note") for name in sorted(others)]
     findings += [_others_finding(sorted(others))] if others else []
-    findings.sort(key=lambda f: ("error", "warning", "note").index(f.level))
+    findings.sort(key=lambda f: -LEVELS.index(f.level))
     return Check("environment", COLUMNS, rows, tuple(findings))
 
 

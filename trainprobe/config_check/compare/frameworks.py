@@ -11,6 +11,7 @@ from trainprobe.config_check.compare.pair import BENCH, CMP
 from trainprobe.config_check.compare.values import close, meaning, same
 from trainprobe.config_check.compare.verdicts import Check
 from trainprobe.config_check.pack import Pack, RankPack
+from trainprobe.engine.core.naming import torch_parameter
 
 # class of mindspore.nn → that of torch.nn or torch.optim which calculates the same
 _CLASSES = {
@@ -34,11 +35,6 @@ _FORMULAS: Mapping[str, Mapping[str, Any]] = {
     for name, decay in (("Adam", "added to the gradient"), ("AdamW", "decoupled"))
 }
 _IN_OLDER_PACKS = {"AdamWeightDecay": {"bias_correction": False, "weight_decay": "decoupled"}}
-# last part of a parameter's name
-_PARAMETERS = {
-    **{"gamma": "weight", "beta": "bias", "embedding_table": "weight"},
-    **{"moving_mean": "running_mean", "moving_variance": "running_var"},
-}
 _OF_GROUPS = ("momentum", "weight_decay", "eps", "nesterov")  # what an optimizer of torch keeps for each group
 _BETAS = ("beta1", "beta2")
 # numbers of an optimizer that one framework alone has, where they change nothing
@@ -242,7 +238,7 @@ def _of_optimizer(key: str, value: Any, groups: Sequence[str]) -> list[tuple[str
     if key == "class":
         return [(key, _class(str(value)))]
     if last in ("parameters", "without_decay"):
-        return [(key, [_parameter(str(name)) for name in value])]
+        return [(key, [torch_parameter(str(name)) for name in value])]
     if last in _OF_TORCH:
         return []
     if key == "lr_by_step":
@@ -252,13 +248,8 @@ def _of_optimizer(key: str, value: Any, groups: Sequence[str]) -> list[tuple[str
     return [(f"{group}.{key}", value) for group in groups] if key in _OF_GROUPS else [(key, value)]
 
 
-def _parameter(name: str) -> str:
-    before, dot, last = name.rpartition(".")
-    return f"{before}{dot}{_PARAMETERS.get(last, last)}"
-
-
 def _tensors(content: Mapping[str, Any], key: str, entry: Any) -> dict[str, Any]:
-    return {**content, key: {_parameter(name): entry(setting) for name, setting in content.get(key, {}).items()}}
+    return {**content, key: {torch_parameter(name): entry(setting) for name, setting in content.get(key, {}).items()}}
 
 
 def _whole(entry: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from trainprobe.config_check.compare.module_texts import class_and_arguments
 from trainprobe.config_check.compare.pair import BENCH, CMP, absent, rank_findings, rank_pairs
 from trainprobe.config_check.compare.step_schedule import schedule_findings
 from trainprobe.config_check.compare.values import meaning, same
-from trainprobe.config_check.compare.verdicts import Check, Level, PackFinding, shown, which_ranks
+from trainprobe.config_check.compare.verdicts import LEVELS, Check, Level, PackFinding, shown, which_ranks
 from trainprobe.config_check.names import load_names
 from trainprobe.config_check.pack import Pack, RankPack
 from trainprobe.engine.core.words import counted
@@ -121,7 +121,7 @@ def compare_hyperparameters(bench: Pack, cmp: Pack) -> Check:
     findings += _structure(gathered, ranks)
     findings += [f for d, where in gathered.values() if not _is_module(d) for f in _finding(d, which_ranks(where, ranks))]
     findings += _of_ranks(pairs, ranks, same_size)
-    findings.sort(key=lambda f: (("error", "warning", "note").index(f.level), _rank_of_topic(f.topic)))
+    findings.sort(key=lambda f: (-LEVELS.index(f.level), _rank_of_topic(f.topic)))
     return Check("hyperparameters", COLUMNS, rows, _shortened(findings))
 
 

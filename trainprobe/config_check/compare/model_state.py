@@ -11,7 +11,6 @@ from trainprobe.config_check.compare.verdicts import PackFinding, shown
 _MOST_REPORTED = 3
 _WHOLE = "the model"
 _AUTOCAST_FORWARD = "convert_outputs_to_fp32."  # what accelerate puts in place of a forward that it runs under autocast
-State = Mapping[str, Mapping[str, str]]
 
 
 def state_findings(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[PackFinding]:

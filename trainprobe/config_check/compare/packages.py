@@ -6,7 +6,7 @@ from typing import Any
 
 from trainprobe.config_check.compare.code import code_finding, code_rows, without_packages
 from trainprobe.config_check.compare.pair import absent, rank_findings, rank_pairs
-from trainprobe.config_check.compare.verdicts import Check, Level, PackFinding, which_ranks
+from trainprobe.config_check.compare.verdicts import LEVELS, Check, Level, PackFinding, which_ranks
 from trainprobe.config_check.names import load_names
 from trainprobe.config_check.pack import Pack
 
@@ -54,14 +54,8 @@ def _shortened(findings: list[PackFinding]) -> tuple[PackFinding, ...]:
     """Say the first few and count the rest."""
     reported, rest = findings[:_MOST_REPORTED], findings[_MOST_REPORTED:]
     if rest:
-        level: Level = (
-            "error"
-            if any(f.level == "error" for f in rest)
-            else "warning"
-            if any(f.level == "warning" for f in rest)
-            else "note"
-        )
-        reported.append(PackFinding(level, f"{len(rest)} more packages differ", "packages"))
+        worst = max(rest, key=lambda f: LEVELS.index(f.level))
+        reported.append(PackFinding(worst.level, f"{len(rest)} more packages differ", "packages"))
     return tuple(reported)
 
 

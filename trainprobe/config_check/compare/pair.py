@@ -8,7 +8,6 @@ from trainprobe.config_check.compare.verdicts import Check, PackFinding
 from trainprobe.config_check.pack import Pack, RankPack
 from trainprobe.engine.core.words import numbered
 
-Pair = tuple[str, str]
 BENCH, CMP = "bench", "cmp"
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from trainprobe.config_check.capture.switch_table import switches
 from trainprobe.config_check.compare.pair import absent, rank_findings, rank_pairs
 from trainprobe.config_check.compare.values import same
-from trainprobe.config_check.compare.verdicts import Check, Level, PackFinding, shown, which_ranks
+from trainprobe.config_check.compare.verdicts import LEVELS, Check, Level, PackFinding, shown, which_ranks
 from trainprobe.config_check.names import load_names
 from trainprobe.config_check.pack import AT_FIRST_LAYER, AT_MODEL, Pack
 from trainprobe.engine.core.words import counted
@@ -80,7 +80,7 @@ def compare_randomness(bench: Pack, cmp: Pack) -> Check:
     findings = rank_findings("randomness", bench, cmp)
     for f, where in ranks_of.items():
         findings.append(PackFinding(f.level, f"{f.text}{which_ranks(where, ranks)}", f.topic, f.explained_by))
-    findings.sort(key=lambda f: (("error", "warning", "note").index(f.level), not f.topic.startswith("random seed")))
+    findings.sort(key=lambda f: (-LEVELS.index(f.level), not f.topic.startswith("random seed")))
     return Check("randomness", COLUMNS, rows, tuple(findings))
 
 

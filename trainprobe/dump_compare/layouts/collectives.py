@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from trainprobe.dump_compare.call_slots import group_ranks
 from trainprobe.dump_compare.dump_side import STATISTICS, Side
 from trainprobe.dump_compare.layouts.cuts import Cut, along
 from trainprobe.dump_compare.layouts.joined import RankPart, agree, together
@@ -129,13 +130,6 @@ def _parts(parts: Sequence[RankPart], whole: Sequence[RankPart], sent: Sequence[
     return SplitRule("a gather of these values", tp=found.dim if found is not None and ordered else "split")
 
 
-def group_of(call: Call) -> tuple[int, ...]:
-    """Return the global ranks of a collective's group in its order, none where the dump does not say them."""
-    group = (call.kwargs or {}).get("group")
-    ranks = (group.extra or {}).get("group_ranks") if isinstance(group, Opaque) else None
-    return tuple(ranks) if isinstance(ranks, list) and all(isinstance(rank, int) for rank in ranks) else ()
-
-
 def is_sum(call: Call) -> bool:
     """Return whether a collective adds up what the ranks hand over."""
     operation = (call.kwargs or {}).get("op")
@@ -162,7 +156,7 @@ def _sent(side: Side, call: Call, place: int) -> Iterator[tuple[int, _Sent]]:
             if gathers:
                 made = [*made, *_put_together(side, place, [value for _, value in leaves(result, "")])]
             size, numbers, bits = found
-            yield size, _Sent(group_of(call), numbers, bits, not gathers, made)
+            yield size, _Sent(tuple(group_ranks(call)), numbers, bits, not gathers, made)
 
 
 def _copied(side: Side, call: Call) -> Iterator[tuple[int, _Sent]]:
@@ -173,7 +167,7 @@ def _copied(side: Side, call: Call) -> Iterator[tuple[int, _Sent]]:
         found = _of(side, tree)
         if found is not None:
             size, numbers, bits = found
-            yield size, _Sent(group_of(call), numbers, bits, False, ())
+            yield size, _Sent(tuple(group_ranks(call)), numbers, bits, False, ())
 
 
 def _of(side: Side, tree: Any) -> tuple[int, Numbers, int | None] | None:

@@ -18,13 +18,14 @@ from trainprobe.dump_compare.layouts.grouping import (
 )
 from trainprobe.dump_compare.layouts.joined import JoinedSide
 from trainprobe.dump_compare.layouts.model_calls import JoinedCalls
-from trainprobe.dump_compare.layouts.names import pair_names, renamed_parameter
+from trainprobe.dump_compare.layouts.names import pair_names
 from trainprobe.dump_compare.layouts.optimizer_steps import about_rates, judge_states
 from trainprobe.dump_compare.layouts.split_table import Splits, splits
 from trainprobe.dump_compare.layouts.states import add_states, are_cut_otherwise, left_out
 from trainprobe.dump_compare.layouts.topology import layout_of, other_layouts
 from trainprobe.dump_compare.pairing import CallPair, RankPair, pair_steps, ranks_of
 from trainprobe.dump_compare.parallel_ranks import suitable, without_agreeing
+from trainprobe.dump_compare.parameter_states import renamed_parameter
 from trainprobe.dump_compare.results import Compared
 from trainprobe.dump_compare.scale_factors import see_factors
 from trainprobe.engine.core.processes import Run, in_turn

@@ -202,10 +202,6 @@ class JoinedSide(Side):
         """Return the shapes of what ranks hold of a value."""
         return [part.shape for part in self._rows[value.row].join.parts]
 
-    def ranks_of(self, value: Value) -> list[int]:
-        """Return the ranks that hold a part of a value."""
-        return sorted({part.rank for part in self._rows[value.row].join.parts})
-
 
 def array_of(join: Join) -> npt.NDArray[Any] | None:
     """Return the elements of what a join makes (see JoinedSide.array)."""

@@ -26,12 +26,12 @@ from trainprobe.dump_compare.layouts.grouping import (
     parts_of,
 )
 from trainprobe.dump_compare.layouts.joined import Join, JoinedSide, RankPart, agree, array_of
-from trainprobe.dump_compare.layouts.names import renamed_parameter
 from trainprobe.dump_compare.layouts.operator_pairs import OperatorPairs
 from trainprobe.dump_compare.layouts.split_table import SplitRule, Splits
 from trainprobe.dump_compare.layouts.splits import Role, joins
 from trainprobe.dump_compare.layouts.states import cuts_of_weights, held_gradients
 from trainprobe.dump_compare.pairing import CallPair
+from trainprobe.dump_compare.parameter_states import renamed_parameter
 from trainprobe.dump_compare.renamed.by_structure import Structure
 from trainprobe.dump_compare.renamed.fused import Fused, about_rows
 from trainprobe.dump_compare.renamed.fused_rows import Laid, RowOrder, find_rows

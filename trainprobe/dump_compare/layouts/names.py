@@ -10,10 +10,8 @@ from trainprobe.dump_compare.layouts.joined import JoinedSide
 from trainprobe.dump_compare.layouts.splits import by_boxes
 from trainprobe.dump_compare.layouts.states import held_values
 from trainprobe.dump_compare.renamed.by_structure import Structure, pair_trees
-from trainprobe.dump_compare.renamed.modules import Looks, Module, extremes_look, modules_of
-from trainprobe.engine.core.naming import ROOT
+from trainprobe.dump_compare.renamed.modules import Looks, Module, extremes_look, modules_of, weight_names
 from trainprobe.engine.core.records import Call
-from trainprobe.engine.core.step_data import slots
 
 
 def pair_names(sides: tuple[JoinedSide, JoinedSide], rename: Callable[[str], str]) -> Structure:
@@ -26,12 +24,6 @@ def pair_names(sides: tuple[JoinedSide, JoinedSide], rename: Callable[[str], str
         return Structure()
     trees = modules_of(_calls(sides[0])), modules_of(_calls(sides[1]))
     return pair_trees(trees, (_LooksOfRanks(sides[0]), _LooksOfRanks(sides[1])), rename)
-
-
-def renamed_parameter(name: str, rename: Callable[[str], str]) -> str:
-    """Return the name of a parameter of A as B has it."""
-    module, dot, short = name.rpartition(".")
-    return f"{rename(module)}{dot}{short}" if dot else name
 
 
 def _calls(side: JoinedSide) -> list[Call]:
@@ -55,7 +47,7 @@ class _LooksOfRanks(Looks):
 
     def form(self, module: Module) -> Hashable:
         """Return the sizes of a module's weights."""
-        return tuple(sorted(self._whole.get(name, (0, ()))[0] for name in _weights(module)))
+        return tuple(sorted(self._whole.get(name, (0, ()))[0] for name in weight_names(module)))
 
     def results(self, module: Module) -> Hashable:
         """Return nothing: how much a module gives is another in each layout."""
@@ -63,7 +55,7 @@ class _LooksOfRanks(Looks):
 
     def weights(self, module: Module) -> Hashable:
         """Return the extremes of a module's whole weights."""
-        names = _weights(module)
+        names = weight_names(module)
         return extremes_look([self._whole[name][1] for name in names]) if all(name in self._whole for name in names) else None
 
     def side_of(self, module: Module) -> Side:
@@ -72,13 +64,8 @@ class _LooksOfRanks(Looks):
 
     def sizes(self, module: Module) -> tuple[int, int]:
         """Return the number of elements of a module's whole weights; how much it gives is another in each layout."""
-        names = _weights(module)
+        names = weight_names(module)
         return 0, sum(self._whole[name][0] for name in names) if all(name in self._whole for name in names) else -1
-
-
-def _weights(module: Module) -> list[str]:
-    short = [slot.partition(".")[2] for slot, _ in slots(module.first) if slot.startswith("parameters")]
-    return [name if module.name == ROOT else f"{module.name}.{name}" for name in short]
 
 
 def _whole_weights(side: JoinedSide) -> list[tuple[str, tuple[int, tuple[float, float]]]]:

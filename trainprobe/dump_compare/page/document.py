@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainprobe.dump_compare.arguments import plain_arguments
+from trainprobe.dump_compare.call_slots import group_ranks
 from trainprobe.dump_compare.distances import Distance
 from trainprobe.dump_compare.dump_side import Side, hexadecimal
 from trainprobe.dump_compare.judge import Judged
 from trainprobe.dump_compare.page.histograms import histogram
 from trainprobe.dump_compare.page.tree import Node, build_tree
-from trainprobe.engine.core.records import Call, Opaque, Value
+from trainprobe.engine.core.records import Call, Value
 from trainprobe.engine.core.step_data import entry_name, slots
 
 CHUNK = 1_024  # calls
@@ -117,18 +118,6 @@ def collective_links(judged: Sequence[Judged]) -> list[list[Any]]:
         links.append([i, f"{name} {counts[name]}", ranks])
         counts[name] += 1
     return links
-
-
-def group_ranks(call: Call) -> list[int]:
-    """Return the ranks of a collective's group as the dump has them; an empty list where it does not say."""
-    for thing in (
-        *(call.kwargs.values() if isinstance(call.kwargs, dict) else ()),
-        *(call.args if isinstance(call.args, list) else ()),
-    ):
-        ranks = (thing.extra or {}).get("group_ranks") if isinstance(thing, Opaque) else None
-        if isinstance(ranks, list):
-            return [rank for rank in ranks if isinstance(rank, int)]  # pyright: ignore[reportUnknownVariableType]
-    return []
 
 
 def chunk_documents(judged: Sequence[Judged], sides: Sides) -> Iterator[dict[str, Any]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from trainprobe.dump_compare.call_slots import fill
+from trainprobe.dump_compare.call_slots import refill
 from trainprobe.dump_compare.pairing import CallPair
 from trainprobe.dump_compare.renamed.composed import Composed
 from trainprobe.engine.core.records import Call, Value
@@ -34,10 +34,10 @@ def with_same_slots(pairs: Iterable[CallPair], b: Composed, outer: set[str]) -> 
             continue
         found = _together(pair.a, mine, theirs)
         if pair.a.name in outer:
-            _refill(pair.a, {at: value for at, value in mine if at in found})
+            refill(pair.a, {at: value for at, value in mine if at in found})
         elif not len(mine) == len(theirs) == len(found):
             continue
-        _refill(pair.b, {at: _as(value, dict(mine)[at], at, pair.a, turned, b) for at, value in found.items()})
+        refill(pair.b, {at: _as(value, dict(mine)[at], at, pair.a, turned, b) for at, value in found.items()})
 
 
 def _together(call: Call, a: _Slots, b: _Slots) -> dict[str, Value]:
@@ -80,8 +80,3 @@ def _transposed(pair: CallPair) -> set[tuple[str, str]]:
         if _sort(pair.a, at) == "weight" and len(shape) == 2 and shape[0] != shape[1] and tuple(value.shape) == shape[::-1]:
             return {(pair.a.cls, pair.b.cls)}
     return set()
-
-
-def _refill(call: Call, values: dict[str, Value]) -> None:
-    call.args, call.kwargs, call.params, call.out = None, None, None, None
-    fill(call, values)

@@ -70,16 +70,24 @@ class Looks:
         self.side = side
 
     def form(self, module: Module) -> Hashable:
-        """Return what two modules have in common that may belong together."""
-        return form(module)
+        """Return what two implementations of one module have in common: how much goes in and out, the sizes of its weights.
+
+        The number of elements and not the shape, since one may be given [sample, token, …] and the other [token, sample, …];
+        a matrix may be kept transposed.
+        """
+        values = slots(module.first)
+        given = next((_size(value) for slot, value in values if slot.startswith(("input", "kwargs"))), 0)
+        weights = sorted(tuple(sorted(value.shape)) for slot, value in values if slot.startswith("parameters"))
+        return given, _result_size(module), tuple(weights), module.calls
 
     def results(self, module: Module) -> Hashable:
         """Return what two modules give that call the same ones."""
-        return result_size(module), module.calls
+        return _result_size(module), module.calls
 
     def weights(self, module: Module) -> Hashable:
-        """Return what hardly two modules share: the numbers of their weights; None where these tell nothing."""
-        return weights_look(module, self.side)
+        """Return what hardly two modules share, the extremes of their weights; None where there are none, or constant ones."""
+        found = [self.side.numbers(value) for slot, value in slots(module.first) if slot.startswith("parameters")]
+        return extremes_look([(each.get("max", 0.0), each.get("min", 0.0)) for each in found])
 
     def side_of(self, module: Module) -> Side:
         """Return the dump that the first call of a module is of."""
@@ -88,30 +96,11 @@ class Looks:
     def sizes(self, module: Module) -> tuple[int, int]:
         """Return the numbers of elements of what a module gives and of its weights; those of parts add up to a whole's."""
         weights = (math.prod(value.shape) for slot, value in slots(module.first) if slot.startswith("parameters"))
-        return result_size(module), sum(weights)
+        return _result_size(module), sum(weights)
 
 
-def form(module: Module) -> Hashable:
-    """Return what two implementations of one module have in common: how much goes in and out, and the sizes of its weights.
-
-    The number of elements and not the shape, since one may be given [sample, token, …] and the other [token, sample, …]; a
-    matrix may be kept transposed.
-    """
-    values = slots(module.first)
-    given = next((_size(value) for slot, value in values if slot.startswith(("input", "kwargs"))), 0)
-    weights = sorted(tuple(sorted(value.shape)) for slot, value in values if slot.startswith("parameters"))
-    return given, result_size(module), tuple(weights), module.calls
-
-
-def result_size(module: Module) -> int:
-    """Return the number of elements of what a module gives first."""
+def _result_size(module: Module) -> int:
     return next((_size(value) for slot, value in slots(module.first) if slot.startswith(_RESULT)), 0)
-
-
-def weights_look(module: Module, side: Side) -> Hashable:
-    """Return the extremes of a module's weights, which hardly two modules share; None where it has none, or constant ones."""
-    found = [side.numbers(value) for slot, value in slots(module.first) if slot.startswith("parameters")]
-    return extremes_look([(each.get("max", 0.0), each.get("min", 0.0)) for each in found])
 
 
 def extremes_look(found: Sequence[tuple[float, float]]) -> Hashable:

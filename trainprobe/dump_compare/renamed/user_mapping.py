@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from trainprobe.dump_compare.call_slots import fill
+from trainprobe.dump_compare.call_slots import refilled
 from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.pairing import CallPair
 from trainprobe.dump_compare.renamed.mapping_files import TOP, MappingFile
 from trainprobe.dump_compare.sheet import classic_name
 from trainprobe.engine.core.naming import ROOT
-from trainprobe.engine.core.records import Call, Value
+from trainprobe.engine.core.records import Call
 from trainprobe.engine.core.step_data import entry_name, slots
 
 Places = Mapping[str, tuple[Call, str]]  # name of a value → its call and slot
@@ -110,15 +110,7 @@ def _side_by_side(a: Call, b: Call, mapped: Mapping[str, str]) -> tuple[Call, Ca
     for slot in mine:
         if slot not in mapped and slot in theirs and slot not in mapped.values():
             mapped = {**mapped, slot: slot}
-    return _copy(a, {slot: mine[slot] for slot in mapped}), _copy(b, {slot: theirs[at] for slot, at in mapped.items()})
-
-
-def _copy(call: Call, values: Mapping[str, Value]) -> Call:
-    made = Call(
-        call.kind, call.name, call.call, call.phase, cls=call.cls, micro=call.micro, parent=call.parent, stack=call.stack
-    )
-    fill(made, values)
-    return made
+    return refilled(a, {slot: mine[slot] for slot in mapped}), refilled(b, {slot: theirs[at] for slot, at in mapped.items()})
 
 
 def _entry(call: Call, side: Side) -> str:

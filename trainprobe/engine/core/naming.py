@@ -17,6 +17,10 @@ WRAPPERS = INNER | {"_orig_mod"}
 LEFT_OUT = "left out, as looking at it could change"  # begins a note of a step that names calls without their values
 _CONTROL = {number: repr(chr(number))[1:-1] for number in (*range(32), *range(127, 160))}
 ROOT = "root"  # the name under which the model itself is recorded
+TORCH_PARAMETERS = {  # as cells of MindSpore call them → as modules of torch do
+    **{"gamma": "weight", "beta": "bias", "embedding_table": "weight"},
+    **{"moving_mean": "running_mean", "moving_variance": "running_var"},
+}
 Rename = Callable[[str], str]
 
 
@@ -51,6 +55,12 @@ def count_outer_wrappers(names: Iterable[str]) -> int:
         depth += 1
         split = [s[1:] for s in split if len(s) > 1]
     return depth
+
+
+def torch_parameter(name: str) -> str:
+    """Return the name of a parameter of MindSpore as torch has it."""
+    module, dot, last = name.rpartition(".")
+    return f"{module}{dot}{TORCH_PARAMETERS.get(last, last)}"
 
 
 def in_training(module: Any) -> bool:
