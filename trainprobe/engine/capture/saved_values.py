@@ -6,12 +6,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from trainprobe.engine.capture import Tap
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.records import Call, Value
 from trainprobe.engine.tape import SAVE, Tape
 
 
-class SavedValues:
+class SavedValues(Tap):
     """Records values by the name the user gives; the same name in one step is counted."""
 
     def __init__(self, flags: int, guard: Guard) -> None:
@@ -25,18 +26,9 @@ class SavedValues:
         """Have `seen` called with the gradient at a tensor; return what has `remove()`, or None where there will be none."""
         raise NotImplementedError
 
-    def open(self, model: Any, optimizer: Any = None) -> None:
-        """Nothing to learn."""
-
     def begin(self, tape: Tape) -> None:
         """Take values from now on."""
         self._tape = tape
-
-    def pause(self) -> None:
-        """Take no forward calls for a while."""
-
-    def resume(self) -> None:
-        """Take forward calls again."""
 
     def end(self, again: bool = False) -> None:
         """Stop, and let go of gradient hooks."""
