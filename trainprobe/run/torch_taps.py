@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
-
-from torch._C import DisableTorchFunction
 
 from trainprobe.engine.capture import AUDIT, part_of
 from trainprobe.engine.capture.awaited import AwaitedTap
@@ -14,7 +11,7 @@ from trainprobe.engine.capture.clipping import ClippingTap
 from trainprobe.engine.capture.collectives import CollectiveTap
 from trainprobe.engine.capture.features.batches import BatchTap
 from trainprobe.engine.capture.features.feature import FeatureKind, FeatureTap, Surroundings, feature_in, part_of_feature
-from trainprobe.engine.capture.gradients import edge_of
+from trainprobe.engine.capture.gradients import functions_off, hook_on_gradient
 from trainprobe.engine.capture.loss_scaling import LossScalingTap
 from trainprobe.engine.capture.module_buffers import BufferTap
 from trainprobe.engine.capture.optimizer_steps import OptimizerStepTap
@@ -56,7 +53,7 @@ class TorchTaps(TapMaker):
 
     def saved(self, flags: int) -> SavedTap:
         """Return the tap of values that the program hands over."""
-        return SavedTap(flags, guard_of(self.guard, SavedTap), _hook_on_gradient, DisableTorchFunction)
+        return SavedTap(flags, guard_of(self.guard, SavedTap), hook_on_gradient, functions_off)
 
     def modules(self, request: ModuleRequest, dumped: bool) -> ModuleTap:
         """Return a tap of modules; the monitor's keeps no call stacks."""
@@ -119,12 +116,6 @@ def _collect(parts: Parts, plan: Plan, guard: Guard, before: MonitorPlan | None 
         parts.exchanged = CollectiveTap(STATS, own, None, inside, chosen) if monitor.collectives.on else None
     if monitor is not None and (before is None or monitor.features != before.features):
         parts.features = features_of_monitor(monitor.features, guard, parts.naming) if monitor.features.on else None
-
-
-def _hook_on_gradient(t: Any, seen: Callable[[Any], None]) -> Any:
-    """Have `seen` called with what arrives at the node that made a tensor; None where it has none."""
-    edge = edge_of(t)
-    return None if edge is None else edge[0].register_prehook(lambda gradients: seen(gradients[edge[1]]))
 
 
 def _unclipped(parts: Parts, parameters: list[Any]) -> None:

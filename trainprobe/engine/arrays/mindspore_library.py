@@ -8,6 +8,7 @@ looked at anew.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from trainprobe.engine.arrays.numpy_rows import NumpyStatsRows, refusal
-from trainprobe.engine.core.library import Library
 from trainprobe.engine.core.records import Opaque
 from trainprobe.engine.geometry.shards import Shard
 
@@ -82,7 +82,7 @@ class HostStatsRows:
         return self._rows.add_share(t.data, plain_dtype(t.dtype), shard)
 
 
-class MindSporeLibrary(Library):
+class MindSporeLibrary:
     """The verbs of MindSpore (see engine.core.library.Library)."""
 
     plain: frozenset[type] = frozenset()
@@ -97,6 +97,18 @@ class MindSporeLibrary(Library):
         """Return an empty row buffer."""
         return HostStatsRows(NumpyStatsRows(flags, compiled=self._native))
 
+    def native_rows(self, stats_rows: Any) -> Any:
+        """Return None: each tensor passes through the row buffer's own `add`."""
+        return None
+
+    def native_code(self, dtype: Any) -> int:
+        """Return -1: see `native_rows`."""
+        return -1
+
+    def extra(self, name: str, result: npt.NDArray[np.float64], dtype: str) -> Any:
+        """Return an extra as it is; there are none."""
+        return result
+
     def to_host(self, tensors: Sequence[Any]) -> Arrived:
         """Bring small tensors to the host, each flattened."""
         return Arrived([np.asarray(host_array(t).data).reshape(-1) for t in tensors])
@@ -105,12 +117,20 @@ class MindSporeLibrary(Library):
         """Tell whether x is a tensor of MindSpore, or one that was brought to the host."""
         return isinstance(x, mindspore.Tensor | HostArray)
 
+    def without_dispatch(self) -> AbstractContextManager[None]:
+        """Return a context that does nothing: MindSpore asks no class of tensors."""
+        return nullcontext()
+
     def special(self, t: Any) -> tuple[Any | None, str, Mapping[str, Any] | None, str | None]:
         """Describe a tensor: its HostArray to reduce (or None), its type text, extra, and why not."""
         if isinstance(t, HostArray):
             return t, "mindspore.Tensor", None, None
         note = without_data(t)
         return (None if note else host_array(t)), "mindspore.Tensor", None, note
+
+    def faults(self) -> Sequence[str]:
+        """Return nothing: there are no kernels on a device."""
+        return ()
 
     def refusal(self, t: Any) -> str:
         """Say why a HostArray has no statistics."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
@@ -71,7 +71,7 @@ class StatsRows(Protocol):
 
 
 class Library(Protocol):
-    """What the tape needs to know of a tensor library; what has a body here is so for a library without a say in it."""
+    """What the tape needs to know of a tensor library."""
 
     plain: frozenset[type]  # two classes that the compiled tape looks at itself, or none
     extras: Sequence[str]
@@ -83,15 +83,15 @@ class Library(Protocol):
 
     def native_rows(self, stats_rows: Any) -> Any:
         """Return the compiled part of a row buffer, or None where each tensor must pass through its own `add`."""
-        return None
+        ...
 
     def native_code(self, dtype: Any) -> int:
         """Return the compiled kernel's number of a dtype, -1 where it has none."""
-        return -1
+        ...
 
     def extra(self, name: str, result: npt.NDArray[np.float64], dtype: str) -> Any:
         """Turn what an extra ("histogram", "quantiles") computed for a tensor of this dtype into what `StepData` holds."""
-        return result
+        ...
 
     def to_host(self, tensors: Sequence[Any]) -> Transfer:
         """Begin to bring small tensors to the host, in one transfer a device; waits for nothing where the device allows it."""
@@ -103,7 +103,7 @@ class Library(Protocol):
 
     def without_dispatch(self) -> AbstractContextManager[Any]:
         """Return a context in which looking at a tensor of the program's own class runs none of that class's code."""
-        return nullcontext()
+        ...
 
     def special(self, t: Any) -> tuple[Any | None, str, Mapping[str, Any] | None, str | None]:
         """Describe a tensor that is not of a plain kind: (tensor to reduce or None, type text, extra, note)."""
@@ -111,7 +111,7 @@ class Library(Protocol):
 
     def faults(self) -> Sequence[str]:
         """Return what the user must know of this library's kernels: sentences, the same ones each time."""
-        return ()
+        ...
 
     def refusal(self, t: Any) -> str:
         """Say why a tensor has no statistics."""
