@@ -28,6 +28,7 @@ TAPE = (
     "gradients.c",
     "nodes.c",
     "arena.c",
+    "journal.c",
 )
 HEADERS = ("reduce.h", "sweeps.h", "objects.h", "module_watch.h")
 FLAGS = [] if sys.platform == "win32" else ["-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno"]

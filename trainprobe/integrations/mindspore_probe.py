@@ -17,11 +17,11 @@ from trainprobe.engine.capture.mindspore.calls import KnownCalls, OptimizerTap
 from trainprobe.engine.capture.mindspore.cells import COMPILED, UNCALLED, CellTap, is_graph_mode, is_optimizer
 from trainprobe.engine.capture.mindspore.gathering import gathering
 from trainprobe.engine.capture.mindspore.ops import PrimitiveTap, ops_are_seen
-from trainprobe.engine.capture.mindspore.saved import SavedTensors
 from trainprobe.engine.capture.mindspore.states import CellStateTap
 from trainprobe.engine.capture.mindspore.tape import HostTape
-from trainprobe.engine.capture.mindspore.tensor_hooks import wait
+from trainprobe.engine.capture.mindspore.tensor_hooks import hooked, wait
 from trainprobe.engine.capture.requests import ModuleRequest, OpRequest, StatesRequest
+from trainprobe.engine.capture.saved import SavedTap
 from trainprobe.engine.core.gathering import Gathering
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.naming import Rename, chunks_of
@@ -66,9 +66,9 @@ class CellTaps(TapMaker):
         self.fullest = "mix" if ops_are_seen() else "L0"
         self._stacks = stacks
 
-    def saved(self, flags: int) -> SavedTensors:
+    def saved(self, flags: int) -> SavedTap:
         """Return the tap of values that the program hands over."""
-        return SavedTensors(flags, guard_of(self.guard, SavedTensors))
+        return SavedTap(flags, guard_of(self.guard, SavedTap), hooked)
 
     def modules(self, request: ModuleRequest, dumped: bool) -> CellTap:
         """Return a tap of cells; the monitor's keeps no call stacks."""

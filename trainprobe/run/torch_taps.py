@@ -11,6 +11,7 @@ from trainprobe.engine.capture.clipping import ClippingTap
 from trainprobe.engine.capture.collectives import CollectiveTap
 from trainprobe.engine.capture.features.batches import BatchTap
 from trainprobe.engine.capture.features.feature import FeatureKind, FeatureTap, Surroundings, feature_in, part_of_feature
+from trainprobe.engine.capture.gradients import functions_off, hook_on_gradient
 from trainprobe.engine.capture.loss_scaling import LossScalingTap
 from trainprobe.engine.capture.module_buffers import BufferTap
 from trainprobe.engine.capture.optimizer_steps import OptimizerStepTap
@@ -52,7 +53,7 @@ class TorchTaps(TapMaker):
 
     def saved(self, flags: int) -> SavedTap:
         """Return the tap of values that the program hands over."""
-        return SavedTap(flags, guard_of(self.guard, SavedTap))
+        return SavedTap(flags, guard_of(self.guard, SavedTap), hook_on_gradient, functions_off)
 
     def modules(self, request: ModuleRequest, dumped: bool) -> ModuleTap:
         """Return a tap of modules; the monitor's keeps no call stacks."""

@@ -32,7 +32,7 @@ def rows() -> None:
     for t in (TENSOR, TENSOR.t(), TENSOR[::2, ::3]):
         stats_rows.add(t.data_ptr(), recording.DTYPES["float32"], tuple(t.shape), t.stride(), ALL)
     stats_rows.blank()
-    stats_rows.peek(0)
+    recording.row_of(stats_rows, 0)
     stats_rows.take()
 
 

@@ -97,8 +97,8 @@ class NumpyStatsRows:
 
     def peek(self, row: int) -> tuple[bytes, int]:
         """Return (partials as bytes, fingerprint) of a row now."""
-        if self._native is not None:
-            return self._native.peek(row)
+        if self._native is not None and native is not None:
+            return native.row_of(self._native, row)
         return self._rows[row].tobytes(), self._sums[row]
 
     def blocks(self) -> list[Any]:

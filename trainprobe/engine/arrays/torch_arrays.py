@@ -166,7 +166,7 @@ class TorchStatsRows:
             if row in placed:
                 with without_dispatch():
                     return self._devices[device].peek(placed[row])
-        return None if _native is None else self.native.peek(row)
+        return None if _native is None else _native.row_of(self.native, row)
 
     def blocks(self) -> list[Tensor]:
         """Return what is on devices and has to be brought to the host before `drain`."""

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch._C import DisableTorchFunction
 
 from trainprobe.engine.arrays.torch_arrays import still_written
+from trainprobe.engine.capture import Tap
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.tape import Tape
@@ -60,7 +61,7 @@ def replaced_op(namespace: Any, name: str, around: Callable[[Any], Callable[...,
     return InPlaceOfOp(namespace, name, around).replaced
 
 
-class AwaitedTap:
+class AwaitedTap(Tap):
     """See the module text. Does nothing where torch.distributed is not initialised."""
 
     def __init__(self, guard: Guard) -> None:
@@ -69,9 +70,6 @@ class AwaitedTap:
         self._wait: Replaced | None = None
         self._expected: dict[int, list[tuple[ref[Any], tuple[Any, ...], Look]]] = {}  # address of a storage → what lies there
 
-    def open(self, model: Any, optimizer: Any = None) -> None:
-        """Nothing to learn."""
-
     def begin(self, tape: Tape) -> None:
         """Replace the operator that waits, and have the tape say what it cannot look at yet."""
         self.end()
@@ -79,12 +77,6 @@ class AwaitedTap:
             self._tape = tape
             tape.awaits = self._expect
             self._wait = replaced_op(torch.ops._c10d_functional, "wait_tensor", self._waiting)
-
-    def pause(self) -> None:
-        """Do nothing: what was met before is still waited for."""
-
-    def resume(self) -> None:
-        """Do nothing."""
 
     def end(self, again: bool = False) -> None:
         """Put the operator back; what was not waited for keeps its note."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.nn.utils import clip_grad
 
+from trainprobe.engine.capture import Tap
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.core.flat_parameters import handles_of
 from trainprobe.engine.core.guard import Guard
@@ -24,7 +25,7 @@ _NAMES = (_NORM, "clip_grads_with_norm_", "clip_grad_value_")
 _PLACES = tuple((module, name) for module in (clip_grad, torch.nn.utils) for name in _NAMES if hasattr(module, name))
 
 
-class ClippingTap:
+class ClippingTap(Tap):
     """Calls `unclipped(parameters)` before gradients are clipped and `norm(value, limit)` with the norm that the clipping found
     and the largest one that it leaves as it is.
     """
@@ -37,9 +38,6 @@ class ClippingTap:
         self._of_kind: Replaced | None = None  # the method of FullyShardedDataParallel
         self._awake = False
 
-    def open(self, model: Any, optimizer: Any = None) -> None:
-        """Nothing to learn: the functions are for every parameter."""
-
     def begin(self, tape: Tape) -> None:
         """Replace the functions."""
         self._awake = True
@@ -49,12 +47,6 @@ class ClippingTap:
         kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
         if kind is not None and self._of_kind is None:
             self._of_kind = Replaced(kind, "clip_grad_norm_", self._of_shards(kind.clip_grad_norm_))
-
-    def pause(self) -> None:
-        """Clipping belongs to no forward call."""
-
-    def resume(self) -> None:
-        """Clipping belongs to no forward call."""
 
     def end(self, again: bool = False) -> None:
         """Put the functions back, or with `again` let ours rest in their place."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from torch._C import DisableTorchFunction
 
+from trainprobe.engine.capture import Tap
 from trainprobe.engine.capture.awaited import replaced_op
 from trainprobe.engine.capture.functional_collectives import OPERATORS, group_in, operation_in, operators
 from trainprobe.engine.capture.patching.replaced import Replaced
@@ -56,7 +57,7 @@ _NATIVE = (
 )
 
 
-class CollectiveTap:
+class CollectiveTap(Tap):
     """See the module text. Does nothing where torch.distributed is not initialised.
 
     chosen: which public names (`all_reduce`, `Distributed.all_reduce`) are recorded.

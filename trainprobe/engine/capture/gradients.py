@@ -62,3 +62,12 @@ def plus(total: Any, gradient: Any) -> Any:
             return total + gradient
         with torch.no_grad():
             return total + gradient
+
+
+def hook_on_gradient(t: Any, seen: Callable[[Any], None]) -> Any:
+    """Have `seen` called with what arrives at the node that made a tensor; return the hook's handle, None without a node."""
+    edge = edge_of(t)
+    return None if edge is None else edge[0].register_prehook(lambda gradients: seen(gradients[edge[1]]))
+
+
+functions_off = torch._C.DisableTorchFunction  # a context in which no `__torch_function__` is called

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
+from trainprobe.engine.capture import Tap
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.tape import Tape
 
 
-class LossScalingTap:
+class LossScalingTap(Tap):
     """Calls `scaled(scale)` when a loss is multiplied, with the tensor of one element it is multiplied by, and `unscaled()`
     once gradients are divided by it again.
     """
@@ -24,9 +25,6 @@ class LossScalingTap:
         self._unscaled = unscaled
         self._replaced: list[Replaced] = []
 
-    def open(self, model: Any, optimizer: Any = None) -> None:
-        """Nothing to learn: the methods are those of every scaler."""
-
     def begin(self, tape: Tape) -> None:
         """Replace the methods."""
         if self._replaced:
@@ -36,12 +34,6 @@ class LossScalingTap:
         for kind in kinds:
             self._replaced.append(Replaced(kind, "scale", self._around_scale(kind.scale)))
             self._replaced.append(Replaced(kind, "unscale_", self._around_unscale(kind.unscale_)))
-
-    def pause(self) -> None:
-        """Scaling belongs to no forward call."""
-
-    def resume(self) -> None:
-        """Scaling belongs to no forward call."""
 
     def end(self, again: bool = False) -> None:
         """Put the methods back."""

@@ -14,6 +14,7 @@ import torch
 from torch._C import DisableTorchFunction
 from torch.nn.modules.batchnorm import _NormBase
 
+from trainprobe.engine.capture import Tap
 from trainprobe.engine.capture.torch_modules import PARAMETERS, ModuleInfo, ModuleTap
 from trainprobe.engine.core.records import Call
 from trainprobe.engine.tape import SAVE, Tape
@@ -22,7 +23,7 @@ _RUNNING = ("running_mean", "running_var")
 _Versions = dict[str, tuple[Any, int]]  # short name → buffer and its version
 
 
-class BufferTap:
+class BufferTap(Tap):
     """See the module text. modules: the tap that records the calls."""
 
     def __init__(self, modules: ModuleTap) -> None:
@@ -32,9 +33,6 @@ class BufferTap:
         self._holders: list[tuple[Any, ModuleInfo]] = []
         self._before: list[tuple[Any, ModuleInfo, _Versions]] = []
         self._recorded: dict[str, Call] = {}  # name of a module → the call whose buffers were looked at
-
-    def open(self, model: Any, optimizer: Any = None) -> None:
-        """Nothing to learn: the tap of modules knows them."""
 
     def begin(self, tape: Tape) -> None:
         """Take the versions of all buffers."""
@@ -65,12 +63,6 @@ class BufferTap:
                     self._recorded[info.name] = call
                     _add(tape, call, info, _changed(module, was, ran))
         self._take_versions()
-
-    def pause(self) -> None:
-        """Nothing is installed."""
-
-    def resume(self) -> None:
-        """Nothing is installed."""
 
     def end(self, again: bool = False) -> None:
         """Look once more, and let go."""

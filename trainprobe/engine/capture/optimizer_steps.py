@@ -6,13 +6,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from trainprobe.engine.capture import Tap
 from trainprobe.engine.capture.gradients import sequence_number
 from trainprobe.engine.capture.patching.step_hooks import StepListener, settle
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.tape import Tape
 
 
-class OptimizerStepTap:
+class OptimizerStepTap(Tap):
     """Calls `before` and `after` around every update of this process, nested ones once.
 
     An optimizer that is handed a closure runs forward and backward within its step: `before` is then called behind the closure.
@@ -39,21 +40,12 @@ class OptimizerStepTap:
         self._updated = False
         self.waits = False
 
-    def open(self, model: Any, optimizer: Any = None) -> None:
-        """Nothing to learn: the hooks are for every optimizer."""
-
     def begin(self, tape: Tape) -> None:
         """Listen."""
         self.end(True)
         self._depth = self._begun = 0
         self._graphs, self._updated = sequence_number(), False
         self._listener = StepListener(self._enter, self._leave)
-
-    def pause(self) -> None:
-        """Take no forward calls for a while."""
-
-    def resume(self) -> None:
-        """Take forward calls again."""
 
     def end(self, again: bool = False) -> None:
         """Listen no more; with `again`, what torch holds stays for the step that follows."""

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._C import DisableTorchFunction
 
+from trainprobe.engine.capture import Tap
 from trainprobe.engine.capture.requests import StatesRequest
 from trainprobe.engine.capture.saved_shards import HeldShards, shards_of
 from trainprobe.engine.capture.turns import Turns
@@ -55,7 +56,7 @@ class _SlotRequest(NamedTuple):
     state: bool
 
 
-class ParameterStateTap:
+class ParameterStateTap(Tap):
     """Asks its Source at each moment for what this process holds and hands it to the tape.
 
     source: set by an integration; otherwise the plain one, made from the model and the optimizer at `open` (without an
@@ -185,12 +186,6 @@ class ParameterStateTap:
         self._late, self._updated = [], False
         self._scale, self._multiplied = None, []
         self._collected += 1
-
-    def pause(self) -> None:
-        """Nothing is installed, so nothing rests."""
-
-    def resume(self) -> None:
-        """Nothing is installed."""
 
     def end(self, again: bool = False) -> None:
         """Take no more moments."""

@@ -15,6 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from trainprobe.compiled import recording
+from trainprobe.engine.capture import Tap
 from trainprobe.engine.capture.native_torch import learned
 from trainprobe.engine.capture.patching.compiled_regions import forget, register
 from trainprobe.engine.capture.patching.function_modes import is_on, put_on, take_off
@@ -35,7 +36,7 @@ _Request = tuple[OpName, int]
 _HAND_OUT_MEMORY: tuple[Any, ...] = (torch.Tensor.data.__get__, torch.Tensor.numpy)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-class OpTap:
+class OpTap(Tap):
     """See the module text. modules: the module tap whose running calls enclose the ops, if there is one."""
 
     def __init__(
@@ -126,9 +127,6 @@ class OpTap:
     def know(self, func: Any, name: OpName) -> None:
         """Record a callable that is not torch's under this name, where the plan selects it."""
         self._names[func] = (name, self._plan.flags(name.name)) if self._plan.selected(name.name) else None
-
-    def open(self, model: Any, optimizer: Any = None) -> None:
-        """Nothing to learn: ops have no owner."""
 
     def begin(self, tape: Tape) -> None:
         """Put the mode on, and have it put on in backward passes."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch._C import _current_graph_task_id
 
+from trainprobe.engine.capture import Tap
 from trainprobe.engine.capture.gradients import edge_of
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.core.flat_parameters import handles_of, is_flattened
@@ -23,7 +24,7 @@ from trainprobe.engine.core.naming import chunks_of, in_training
 from trainprobe.engine.tape import Tape
 
 
-class UnreducedTap:
+class UnreducedTap(Tap):
     """Calls `arrives(parameter, gradient)` for each gradient of a backward, before it is added to `parameter.grad`.
 
     due: whether to look at all in this step. per_micro: count the micro-batches of a step by the model's forwards, or by the
@@ -68,12 +69,6 @@ class UnreducedTap:
             edge = edge_of(p) if p.is_leaf and not is_flattened(p) else None
             if edge is not None:
                 self._hooked.append((edge[0], edge[0].register_prehook(partial(self._hook, p))))
-
-    def pause(self) -> None:
-        """Gradients go on arriving."""
-
-    def resume(self) -> None:
-        """Gradients went on arriving."""
 
     def end(self, again: bool = False) -> None:
         """Remove the hooks."""

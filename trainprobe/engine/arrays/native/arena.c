@@ -20,7 +20,6 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     PyObject *bytes; /* they hold the chunk, from `skipped` on; what lies behind `used` is not part of it */
-    PyObject *names; /* dtype → its name in a safetensors header */
     Entry *entries;
     Py_ssize_t n, room;
     size_t skipped, used, size;
@@ -28,7 +27,7 @@ typedef struct {
 
 struct Arena {
     PyObject_HEAD
-    PyObject *names, *submit;
+    PyObject *names, *submit; /* names: a dict with the dtypes that are gathered */
     Chunk *chunk;
     size_t next; /* bytes of the next chunk */
 };
@@ -39,10 +38,10 @@ static int spares;
 
 /* ---- a chunk ----------------------------------------------------------------------------------------------------- */
 
-static Chunk *chunk_new(PyObject *names, size_t size) {
+static Chunk *chunk_new(size_t size) {
     Chunk *self = (Chunk *)PyType_GenericAlloc(chunk_type, 0);
     if (!self) return NULL;
-    self->names = Py_NewRef(names), self->size = size;
+    self->size = size;
     self->bytes =
         size == LARGEST && spares ? spare[--spares] : PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(size + PAGE - 1));
     if (!self->bytes) {
@@ -74,7 +73,6 @@ static void chunk_free(Chunk *self) {
     int alone = self->bytes && Py_REFCNT(self->bytes) == 1; /* no view of it is left */
     if (alone && self->size == LARGEST && spares < SPARE) spare[spares++] = self->bytes;
     else Py_XDECREF(self->bytes);
-    Py_XDECREF(self->names);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
     Py_DECREF(type);
 }
@@ -114,74 +112,12 @@ static PyObject *chunk_items(Chunk *self, PyObject *unused) {
     return items;
 }
 
-static int add_text(char **text, size_t *used, size_t *room, const char *more, size_t size) {
-    if (*used + size > *room) {
-        size_t grown = (*used + size) * 2 + 4096;
-        char *moved = PyMem_Realloc(*text, grown);
-        if (!moved) return PyErr_NoMemory(), -1;
-        *text = moved, *room = grown;
-    }
-    memcpy(*text + *used, more, size);
-    *used += size;
-    return 0;
-}
-
-static int entry_head(const Chunk *self, const Entry *e, PyObject *quote, PyObject **key, PyObject **name,
-                      PyObject **shape) {
-    *name = PyDict_GetItemWithError(self->names, e->dtype);
-    *key = call_one(quote, e->key);
-    *shape = PySequence_List(e->shape);
-    return *name && *key && *shape && PyUnicode_Check(*key) ? 0 : -1;
-}
-
-/* Write `"key":{"dtype":…,"shape":[…],"data_offsets":[…]}`, and an entry for the bytes that align what follows. */
-static int entry_text(const Chunk *self, Py_ssize_t i, size_t base, PyObject *quote, PyObject *padding, char **text,
-                      size_t *used, size_t *room) {
-    const Entry *e = &self->entries[i];
-    PyObject *key, *name, *shape, *line = NULL;
-    size_t from = base + e->offset, to = from + e->size,
-           end = i + 1 < self->n ? base + self->entries[i + 1].offset : base + self->used;
-    int failed = entry_head(self, e, quote, &key, &name, &shape);
-    if (!failed)
-        line = PyUnicode_FromFormat("%s%U:{\"dtype\":\"%U\",\"shape\":%S,\"data_offsets\":[%zu,%zu]}", i ? "," : "",
-                                    key, name, shape, from, to);
-    if (line && end > to) {
-        PyObject *more =
-            PyUnicode_FromFormat("%U,\"%U%zu\":{\"dtype\":\"U8\",\"shape\":[%zu],\"data_offsets\":[%zu,%zu]}", line,
-                                 padding, to, end - to, to, end);
-        Py_DECREF(line);
-        line = more;
-    }
-    Py_ssize_t size = 0;
-    const char *data = line ? PyUnicode_AsUTF8AndSize(line, &size) : NULL;
-    failed = !data || add_text(text, used, room, data, (size_t)size);
-    Py_XDECREF(line), Py_XDECREF(key), Py_XDECREF(shape);
-    return failed;
-}
-
-static PyObject *chunk_header(Chunk *self, PyObject *args) {
-    Py_ssize_t base;
-    PyObject *quote, *padding, *answer = NULL;
-    if (!PyArg_ParseTuple(args, "nOU", &base, &quote, &padding)) return NULL;
-    char *text = NULL;
-    size_t used = 0, room = 0;
-    int failed = 0;
-    for (Py_ssize_t i = 0; !failed && i < self->n; i++)
-        failed = entry_text(self, i, (size_t)base, quote, padding, &text, &used, &room);
-    if (!failed) answer = PyBytes_FromStringAndSize(text ? text : "", (Py_ssize_t)used);
-    PyMem_Free(text);
-    return answer;
-}
-
 static PyGetSetDef chunk_getset[] = {{"data", (getter)chunk_data, NULL, "The bytes of all values, a memoryview.", NULL},
                                      {"nbytes", (getter)chunk_nbytes, NULL, "How many bytes they are.", NULL},
                                      {NULL, NULL, NULL, NULL, NULL}};
 static PyMethodDef chunk_methods[] = {
     {"keys", (PyCFunction)chunk_keys, METH_NOARGS, "keys() -> the keys of the values, in order."},
     {"items", (PyCFunction)chunk_items, METH_NOARGS, "items() -> [(key, dtype, shape, offset, bytes), …]."},
-    {"header", (PyCFunction)chunk_header, METH_VARARGS,
-     "header(base, quote, padding) -> their entries of a safetensors header, as they lie in a file from byte `base` of "
-     "its data on."},
     {NULL, NULL, 0, NULL}};
 static PyType_Slot chunk_slots[] = {
     {Py_tp_dealloc, chunk_free},
@@ -227,7 +163,7 @@ int arena_keep(Arena *self, PyObject *key, PyObject *dtype, PyObject *shape, con
     int named = PyDict_Contains(self->names, dtype);
     if (named <= 0) return named;
     if (self->chunk && self->chunk->used + taken > self->chunk->size && arena_flush(self)) return -1;
-    if (!self->chunk && !(self->chunk = chunk_new(self->names, taken > self->next ? LARGEST : self->next))) return -1;
+    if (!self->chunk && !(self->chunk = chunk_new(taken > self->next ? LARGEST : self->next))) return -1;
     Chunk *chunk = self->chunk;
     Entry *entry = chunk_entry(chunk);
     if (!entry) return -1;

@@ -70,8 +70,8 @@ static int fill(PyObject *module) {
         Py_XDECREF(value);
     }
     Py_XDECREF(codes);
-    int (*const fill[])(PyObject *) = {rows_fill,  torch_fill,   records_fill,   tape_fill, ops_fill,
-                                       nodes_fill, modules_fill, gradients_fill, arena_fill};
+    int (*const fill[])(PyObject *) = {rows_fill,  torch_fill,   records_fill,   tape_fill,  ops_fill,
+                                       nodes_fill, modules_fill, gradients_fill, arena_fill, journal_fill};
     for (size_t i = 0; !failed && i < sizeof fill / sizeof *fill; i++) failed = fill[i](module);
     return failed ? -1 : 0;
 }

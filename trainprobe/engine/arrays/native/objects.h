@@ -122,6 +122,12 @@ int arena_keep(Arena *self, PyObject *key, PyObject *dtype, PyObject *shape, con
 enum { ARGS = 1, KWARGS = 2, OUT = 4, PARAMS = 8 };
 int tape_report(Tape *self, Call *c, int fields);
 
+/* Tell a journal, or nobody where it is NULL (journal.c). row: -1 where the numbers are on a device. -1 with an
+ * exception set. */
+int journal_value(PyObject *journal, Value *value, const StatsRows *rows, Py_ssize_t row);
+int journal_twin(PyObject *journal, PyObject *twin, PyObject *value);
+int journal_call(PyObject *journal, Call *call, int fields);
+
 /* The graph of the forward that is running (nodes.c). */
 PyObject *graph_new_empty(void);
 int graph_visit(PyObject *graph, PyObject *const *roots, Py_ssize_t n, long long floor); /* roots: held by the caller */
@@ -182,5 +188,6 @@ int nodes_fill(PyObject *module);
 int modules_fill(PyObject *module);
 int gradients_fill(PyObject *module);
 int arena_fill(PyObject *module);
+int journal_fill(PyObject *module);
 
 #endif

@@ -495,14 +495,6 @@ static PyObject *stats_rows_blank(StatsRows *self, PyObject *unused) {
     return row < 0 ? NULL : PyLong_FromSsize_t(row);
 }
 
-static PyObject *stats_rows_peek(StatsRows *self, PyObject *number) {
-    Py_ssize_t row = PyLong_AsSsize_t(number);
-    if (PyErr_Occurred()) return NULL;
-    if (row < 0 || row >= self->rows) return PyErr_Format(PyExc_IndexError, "no row %zd", row);
-    return Py_BuildValue("y#K", (char *)(self->partials + row * COLUMNS), (Py_ssize_t)(COLUMNS * sizeof(double)),
-                         (unsigned long long)self->checksums[row]);
-}
-
 static PyObject *stats_rows_add(StatsRows *self, PyObject *const *args, Py_ssize_t nargs) {
     if (nargs != 5 && nargs != 7)
         return PyErr_Format(PyExc_TypeError,
@@ -554,21 +546,19 @@ static void stats_rows_free(StatsRows *self) {
     Py_DECREF(type);
 }
 
-static PyMethodDef stats_rows_methods[] = {
-    {"add", (PyCFunction)(void (*)(void))stats_rows_add, METH_FASTCALL,
-     "add(data_ptr, dtype, shape, strides, flags[, whole, offset]) -> "
-     "row\n\nReduce one tensor. shape and strides (in elements) are tuples, or "
-     "shape is the number of contiguous elements and strides None. whole, "
-     "offset: of a tensor that this is a rectangle of, tuples too; the "
-     "checksum is then its share in that of the whole."},
-    {"blank", (PyCFunction)stats_rows_blank, METH_NOARGS,
-     "blank() -> row\n\nLeave a row of zeros for what is reduced elsewhere."},
-    {"peek", (PyCFunction)stats_rows_peek, METH_O, "peek(row) -> (its partials as bytes, its checksum)"},
-    {"take", (PyCFunction)stats_rows_take, METH_NOARGS,
-     "take() -> (partials, checksums, crcs)\n\nHand over the rows and start "
-     "anew: bytearrays of float64 [rows, 12] and uint64 [rows], and "
-     "a list of ints, empty when no CRC was asked for."},
-    {NULL, NULL, 0, NULL}};
+static PyMethodDef stats_rows_methods[] = {{"add", (PyCFunction)(void (*)(void))stats_rows_add, METH_FASTCALL,
+                                            "add(data_ptr, dtype, shape, strides, flags[, whole, offset]) -> "
+                                            "row\n\nReduce one tensor. shape and strides (in elements) are tuples, or "
+                                            "shape is the number of contiguous elements and strides None. whole, "
+                                            "offset: of a tensor that this is a rectangle of, tuples too; the "
+                                            "checksum is then its share in that of the whole."},
+                                           {"blank", (PyCFunction)stats_rows_blank, METH_NOARGS,
+                                            "blank() -> row\n\nLeave a row of zeros for what is reduced elsewhere."},
+                                           {"take", (PyCFunction)stats_rows_take, METH_NOARGS,
+                                            "take() -> (partials, checksums, crcs)\n\nHand over the rows and start "
+                                            "anew: bytearrays of float64 [rows, 12] and uint64 [rows], and "
+                                            "a list of ints, empty when no CRC was asked for."},
+                                           {NULL, NULL, 0, NULL}};
 
 static PyType_Slot stats_rows_slots[] = {
     {Py_tp_methods, stats_rows_methods},

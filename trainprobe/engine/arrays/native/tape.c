@@ -87,7 +87,7 @@ struct Tape {
 };
 
 PyTypeObject *tape_type;
-static PyObject *n_dtype, *n_with_note, *n_add_all, *n_call, *n_twin;
+static PyObject *n_dtype, *n_with_note, *n_add_all;
 
 /* ---- what was looked at: recognised by the tensor's identity, held weakly, so that nothing is kept alive --------- */
 
@@ -367,17 +367,6 @@ static Slot *slot_of(Tape *self, long kinds) {
     return slot;
 }
 
-/* Tell the journal, where there is one, of a value that was looked at. row: -1 where its numbers are on a device. */
-static int journal_value(Tape *self, Value *value, const StatsRows *rows, Py_ssize_t row) {
-    if (!self->journal) return 0;
-    const char *partials = row < 0 ? NULL : (const char *)(rows->partials + row * COLUMNS);
-    PyObject *done = PyObject_CallMethod(self->journal, "value", "Oy#K", (PyObject *)value, partials,
-                                         (Py_ssize_t)(COLUMNS * sizeof(double)),
-                                         row < 0 ? 0ULL : (unsigned long long)rows->checksums[row]);
-    Py_XDECREF(done);
-    return done ? 0 : -1;
-}
-
 static int is_complex(int code) { return code == D_C32 || code == D_C64 || code == D_C128; }
 
 /* Whether an expanded tensor has more elements than a fingerprint can walk: torch_arrays.py says so of it. */
@@ -469,7 +458,7 @@ static Value *gathered(Tape *self, PyObject *t, PyObject *shape, Geometry *at, c
     value->row = stats_rows_new(slot->rows);
     if (value->row < 0 || note_layout(t, at, value) || PyList_Append(slot->owned, (PyObject *)value) ||
         PyList_Append(slot->values, (PyObject *)value) || PyList_Append(slot->tensors, t) ||
-        journal_value(self, value, NULL, -1)) {
+        journal_value(self->journal, value, NULL, -1)) {
         Py_DECREF(value);
         return NULL;
     }
@@ -496,7 +485,7 @@ static Value *reduced(Tape *self, PyObject *t, PyObject *shape, Geometry *at, lo
     if (value) {
         value->row = row_of(self, t, version, &job, rows);
         if (value->row == -2 || note_layout(t, at, value) || PyList_Append(owned, (PyObject *)value) ||
-            (value->row >= 0 && journal_value(self, value, rows, value->row))) {
+            (value->row >= 0 && journal_value(self->journal, value, rows, value->row))) {
             Py_DECREF(value);
             value = NULL;
         }
@@ -546,15 +535,14 @@ static PyObject *tape_look(Tape *self, PyObject *t, long flags, int held) {
         if (seen && seen->known && seen_is(seen, t) && seen->version == version && seen->data == at.data &&
             same_shape(seen, shape)) {
             if ((seen->flags & flags) == flags) {
-                long known = seen->flags; /* `as_used` may let other threads run, which move what was seen */
-                int was_held = seen->held;
-                Value *value = (Value *)Py_NewRef((PyObject *)seen->value);
-                PyObject *now = as_used(self, t, value);
+                Seen was = *seen; /* `as_used` may let other threads run, which move what was seen */
+                Py_INCREF((PyObject *)was.value);
+                PyObject *now = as_used(self, t, was.value);
                 self->reused++;
-                if (now && now != (PyObject *)value &&
-                    seen_note(&self->seen, (Seen){t, NULL, shape, (Value *)now, at.data, version, known, was_held}))
+                if (now && now != (PyObject *)was.value &&
+                    seen_note(&self->seen, (Seen){t, NULL, shape, (Value *)now, at.data, version, was.flags, was.held}))
                     Py_CLEAR(now);
-                Py_DECREF((PyObject *)value), Py_DECREF(shape);
+                Py_DECREF((PyObject *)was.value), Py_DECREF(shape);
                 return now;
             }
             flags |= seen->flags;
@@ -791,21 +779,11 @@ PyObject *tape_noted(Tape *self, PyObject *value, PyObject *note) {
     if (pair && !self->noted) self->noted = PyList_New(0);
     if (!pair || !self->noted || PyList_Append(self->noted, pair)) Py_CLEAR(twin);
     Py_XDECREF(pair);
-    PyObject *done =
-        twin && self->journal ? PyObject_CallMethodObjArgs(self->journal, n_twin, twin, value, NULL) : NULL;
-    if (twin && self->journal && !done) Py_CLEAR(twin);
-    Py_XDECREF(done);
+    if (twin && journal_twin(self->journal, twin, value)) Py_CLEAR(twin);
     return twin;
 }
 
-int tape_report(Tape *self, Call *c, int fields) {
-    if (!self->journal) return 0;
-    PyObject *number = PyLong_FromLong(fields), *done = NULL;
-    if (number) done = PyObject_CallMethodObjArgs(self->journal, n_call, (PyObject *)c, number, NULL);
-    Py_XDECREF(number);
-    Py_XDECREF(done);
-    return done ? 0 : -1;
-}
+int tape_report(Tape *self, Call *c, int fields) { return journal_call(self->journal, c, fields); }
 
 /* ---- the type that engine/tape.py makes -------------------------------------------------------------------------- */
 
@@ -1016,9 +994,8 @@ static PyType_Spec tape_spec = {"trainprobe._native.NativeTape", sizeof(Tape), 0
 int tape_fill(PyObject *module) {
     n_dtype = PyUnicode_InternFromString("dtype"), n_with_note = PyUnicode_InternFromString("with_note");
     n_add_all = PyUnicode_InternFromString("add_all");
-    n_call = PyUnicode_InternFromString("call"), n_twin = PyUnicode_InternFromString("twin");
     tape_type = (PyTypeObject *)PyType_FromSpec(&tape_spec);
-    return n_dtype && n_with_note && n_add_all && n_call && n_twin && tape_type
+    return n_dtype && n_with_note && n_add_all && tape_type
                ? PyModule_AddObjectRef(module, "NativeTape", (PyObject *)tape_type)
                : -1;
 }

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunction, _current_graph_task_id
 
+from trainprobe.engine.capture import Tap
 from trainprobe.engine.capture.features.feature import tensors_of
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.core.guard import Guard
@@ -22,7 +23,7 @@ from trainprobe.engine.tape import Tape
 _IDS = ("input_ids", "tokens", "input_tokens")
 
 
-class BatchTap:
+class BatchTap(Tap):
     """See the module text. The model is what was opened, inside wrappers or with them: the outermost call counts."""
 
     def __init__(self, guard: Guard) -> None:

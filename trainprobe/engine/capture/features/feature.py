@@ -18,6 +18,7 @@ import torch
 from torch._C import DisableTorchFunction, _current_graph_task_id, _DisableAutocast
 
 from trainprobe.engine.arrays.torch_arrays import reason_without_statistics
+from trainprobe.engine.capture import Tap
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.core.containers import tensors_in
 from trainprobe.engine.core.guard import Guard, attempt, fault_text
@@ -75,7 +76,7 @@ class Surroundings:
     inside: list[tuple[str, Any]]
 
 
-class FeatureTap:
+class FeatureTap(Tap):
     """See the module text. names: id of module → recorded name, as it is now.
 
     `inside` holds (name, module) of the calls that are running, outermost first.

@@ -10,6 +10,7 @@ from typing import Any
 
 from mindspore.nn import Cell
 
+from trainprobe.engine.capture import Tap
 from trainprobe.engine.capture.mindspore.cells import is_optimizer
 from trainprobe.engine.capture.mindspore.tensor_hooks import wait
 from trainprobe.engine.capture.patching.replaced import Replaced
@@ -19,7 +20,7 @@ from trainprobe.engine.tape import Tape
 Before = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
 
 
-class KnownCalls:
+class KnownCalls(Tap):
     """Reports outermost calls of `cells`: `before(cell, args, kwargs)` and, once it has run, `after(cell)`."""
 
     def __init__(self, guard: Guard, before: Before, after: Callable[[Any], None] | None = None) -> None:
@@ -29,9 +30,6 @@ class KnownCalls:
         self.cells: tuple[Any, ...] = ()
         self._original: Replaced | None = None
         self._asleep = True
-
-    def open(self, model: Any, optimizer: Any = None) -> None:
-        """Nothing to learn: `know` tells."""
 
     def know(self, cells: Iterable[Any]) -> None:
         """Report calls of these cells from now on."""
@@ -51,12 +49,6 @@ class KnownCalls:
             return self._run(original, cell, args, kwargs)
 
         self._original = Replaced(Cell, "__call__", call)
-
-    def pause(self) -> None:
-        """Nothing rests."""
-
-    def resume(self) -> None:
-        """Nothing rested."""
 
     def end(self, again: bool = False) -> None:
         """Put `Cell.__call__` back; with `again` it stays, asleep."""

@@ -19,6 +19,7 @@ from typing import Any
 import mindspore
 from mindspore.common.api import _pynative_executor
 
+from trainprobe.engine.capture import Tap
 from trainprobe.engine.capture.mindspore.cells import INPUTS, is_graph_mode
 from trainprobe.engine.capture.mindspore.tensor_hooks import compile_without_hooks, hooked, wait
 from trainprobe.engine.capture.patching.replaced import Replaced
@@ -39,7 +40,7 @@ def ops_are_seen() -> bool:
     return _Mode is not None
 
 
-class PrimitiveTap:
+class PrimitiveTap(Tap):
     """See the module text. stack: the running calls of cells that enclose the ops."""
 
     def __init__(self, request: OpRequest, guard: Guard, stack: list[Call], stacks: Stacks | None = None) -> None:
@@ -56,9 +57,6 @@ class PrimitiveTap:
         self._mode: Any = None
         self._compiling: Replaced | None = None
         self._handles: list[Any] = []
-
-    def open(self, model: Any, optimizer: Any = None) -> None:
-        """Nothing to learn: ops have no owner."""
 
     def begin(self, tape: Tape) -> None:
         """Enter the mode."""

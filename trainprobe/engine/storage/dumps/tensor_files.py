@@ -154,7 +154,14 @@ class SafetensorsFile:
         before = self._end
         self._align(_ALIGN if self._file is None else BLOCK)
         self._keys.update(keys)
-        self._entries.append(chunk.header(self._end, _quote, PADDING))
+        items = chunk.items()
+        for (key, dtype, shape, offset, size), following in zip(
+            items, [*(item[3] for item in items[1:]), chunk.nbytes], strict=True
+        ):
+            begin, end = self._end + offset, self._end + offset + size
+            self._entries.append(_entry(key, SAFETENSORS_NAMES[dtype], shape, begin, end))
+            if offset + size < following:
+                self._entries.append(_entry(f"{PADDING}{end}", "U8", [following - offset - size], end, self._end + following))
         self._write(chunk.data)
         self._end += chunk.nbytes
         return self._end - before
@@ -169,10 +176,7 @@ class SafetensorsFile:
         if size:
             self._write(data)
         self._keys.add(key)
-        self._entries.append(
-            b'%b:{"dtype":"%b","shape":%b,"data_offsets":[%d,%d]}'
-            % (orjson.dumps(key), dtype.encode(), str(shape).encode(), self._end, self._end + size)
-        )
+        self._entries.append(_entry(key, dtype, shape, self._end, self._end + size))
         self._end += size
 
     def _write(self, data: Any) -> None:
@@ -237,8 +241,11 @@ def _framed(header: bytes, start: int) -> bytes:
     return (start - 8).to_bytes(8, "little") + header.ljust(start - 8)
 
 
-def _quote(text: str) -> str:
-    return orjson.dumps(text).decode()
+def _entry(key: str, dtype: str, shape: list[int] | tuple[int, ...], begin: int, end: int) -> bytes:
+    return b'%b:{"dtype":"%b","shape":%b,"data_offsets":[%d,%d]}' % (
+        *(orjson.dumps(key), dtype.encode(), str(list(shape)).encode()),
+        *(begin, end),
+    )
 
 
 class SeparateFiles:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from trainprobe.engine.capture import AUDIT
+from trainprobe.engine.capture import AUDIT, Tap
 from trainprobe.engine.capture.optimizers import parameters_of
 from trainprobe.engine.capture.parameter_states import ParameterStateTap
 from trainprobe.engine.core.guard import Guard
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from trainprobe.monitor.audit.program import AuditProgram
 
 
-class AuditTap:
+class AuditTap(Tap):
     """Has the observers listen while a step is audited; `take` returns the facts once the step has crossed to the host.
 
     names: id of parameter → recorded name, as it is now. rescan: learn the names anew when the model has other parameters than
@@ -81,12 +81,6 @@ class AuditTap:
         self._audited.modes = None
         run = self._audited.run
         self._observers.begin(run.observers, run.observers_due())
-
-    def pause(self) -> None:
-        """Nothing rests: these are calls of the whole model."""
-
-    def resume(self) -> None:
-        """Nothing rested."""
 
     def rest(self, begins: bool) -> None:
         """Take no notice of the model while the tool itself runs it; begins: False when that has ended."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import mindspore
 
-from trainprobe.engine.capture import AUDIT
+from trainprobe.engine.capture import AUDIT, Tap
 from trainprobe.engine.capture.mindspore.calls import KnownCalls, listed
 from trainprobe.engine.capture.mindspore.cells import cells_of, is_graph_mode, parameters_in
 from trainprobe.engine.capture.mindspore.states import CellStateTap, rates_of
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _RULES = {"Adam": "Adam", "AdamWeightDecay": "AdamW", "AdamW": "AdamW"}
 
 
-class CellAuditTap:
+class CellAuditTap(Tap):
     """Listens while a step is audited; `take` returns the facts once the step has crossed to the host.
 
     training_cell: the cell that trains, whose arguments are the data in graph mode.
@@ -84,12 +84,6 @@ class CellAuditTap:
         self._no_update_yet()
         self._calls.know(listed(self.training_cell) if is_graph_mode() else self._models)
         self._calls.begin()
-
-    def pause(self) -> None:
-        """Nothing rests: these are calls of the whole model."""
-
-    def resume(self) -> None:
-        """Nothing rested."""
 
     def end(self, again: bool = False) -> None:
         """Listen no more; what was seen stays until `take`."""
