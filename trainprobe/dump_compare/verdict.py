@@ -56,7 +56,11 @@ def _judge_runs(ranks: Sequence[Compared], missing: Sequence[str]) -> DumpsVerdi
     alone = [(rank, judged) for rank in ranks for judged in rank.calls if judged.outcome == "missing"]
     details = [*missing, *about_missing(alone), *about_formats(ranks), *about_unread(ranks)]
     details += about_ranks(ranks)
-    details += [*dict.fromkeys(note for rank in ranks for note in rank.notes), *about_rounding(ranks), *about_counts(counts, ranks)]
+    details += [
+        *dict.fromkeys(note for rank in ranks for note in rank.notes),
+        *about_rounding(ranks),
+        *about_counts(counts, ranks),
+    ]
     first = _first(ranks)
     optimizer = _in_the_optimizer(ranks, math.inf if first is None else first[0].at.step)
     structured = len({name for rank in ranks for name in rank.by_structure})
