@@ -28,6 +28,7 @@ from trainprobe.dump_compare.results import Compared, DumpsVerdict
 from trainprobe.dump_compare.sentences import difference_in_words, distance_in_words, place_of_call
 from trainprobe.engine.core.records import Call
 from trainprobe.engine.core.step_data import entry_name
+from trainprobe.engine.core.words import counted
 
 _ROUNDING = "what both dumps hold agrees within rounding"
 
@@ -88,6 +89,9 @@ def _judge_runs(ranks: Sequence[Compared], missing: Sequence[str]) -> DumpsVerdi
     if whole == counts["missing"]:
         said = "no call of one has a partner in the other" if whole else "neither dump holds a call"
         return DumpsVerdict(3, f"nothing was compared: {said}", details, None, counts)
+    if not any(rank.values for rank in ranks):
+        said = f"nothing was compared: {counted(whole, 'call')} without a value"
+        return DumpsVerdict(3, said, details, None, counts)
     arguments = about_arguments(ranks)
     if counts["unknown"]:
         said = (
