@@ -24,6 +24,7 @@ from trainprobe.dump_compare.own_rounding import (
     by_elements,
     by_statistics,
     in_its_format,
+    passes_on,
     roundings,
     smallest,
     statistics_of,
@@ -41,7 +42,7 @@ def hold_to_own_rounding(one: Judged, a: Side, b: Side) -> None:
 
     Of a kernel that is given other numbers: beyond that and what arrives.
     """
-    held = list(_apart(one)) if one.own > COARSE else []
+    held = list(_apart(one)) if one.own > COARSE and (one.given == 0 or passes_on(one.call)) else []
     given = max(math.prod(value.shape) for value in named_values(one.call)[1]) if held else 0
     for i, value, left, right in held:
         told = value.interval.evidence in ("statistics", "values") and left.shape == right.shape
@@ -83,7 +84,7 @@ def _beyond(one: Judged, value: Distance, more: float, *sides: tuple[Side, Value
     left = sides[0][1]
     times, shared = roundings(one.call, left.shape, joined=any(side.adds_up for side, _ in sides))
     times *= more
-    arrives = value.cancelled * arriving(one.moved, one.given, left.shape) if one.given and times < SEVERAL else 0.0
+    arrives = value.cancelled * arriving(one.moved, one.given, left.shape) if one.given and times == 1 else 0.0
     if one.given and not arrives:
         return WITHIN
     unit = one.own if times < SEVERAL else max(value.floor, one.own)
