@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -215,6 +216,41 @@ def test_a_kernel_dump_of_which_no_tensor_can_be_read_is_not_finite(tmp_path, ca
     assert said.startswith("1 part of the dump could not be read, such as: ") or "no value was recorded" in said
     assert main(["kernel-dump", "convert", str(tmp_path), "-o", str(tmp_path / "out")]) == 3
     assert "not written: " in capsys.readouterr().out
+
+
+def _dump(folder: Path, entries: dict[str, object]) -> None:
+    rank = folder / "step0" / "rank0"
+    rank.mkdir(parents=True)
+    head = {"task": "statistics", "level": "L1", "framework": "pytorch", "dump_data_dir": None}
+    (rank / "dump.json").write_text(json.dumps({**head, "data": entries}))
+
+
+def test_what_holds_no_element_is_not_healthy(tmp_path, capsys):
+    from safetensors.torch import save_file
+
+    folder, keys = tmp_path / "dump", tmp_path / "keys" / "data" / "k" / "step0" / "rank0"
+    _dump(folder, {"Torch.a.0.forward": {"input_args": [None], "input_kwargs": {}, "output": [None]}})
+    save_file({}, tmp_path / "none.safetensors")
+    save_file({"a.weight": torch.zeros(0, 4)}, tmp_path / "empty.safetensors")
+    keys.mkdir(parents=True)
+    np.save(keys / "k.npy", np.zeros((0, 3), np.float32))
+    (tmp_path / "loss.csv").write_text("step,loss\n")
+    for words in (
+        ["dump-compare", folder, folder],
+        ["ckpt-compare", tmp_path / "empty.safetensors", tmp_path / "empty.safetensors"],
+        ["ckpt-show", "--check", tmp_path / "empty.safetensors"],
+        ["ckpt-show", "--check", tmp_path / "none.safetensors"],
+        ["rollout-compare", tmp_path / "keys", tmp_path / "keys", "-o", tmp_path / "out"],
+        ["report", tmp_path / "loss.csv", "-o", tmp_path / "report.html"],
+    ):
+        assert main([*map(str, words)]) == 3, (words, capsys.readouterr())
+
+
+def test_a_page_of_values_without_numbers_does_not_call_them_finite(tmp_path):
+    value = {"type": "torch.Tensor", "dtype": "torch.float32", "shape": [2], **dict.fromkeys(("Max", "Min", "Mean", "Norm"))}
+    _dump(tmp_path / "dump", {"Torch.a.0.forward": {"input_args": [], "input_kwargs": {}, "output": [value]}})
+    assert main(["show", str(tmp_path / "dump"), "-o", str(tmp_path / "page.html")]) == 0
+    assert "all numbers are finite" not in (tmp_path / "page.html").read_text()
 
 
 def test_rules_that_could_judge_no_step_do_not_find_nothing(material, capsys):

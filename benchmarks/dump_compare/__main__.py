@@ -114,8 +114,9 @@ def sixteen_bits(only: str, plans: list[str], folder: Path) -> None:
             b = recorded(folder / f"{name} {plan}", plant.subject, ways[1], step=[0], **how)
             found, said = judged_anyhow(a, b)
             told = b / "shows"
-            if ways[1].kernels.seen is not None or plant.fault is None:
-                told.write_text(str(in_16_bits.can_show(plant, plan, ways[1].kernels.seen)))
+            seen_now = None if ways[1].kernels is None else ways[1].kernels.seen
+            if seen_now is not None or plant.fault is None:
+                told.write_text(str(in_16_bits.can_show(plant, plan, seen_now)))
             shows = told.read_text() == "True"
             right = found.code == 2 and re.search(plant.first, place_of(found)[0]) is not None
             counts = seen.setdefault(f"{plan}{', behind a first difference' if behind else ''}", Counter())

@@ -44,10 +44,10 @@ class CheckedCheckpoint:
 
     @property
     def code(self) -> int:
-        """0 when nothing was found, 2 when values are wrong, 3 when all that was found is that something is missing."""
+        """0 when nothing was found, 2 when values are wrong, 3 when something is missing or nothing was looked at."""
         if any(not f.missing for f in self.faults):
             return WRONG
-        return INCOMPLETE if self.faults else SOUND
+        return INCOMPLETE if self.faults or not self.elements else SOUND
 
     @property
     def sentence(self) -> str:
@@ -55,6 +55,8 @@ class CheckedCheckpoint:
         masters = f", {self.masters} of them held against their masters" if self.masters else ""
         looked = f"{self.tensors} tensors ({self.elements:,} elements){masters}"
         first = next(iter(self.faults), None)
+        if first is None and not self.elements:
+            return f"nothing was looked at: {looked}"
         if first is None:
             return f"sound: no NaN, nothing missing, no copies that disagree in {looked}"
         word = "wrong" if self.code == WRONG else "incomplete"

@@ -49,6 +49,8 @@ def _judged(c: CheckpointComparison) -> tuple[int, str, list[str]]:
         return (INCOMPLETE_CODE, _incomplete_sentence(c, lost, severe), details)
     if rounding:
         return (ROUNDING, _rounding_sentence(c, rounding), details)
+    if not any(r.difference.count for r in c.rows):
+        return (INCOMPLETE_CODE, f"not comparable: {_census(c.rows)}, nothing was compared", details)
     names = f", {len(c.renamed)} of them under other names" if c.renamed else ""
     return (IDENTICAL, f"identical: {_census(c.rows)} hold the same values in both{names}", details)
 

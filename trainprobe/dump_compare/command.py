@@ -249,6 +249,7 @@ def compare_rank(
         by_structure=by_structure,
         recorded=recorded,
         by_statistics=alike,
+        values=sum(len(one.values) for one in judged),
         world=sides[0].step_data.place.world_size,
         weights=weights_of(judged, *sides) if len({*frameworks}) > 1 else NO_WEIGHTS,
         cut=(not sides[0].step_data.complete, not sides[1].step_data.complete),

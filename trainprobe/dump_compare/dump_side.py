@@ -91,6 +91,11 @@ class Side:
             bits["crc32"][1][rows] = True
         return Columns(statistics, bits)
 
+    @property
+    def measured(self) -> bool:
+        """Return whether the dump has a statistic of any value."""
+        return any(there.any() for _, there in self._columns.statistics.values())
+
     def counted(self, value: Value) -> tuple[float | None, tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]] | None]:
         """Return how many elements of a value are zero and the edges and counts of its histogram, each None if unknown."""
         row, zeros = value.row, self.step_data.finished.get("zero")

@@ -24,7 +24,7 @@ from trainprobe.dump_compare.own_rounding import (
     by_elements,
     by_statistics,
     in_its_format,
-    is_kernel,
+    passes_on,
     roundings,
     smallest,
     statistics_of,
@@ -42,7 +42,7 @@ def hold_to_own_rounding(one: Judged, a: Side, b: Side) -> None:
 
     Of a kernel that is given other numbers: beyond that and what arrives.
     """
-    held = list(_apart(one)) if one.own > COARSE and (one.given == 0 or is_kernel(one.call)) else []
+    held = list(_apart(one)) if one.own > COARSE and (one.given == 0 or passes_on(one.call)) else []
     given = max(math.prod(value.shape) for value in named_values(one.call)[1]) if held else 0
     for i, value, left, right in held:
         told = value.interval.evidence in ("statistics", "values") and left.shape == right.shape

@@ -20,7 +20,7 @@ class Compared:
     for of it, by name (see compare_rank). agreeing: how many calls agree and are not among `calls` (see parallel_ranks).
     by_structure: module of A that was not paired by name → what it was paired by (see renamed).
     world: how many ranks A's run had. by_statistics: how many values are equal in all statistics that both dumps hold, where
-    nothing else tells of them.
+    nothing else tells of them. values: how many values there are of the calls, whatever was found of them.
     recorded: "optimizer" where A holds operators of the optimizer, "states" where it holds gradients as that sees them.
     cut: whether the dumps of A and of B say that the step did not end.
     weights: of two frameworks, the weights as the step begins and as its optimizer leaves them (see between_steps).
@@ -39,6 +39,7 @@ class Compared:
     by_structure: Mapping[str, str] = field(default_factory=dict[str, str])
     recorded: frozenset[str] = frozenset()
     by_statistics: int = 0
+    values: int = 0
     world: int = 1
     cut: tuple[bool, bool] = False, False
     weights: WeightsOfStep = NO_WEIGHTS

@@ -28,6 +28,7 @@ from trainprobe.dump_compare.results import Compared, DumpsVerdict
 from trainprobe.dump_compare.sentences import difference_in_words, distance_in_words, place_of_call
 from trainprobe.engine.core.records import Call
 from trainprobe.engine.core.step_data import entry_name
+from trainprobe.engine.core.words import counted
 
 _ROUNDING = "what both dumps hold agrees within rounding"
 
@@ -56,7 +57,11 @@ def _judge_runs(ranks: Sequence[Compared], missing: Sequence[str]) -> DumpsVerdi
     alone = [(rank, judged) for rank in ranks for judged in rank.calls if judged.outcome == "missing"]
     details = [*missing, *about_missing(alone), *about_formats(ranks), *about_unread(ranks)]
     details += about_ranks(ranks)
-    details += [*dict.fromkeys(note for rank in ranks for note in rank.notes), *about_rounding(ranks), *about_counts(counts, ranks)]
+    details += [
+        *dict.fromkeys(note for rank in ranks for note in rank.notes),
+        *about_rounding(ranks),
+        *about_counts(counts, ranks),
+    ]
     first = _first(ranks)
     optimizer = _in_the_optimizer(ranks, math.inf if first is None else first[0].at.step)
     structured = len({name for rank in ranks for name in rank.by_structure})
@@ -84,6 +89,9 @@ def _judge_runs(ranks: Sequence[Compared], missing: Sequence[str]) -> DumpsVerdi
     if whole == counts["missing"]:
         said = "no call of one has a partner in the other" if whole else "neither dump holds a call"
         return DumpsVerdict(3, f"nothing was compared: {said}", details, None, counts)
+    if not any(rank.values for rank in ranks):
+        said = f"nothing was compared: {counted(whole, 'call')} without a value"
+        return DumpsVerdict(3, said, details, None, counts)
     arguments = about_arguments(ranks)
     if counts["unknown"]:
         said = (

@@ -82,7 +82,9 @@ def report(
         view = _with_another_run(view, histories, run_folder(beside), floor and run_folder(floor), console)
     page = write_page(view, target)
     console.print(f"{page} ({page.stat().st_size / 1e6:.1f} MB)", markup=False)
-    return 3 if exit_code(findings, bool(short)) == 3 else 0
+    if not histories:
+        console.print(f"{folder} holds no step that could be judged: the page is empty", markup=False)
+    return 3 if not histories or exit_code(findings, bool(short)) == 3 else 0
 
 
 def _with_another_run(

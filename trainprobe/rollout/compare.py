@@ -9,6 +9,7 @@ which they were saved, so that the first difference is the cause of those behind
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Mapping
@@ -55,9 +56,13 @@ class RolloutComparison:
 
     @property
     def code(self) -> int:
-        """Exit code: 0 the same, 1 within noise, 2 they differ, 3 what could be read is the same, and some could not be."""
+        """Exit code: 0 the same, 1 within noise, 2 they differ, 3 what could be read is the same, and that is not all."""
         codes = {CODES.get(row.verdict, 2) for row in self.rows}
-        return 2 if 2 in codes else max(codes, default=3)
+        return 2 if 2 in codes else max(codes) if self._elements or 3 in codes else 3
+
+    @property
+    def _elements(self) -> bool:
+        return any(math.prod(row.pair.shape1) for row in self.rows if row.pair is not None)
 
     @property
     def sentence(self) -> str:
@@ -65,6 +70,8 @@ class RolloutComparison:
         count = Counter(row.verdict for row in self.rows)
         whole = f"{len(self.rows)} arrays of {len({row.address.key for row in self.rows})} keys"
         first = self.first
+        if first is None and not self._elements:
+            return f"Nothing was compared: {whole} hold no element."
         if first is None:
             shares = [f"{count['same']} equal in every element"] if count["same"] else []
             shares += [f"{count[name]} within {text}" for name, text in _NOISE.items() if count[name]]

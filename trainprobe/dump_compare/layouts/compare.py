@@ -85,7 +85,9 @@ def compare_layouts(
         *about_rates(sides),
     ]
     frameworks = a[0].step_data.framework, b[0].step_data.framework
-    return Compared(at, judged, *frameworks, unread, notes, made, joined=True, by_structure=structure.evidence()), [
+    values = sum(len(one.values) for one in judged)
+    structured = structure.evidence()
+    return Compared(at, judged, *frameworks, unread, notes, made, joined=True, by_structure=structured, values=values), [
         *maker.missing(),
         *alone,
     ]

@@ -34,7 +34,7 @@ def show(
     for step, rank, folder in folders:
         side = Side(folder)
         unread += side.unread if side.step_data.complete else [f"step {step} of rank {rank} did not end", *side.unread]
-        measured = measured or bool(side.step_data.finished)
+        measured = measured or side.measured
         packed.append(_pack(step, rank, side))
     calls, bad = sum(sum(each.counts.values()) for each in packed), sum(each.counts.get("nonfinite", 0) for each in packed)
     steps, ranks = len(found), len({rank for _, rank, _ in folders})
