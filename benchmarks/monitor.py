@@ -103,7 +103,7 @@ def by_step(size_name: str, steps: int) -> dict[str, Any]:
         ratio = median_ratio([watched[i] for i in chosen], [plain[i] for i in chosen])
         figures[name] = [round(x, 4) for x in (ratio.median, ratio.low, ratio.high)]
     figures["each audited step"] = [round(watched[i] / plain[i], 3) for i in audited]
-    figures["all"] = round(sum(watched) / sum(plain), 4)
+    figures["all"], figures["all behind the first two"] = (round(sum(watched[i:]) / sum(plain[i:]), 4) for i in (0, 2))
     return figures
 
 

@@ -28,7 +28,7 @@ for _ in range(80):
     optimizer.step()
 """
 CASES = {  # command line, its exit code, what its first line says
-    "run": ("run -- train.py", 0, r"^trainprobe: 80 steps watched, no findings; output in probe_out\.?$"),
+    "run": ("run -- train.py", 0, r"^trainprobe: 80 steps watched, no findings; output in probe_out\. What only an experi"),
     "judge": ("judge nan", 1, r"^error +nonfinite \(step 2, rank 0.*the first infinity of step 2 is in op Tensor\.mul, output"),
     "nan-trace": ("nan-trace nan", 1, r"^the first infinity is of step 2, on rank 0: Tensor\.mul\.0\.forward, output"),
     "dump-compare": ("dump-compare a b", 2, r"^the first difference is at Functional\.gelu\.1\.forward .*'none' in A"),

@@ -282,6 +282,11 @@ class Probe:
         return self.reporter.writer
 
     @property
+    def framework(self) -> str:
+        """The name of the framework, as dumps have it."""
+        return self._framework
+
+    @property
     def place(self) -> Place:
         """This process's place in the job."""
         if self._place is None:

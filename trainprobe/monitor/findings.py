@@ -202,7 +202,7 @@ class Run:
 
 def end_line(run: Run, findings: Sequence[Finding]) -> str:
     """Return the line, without the tool's name. findings: of this rank; what other ranks wrote in this run is added."""
-    found = [f for f in causes([*findings, *_of_other_ranks(run)]) if _matters(f)]
+    found = [f for f in causes([*findings, *_of_other_ranks(run)]) if matters(f)]
     nothing = _nothing_found(run, findings)
     outcome = f"{counted(len(found), 'finding')} ({_by_rule(found)}{_since(found)})" if found else nothing
     share = f"{run.recorded}: " if run.recorded else ""
@@ -232,7 +232,8 @@ def _steps(run: Run) -> str:
     return seen + (f" (without {' and '.join(run.left_out)}, left out after a fault)" if run.left_out else "")
 
 
-def _matters(finding: Finding) -> bool:
+def matters(finding: Finding) -> bool:
+    """Tell whether a finding is a warning or an error about the training, and not about the plan or the tool."""
     return finding.severity != "info" and finding.rule not in OWN
 
 

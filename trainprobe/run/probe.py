@@ -101,11 +101,6 @@ class Probe(EngineProbe):
         return compose(plan, self.backend.taps(plan, guard, Stacks() if plan.stacks else None, rename))
 
     @property
-    def framework(self) -> str:
-        """The name of the framework, as dumps have it."""
-        return self.backend.name
-
-    @property
     def monitor(self) -> MonitorProgram | None:
         """The monitor, where the plan has one."""
         return self.program("monitor")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import weakref
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 import trainprobe
+from trainprobe.engine.core.live_objects import instances_of
 from trainprobe.monitor.audit.observers.copies import Copy
 
 HEALTHY = ("average", "with a warm-up", "hard", "now and then", "at rest", "of torch", "trained itself")
@@ -125,7 +125,7 @@ def found_of_tensors(form: str, folder, *, wrong: bool, within: bool) -> list:
             if not within and average is not None:
                 average.update(model)
             average = average if step < 40 else None
-        held = [one for one in gc.get_objects() if isinstance(one, Copy) and one._tensors is not None]
+        held = [one for one in instances_of([Copy]) if one._tensors is not None]
     assert gone() is None and held == []
     return [(f.rule, f.site.name, f.message) for f in probe.findings if f.severity != "info"]
 

@@ -7,6 +7,8 @@ import torch
 
 import trainprobe
 
+BEYOND = "What only an experiment shows, `trainprobe preflight` tests."
+
 
 def train(folder, declares=False, micro=1, wrong=1.0, **audit):
     """Train two steps of accumulated gradients, whose loss is `wrong` times the mean over the batch; return the probe."""
@@ -31,7 +33,7 @@ def train(folder, declares=False, micro=1, wrong=1.0, **audit):
 def test_the_end_of_a_run_is_one_line(tmp_path, capsys, how):
     assert train(tmp_path, **how).findings == []
     _, end = capsys.readouterr().err.splitlines()
-    assert end == "trainprobe: 2 steps watched, no findings; nothing was written to disk"
+    assert end == "trainprobe: 2 steps watched, no findings; nothing was written to disk. " + BEYOND
 
 
 def test_a_declared_loss_finds_a_gradient_that_is_not_that_of_the_whole_batch(tmp_path):

@@ -18,7 +18,9 @@ from trainprobe.monitor.audit.apart_on_purpose import why_not_compared
 from trainprobe.monitor.audit.audit import Audit, Gather
 from trainprobe.monitor.audit.plan import AuditPlan, validate
 from trainprobe.monitor.audit.relations import observers_of
+from trainprobe.monitor.findings import matters
 
+_BEYOND = "What only an experiment shows, `trainprobe preflight` tests."  # see docs/audit.md, "What it does not see"
 _REPLICATES = "DistributedDataParallel"  # a wrapper whose ranks all have the same parameters
 _DATA_PARALLEL = (_REPLICATES, "FullyShardedDataParallel", "FSDPModule")
 
@@ -93,11 +95,13 @@ class AuditProgram(Program):
             guard.keep_on(self.audit.answer_for_stopped, step, self._probe.place)
 
     def closing(self) -> None:
-        """Judge what came after the last audited step, and leave nothing behind."""
+        """Judge what came after the last audited step, say what no watching sees, and leave nothing behind."""
         facts = self.tap.late_evaluations()
         if facts is not None:
             for finding in self.audit.late(facts, self.step, self._probe.place):
                 self._probe.report(finding)
+        if self.last is not None and self._probe.framework == "pytorch" and not any(map(matters, self._probe.findings)):
+            self._probe.at_end(_BEYOND)
         self.tap.close()
 
     # ---- what the tap asks ---------------------------------------------------------------------------------------

@@ -39,8 +39,12 @@ class Copy:
         self.kind = type(copy).__name__ if isinstance(copy, torch.nn.Module) else f"tensors in a {type(copy).__name__}"
         self._names = tuple(names)
         self._model = weakref.ref(model)
-        self._module = weakref.ref(copy) if isinstance(copy, torch.nn.Module) else None
-        self._tensors: list[Any] | dict[Any, Any] | None = None if self._module else copy
+        self._module: weakref.ref[Any] | None = None
+        self._tensors: list[Any] | dict[Any, Any] | None = None
+        if isinstance(copy, torch.nn.Module):
+            self._module = weakref.ref(copy)
+        else:
+            self._tensors = copy
 
     @property
     def module(self) -> Any:

@@ -16,7 +16,7 @@ from trainprobe.engine.core.sources import is_partial
 from trainprobe.monitor.audit.facts.updates import Rerun, Reruns
 from trainprobe.monitor.audit.observers import Audited, Observer
 
-_ELEMENTS = 4 << 20  # elements that are run again in one step; parameters take turns
+_ELEMENTS = 1 << 20  # elements that are run again in one step; parameters take turns
 _ULPS = 8  # roundings, each of at most half a unit in the last place, that one element goes through
 _REL = {torch.float64: 1e-9, torch.float32: 1e-4}  # of the change, for a state of that dtype; 0.1 for shorter ones
 State = Mapping[str, Tensor]

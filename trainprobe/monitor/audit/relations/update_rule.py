@@ -5,7 +5,7 @@ after the update is p' = rule(p, g, state), worked out again in float64 by `moni
 element by element: 8 ε |p'| for the rounding of the parameter, 1e-4 |p' - p| for that of the change (0.1 where parameter or
 gradient have 16 bits), and 8 ε times the change that momentum and gradient would make if they did not cancel, as what is
 left of them is rounded as they were. Of a flat buffer that an optimizer steps, the parameter is named in which the worst
-element lies. Up to four million elements are run again at a time; parameters take turns. On a step that is skipped nothing
+element lies. Up to one million elements are run again at a time; parameters take turns. On a step that is skipped nothing
 is judged. Sources of the rules stand there.
 Usually caused by a kernel that leaves a part out or depends on the layout, by state that belongs to another parameter or
 shard, or by something that writes to weights within the update.
