@@ -110,7 +110,7 @@ class _Slopes:
 
     def worst(self) -> tuple[str, float, float]:
         """Return the parameter along which the slope is most wrong, found by halving, and both slopes."""
-        names = list(self.parameters)
+        names, self.seed = list(self.parameters), FIRST
         while len(names) > 1:
             halves = names[: len(names) // 2], names[len(names) // 2 :]
             names = max(halves, key=lambda half: abs(float.__sub__(*self._both(half))))
