@@ -16,7 +16,7 @@ from trainprobe.preflight.subject import Seen, Subject, dot
 
 STEPS = 1e-3, 4e-3, 1.6e-2  # of the central differences, relative to the size of each weight
 SHARE = 2e-3  # of the gradient's size along a direction that may be wrong
-ALONG, FIRST, SECOND = 0, 1, 2  # directions: of the gradient itself, and two random ones
+FIRST, SECOND, ALONG = 0, 1, 2  # directions: two random ones, and that of the gradient itself
 
 
 def examine(subject: Subject) -> Line:
