@@ -82,6 +82,7 @@ MAY_IMPORT_FRAMEWORKS = (
         "engine/arrays",
         "engine/capture",
         "engine/state_guard",
+        "engine/training_guard",
         "ckpt_compare/formats",
         "config_check/capture",
         "op_check",

@@ -723,7 +723,7 @@ def pictures_normed_by_the_batch(broken: bool) -> Trial:
         scale = pixels.std() if broken else pixels.flatten(1).std(dim=1).view(-1, 1, 1, 1)
         return model(pixel_values=(pixels / scale), labels=batch["labels"]).loss
 
-    return Trial(loss, vision("convnext"), pictures())
+    return Trial(loss, vision("vit"), pictures())
 
 
 @case("padding", "left")

@@ -208,7 +208,7 @@ def test_what_cannot_be_followed_is_refused():
         Twice.apply(model(torch.randn(3, 4))).sum().backward()
         optimizer.step()
 
-    with pytest.raises(UsageError, match=r"cannot be made again.*write trainprobe.preflight\(loss, model, batch\)"):
+    with pytest.raises(UsageError, match=r"(?s)cannot be made again.*def loss\(model, batch\)"):
         learnt(loop)
 
 
@@ -325,3 +325,41 @@ def test_a_script_that_fails_before_its_first_update(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 3 and "ZeroDivisionError" in done.stderr, done.stderr
     assert "train.py failed without an update" in done.stderr
+
+
+def test_labels_that_were_written_since_are_taken_as_they_are():
+    def loop(own):
+        model = Text()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x = torch.randint(0, V, (3, 8))
+        y = x.clone()
+        y[:, 5:] = -100
+        loss = cross_entropy(model(x)[:, :-1].flatten(0, 1), y[:, 1:].flatten())
+        own.append(loss.detach().clone())
+        loss.backward()
+        optimizer.step()
+
+    training, _, own = learnt(loop)
+    with torch.no_grad():
+        assert torch.equal(scalar_of(training.loss(training.model, training.micros[0])), own[0])
+
+
+def test_a_loss_that_is_another_when_it_is_made_again_is_refused():
+    def loop(own):
+        model = Text()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x = torch.randint(0, V, (3, 8))
+        logits = model(x)
+        logits.detach().numpy()[:] *= 3  # by no function of torch
+        cross_entropy(logits[:, :-1].flatten(0, 1), x[:, 1:].flatten()).backward()
+        optimizer.step()
+
+    with pytest.raises(UsageError, match="cannot be made again, it is"):
+        learnt(loop)
+
+
+def test_a_pipe_that_nobody_reads_gets_no_other_answer(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    command = f"{sys.executable} -m trainprobe preflight --only start train.py 0.1 | true"
+    done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert "cannot be run again" not in done.stderr and "Traceback" not in done.stderr, done.stderr

@@ -9,10 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 from trainprobe.engine.core.guard import attempt, fault_text
+from trainprobe.engine.training_guard import TrainingGuard
 from trainprobe.errors import UsageError, did_you_mean
 from trainprobe.preflight.properties import ORDER
 from trainprobe.preflight.report import NOT_REACHED, Line, Report, broken, not_applicable
-from trainprobe.preflight.state_guard import TrainingGuard
 from trainprobe.preflight.subject import Subject
 
 UNREPEATABLE = 1e-2  # relative distance of two runs of one step above which nothing can be told from another

@@ -15,10 +15,10 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_flatten
 
 from trainprobe.engine.core.guard import attempt
+from trainprobe.engine.training_guard import TrainingGuard
 from trainprobe.errors import UsageError
 from trainprobe.preflight.batches import Batch
 from trainprobe.preflight.modes import RANDOM, Quiet, Reordered
-from trainprobe.preflight.state_guard import TrainingGuard
 
 _MOST_NODES = 200  # of autograd's graph behind the logits
 MARGIN = 32  # times the measured floor
@@ -41,7 +41,7 @@ class Seen:
     loss: its value. gradients: parameter → gradient, of those that have one. logits: the last output of a module with rows,
     through which the loss has a gradient; slope: that gradient. outputs: (module, its first tensor with rows), in order of the
     calls, where asked for. calls: modules that ran. names: function of torch → calls; dtypes: function → those of its results.
-    reductions: operation between the logits and the loss → dtype of its result.
+    reductions: operation between the logits and the loss → dtype of its result. unit: of the loss in its last place.
     """
 
     loss: float
@@ -53,6 +53,7 @@ class Seen:
     names: dict[str, int] = field(default_factory=dict)
     dtypes: dict[str, set[torch.dtype]] = field(default_factory=dict)
     reductions: dict[str, torch.dtype] = field(default_factory=dict)
+    unit: float = 0.0
 
     @property
     def finite(self) -> bool:
@@ -159,9 +160,8 @@ class Subject:
                 differentiate(loss, self.parameters.values())
         gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
         self.guard.clear_gradients()
-        return watch.seen(
-            Seen(float(loss.detach()), gradients, names=dict(quiet.names), dtypes=quiet.dtypes, reductions=reductions)
-        )
+        value, unit = float(loss.detach()), abs(float(loss.detach())) * torch.finfo(loss.dtype).eps
+        return watch.seen(Seen(value, gradients, None, None, [], set(), dict(quiet.names), quiet.dtypes, reductions, unit))
 
     def accumulate(self, micros: list[Batch]) -> tuple[float | None, dict[str, Tensor]]:
         """Run the micro-batches as the trainer does: the loss that it reports and the gradients that it leaves."""

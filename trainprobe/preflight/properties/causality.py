@@ -13,6 +13,8 @@ MOST = 0.9  # share of the targets that are a neighbouring token of the batch
 
 def examine(subject: Subject) -> Line:
     """Read the targets off the gradient of the logits, change the later tokens of each row, then single documents."""
+    if (found := _given_targets(subject)) is not None:
+        return found
     tokens, logits = subject.batch.of("tokens"), subject.base.logits
     if tokens is not None and logits is not None and logits.shape == tokens.shape and _are_next(subject, tokens):
         quiet = holds("later tokens change no loss before them; labels are the next tokens")
@@ -30,6 +32,24 @@ def examine(subject: Subject) -> Line:
         what = "labels are shifted twice" if shift == 2 else "labels are shifted the wrong way"
         return broken(f"{what}: the target at t is the token at t{shift:+d}", shift=shift)
     return _later(subject, tokens) or _documents(subject, tokens) or holds("later tokens change nothing before them")
+
+
+def _given_targets(subject: Subject) -> Line | None:
+    """Change the later labels of an encoder with a decoder: the logits up to the first of them must be the same."""
+    labels, logits = subject.batch.of("labels"), subject.base.logits
+    decodes = getattr(getattr(subject.model, "config", None), "is_encoder_decoder", False)
+    if labels is None or logits is None or logits.shape[:-1] != labels.shape or labels.dim() != 2 or not decodes:
+        return None
+    edge = labels.shape[1] // 2
+    later = labels[:, edge:]
+    other = torch.cat([labels[:, :edge], torch.where(later >= 0, later.roll(1, 1).clamp_min(0), later)], dim=1)
+    seen = subject.run(subject.batch.with_role("labels", other), backward=False)
+    if seen.logits is None or seen.logits.shape != logits.shape:
+        return None
+    gap = distance(logits[:, : edge + 1], seen.logits[:, : edge + 1])
+    if gap <= subject.tolerance(subject.logits_floor):
+        return holds("no target reaches its own prediction")
+    return broken("the decoder is given the target that it predicts: labels are not shifted to the right", gap=gap)
 
 
 def _are_next(subject: Subject, tokens: Tensor) -> bool:
@@ -111,24 +131,18 @@ def begins_of(subject: Subject) -> Tensor | None:
 
 def _changed(subject: Subject, tokens: Tensor, where: Tensor, looked_at: Tensor) -> tuple[str, float | None]:
     """Return the first module that shows the change of some tokens where it must not be seen, and by how much it does."""
-    batch = subject.batch
-    other = batch.with_role("tokens", batch.other_tokens(where))
-    seen = subject.run(other, backward=False)
-    before, after = (subject.base.logits, seen.logits)
+    rows, batch, before = (where.any(1) & looked_at.any(1)).nonzero(), subject.batch, subject.base.logits
     assert before is not None
-    at = looked_at[:, : before.shape[1]]
+    if not len(rows):
+        return "", None
+    alone = torch.zeros_like(where)
+    alone[rows[0]] = True  # what other rows change is no matter of time
+    where, looked_at = where & alone, looked_at & alone
+    other = batch.with_role("tokens", batch.other_tokens(where))
+    after, at = subject.run(other, backward=False).logits, looked_at[:, : before.shape[1]]
     if after is None or after.shape != before.shape or not bool(at.any()):
         return "", None
-    if distance(before[at], after[at]) <= subject.tolerance(subject.logits_floor):
-        return "", None
-    row = int((where.any(1) & at.any(1)).nonzero()[0])  # what other rows change is no matter of time
-    alone, at = torch.zeros_like(where), torch.zeros_like(looked_at)
-    alone[row], at[row] = where[row], looked_at[row]
-    other = batch.with_role("tokens", batch.other_tokens(alone))
-    seen, looked_at = subject.run(other, backward=False), at
-    at = at[:, : before.shape[1]]
-    assert seen.logits is not None
-    gap = distance(before[at], seen.logits[at])
+    gap = distance(before[at], after[at])
     if gap <= subject.tolerance(subject.logits_floor):
         return "", None
 

@@ -16,17 +16,23 @@ from trainprobe.preflight.subject import Seen, Subject, dot
 
 STEPS = 1e-3, 4e-3, 1.6e-2  # of the central differences, relative to the size of each weight
 SHARE = 2e-3  # of the gradient's size along a direction that may be wrong
-DIRECTIONS = 2
+FIRST, SECOND, ALONG = 0, 1, 2  # directions: two random ones, and that of the gradient itself
 
 
 def examine(subject: Subject) -> Line:
-    """Measure the slope along two random directions of all weights; where it is not autograd's, find the parameter."""
+    """Measure the slope along the gradient and a random direction; where it is not autograd's, find the parameter.
+
+    Along the gradient a slope that is too small shows best. What has no gradient at all shows along random directions alone; of
+    those two must agree, as a loss with kinks has a wrong one now and then.
+    """
     with _in_float64(subject) as (batch, doubled):
         slopes = _Slopes(subject, batch)
         if not slopes.seen.finite:
             return not_applicable("the loss is not finite in float64")
-        wrong = [probe for probe in (slopes.probe(seed) for seed in range(DIRECTIONS)) if probe is not None]
-        if len(wrong) < DIRECTIONS:
+        wrong = slopes.probe(ALONG)
+        if wrong is None and slopes.probe(FIRST) is not None:
+            wrong = slopes.probe(SECOND)
+        if wrong is None:
             kind = "float64" if doubled else "its own precision"
             return (
                 holds(f"as measured in {kind}") if slopes.sharp else not_applicable("the loss is not smooth enough to measure")
@@ -36,7 +42,7 @@ def examine(subject: Subject) -> Line:
     rounding = sorted(ROUNDING & subject.base.names.keys())
     if rounding:
         return by_design(f"a straight-through estimator ({rounding[0]}): {text}")
-    asides = f"; all weights together: {wrong[0][0]:.4g} for {wrong[0][1]:.4g}"
+    asides = f"; all weights together: {wrong[0]:.4g} for {wrong[1]:.4g}"
     return broken(f"{text}{asides}. A part that is detached on purpose does this too", measured=measured, autograd=told)
 
 
@@ -49,18 +55,19 @@ class _Slopes:
         self.seen = subject.run(batch, rewind=None)
         self.parameters = subject.parameters
         self.sizes = {name: float(p.detach().double().pow(2).mean().sqrt()) or 0.02 for name, p in self.parameters.items()}
-        self.sharp = False
+        self.sharp, self.seed = False, ALONG
 
-    def probe(self, seed: int, names: list[str] | None = None, steps: tuple[float, ...] = STEPS) -> tuple[float, float] | None:
-        """Return the measured slope and autograd's where they differ. names: parameters that are moved, by default all."""
-        moved = self.direction(seed, names)
+    def probe(self, seed: int) -> tuple[float, float] | None:
+        """Return the measured slope and autograd's along a direction of all weights, where they differ."""
+        self.seed = seed
+        moved = self.direction()
         told, scaled = self.told(moved), {n: g * self.sizes[n] for n, g in self.seen.gradients.items() if n in moved}
         size = dot(scaled, scaled) ** 0.5
         before = None
-        for step in steps:
+        for step in STEPS:
             slope = self.slope(moved, step)
             if before is not None:
-                error = abs(slope - before)
+                error = abs(slope - before) + self.seen.unit / step
                 if abs(before - told) <= max(SHARE * size, 3 * error):
                     self.sharp = self.sharp or error < 0.1 * max(size, abs(told))
                     return None
@@ -70,11 +77,16 @@ class _Slopes:
             before = slope
         return None
 
-    def direction(self, seed: int, names: list[str] | None) -> dict[str, Tensor]:
-        """Return parameter → a random direction of its size, in float64."""
-        generator = torch.Generator().manual_seed(seed)
-        drawn = {n: torch.randn(p.shape, generator=generator, dtype=torch.float64) for n, p in self.parameters.items()}
-        return {n: drawn[n].to(self.parameters[n].device) * self.sizes[n] for n in names or drawn}
+    def direction(self, names: list[str] | None = None) -> dict[str, Tensor]:
+        """Return parameter → the direction in which it is moved, of its size, in float64."""
+        generator, moved = torch.Generator().manual_seed(self.seed), dict[str, Tensor]()
+        for n, p in self.parameters.items():
+            drawn = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.device)
+            gradient = self.seen.gradients.get(n) if self.seed == ALONG else None
+            if gradient is not None and bool(gradient.any()):
+                drawn = gradient.double() / gradient.double().pow(2).mean().sqrt()
+            moved[n] = drawn * self.sizes[n]
+        return {n: moved[n] for n in names or moved}
 
     def slope(self, moved: dict[str, Tensor], step: float) -> float:
         """Return the central difference of the loss."""
@@ -98,7 +110,7 @@ class _Slopes:
 
     def worst(self) -> tuple[str, float, float]:
         """Return the parameter along which the slope is most wrong, found by halving, and both slopes."""
-        names = list(self.parameters)
+        names, self.seed = list(self.parameters), FIRST
         while len(names) > 1:
             halves = names[: len(names) // 2], names[len(names) // 2 :]
             names = max(halves, key=lambda half: abs(float.__sub__(*self._both(half))))
@@ -109,7 +121,7 @@ class _Slopes:
         return dot(self.seen.gradients, moved)
 
     def _both(self, names: list[str]) -> tuple[float, float]:
-        moved = self.direction(0, names)
+        moved = self.direction(names)
         return self.slope(moved, STEPS[0]), self.told(moved)
 
 

@@ -23,6 +23,7 @@ from trainprobe.comparison.terminal import say
 from trainprobe.engine.at_start.door import VARIABLE as DOOR
 from trainprobe.engine.core.guard import attempt, fault_text
 from trainprobe.engine.core.log_lines import say as log
+from trainprobe.engine.storage.safe_files import read_text
 from trainprobe.errors import ProbeError, UsageError
 from trainprobe.preflight.examine import checked
 from trainprobe.preflight.report import BROKEN, Report
@@ -94,7 +95,7 @@ def _launched(launcher: list[str], script: list[str], options: dict[str, Any], j
             lambda: subprocess.run(command, env={**os.environ, ANSWER: str(answer)}).returncode, otherwise=fault_text
         )
         if answer.is_file():
-            return int(answer.read_text())
+            return int(read_text(answer))
     log(f"{launcher[0]} ended ({ended}) before anything was tested", severity="error")
     return 3
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from trainprobe.engine.core.guard import all_of
-from trainprobe.engine.state_guard import StateGuard, random_states
+from trainprobe.engine.state_guard import StateGuard, put_random_states, random_states
 
 
 class TrainingGuard(StateGuard):
@@ -32,10 +32,13 @@ class TrainingGuard(StateGuard):
         return self
 
     def rewind(self, attributes: bool = True) -> None:
-        """Set everything but the gradients to what it was. attributes: those that are no tensor of the model's state too."""
+        """Set everything but the gradients to what it was. attributes: what is no tensor of the model's state too.
+
+        Without attributes also the generators that modules hold stay as they are: no checkpoint has them.
+        """
         self.put_tensors()
         self.put_attributes(attributes)
-        self.put_random()
+        self.put_random() if attributes else put_random_states(self._random[0])
         _set_modes(self._modes)
 
     def put_back(self) -> None:
