@@ -38,7 +38,8 @@ def train(kind: type[Any], watched: bool, plan: str = "every-step", keep: Path |
     """Train once on this rank; return the findings and the time that it took.
 
     plan: "every-step" for the plan of the set itself, "default" for that of an integration that is given none, or
-    "default+48" for that, with a bug that begins in mid-run doing so 48 steps later, when several steps were audited. keep: where the output stays.
+    "default+48" for that, with a bug that begins in mid-run doing so 48 steps later, when several steps were audited.
+    keep: where the output stays.
     """
     plan, _, later = plan.partition("+")
     if later and kind.begins > 0 and not hasattr(kind, "restarts"):

@@ -17,16 +17,24 @@ from typing import Annotated
 import orjson
 import typer
 
-from benchmarks.fleet import Fleet, write_through_sink
+from benchmarks.fleet import Fleet
 from trainprobe.again.why import answer, left_by
 from trainprobe.engine.core.records import Finding, Place, Site
+from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.storage.dumps.layout import FINDINGS_FILE, log_folder
+from trainprobe.engine.storage.sinks import parquet
 
 
 def write(folder: Path, ranks: int, steps: int) -> None:
     """Write the fleet."""
     fleet = Fleet(1, 1, 1, steps, parameters=4, activations=2)
-    first = write_through_sink(fleet, folder, 0)
+    sink = parquet.open(folder, Plan(output=folder, on_existing="replace", sinks=("parquet",)), fleet.place(0))
+    for step in range(steps):
+        sink.write(fleet.step_data(0, step))
+        if step % 1000 == 999:
+            sink.flush()
+    sink.close()
+    first = log_folder(folder, 0)
     for rank in range(ranks):
         there = log_folder(folder, rank)
         there.mkdir(exist_ok=True)

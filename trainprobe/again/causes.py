@@ -19,6 +19,7 @@ from trainprobe.monitor.findings import OWN
 MOST = 5  # causes that are told
 _FOLLOWS = 10  # steps within which a symptom may follow a cause
 _SHOWN = 3  # consequences that are named
+_NOT_FINITE = frozenset({"nonfinite", "loss_scale"})
 _EXACT = frozenset({"repeat", "fleet_replicas", "frozen"})
 
 
@@ -62,13 +63,13 @@ def ranked(findings: Sequence[Finding], folder: str, also_good: Sequence[Finding
     """
     good = {(finding.rule, _name(finding)) for finding in about_training(also_good)}
     found = [finding for finding in about_training(findings) if (finding.rule, _name(finding)) not in good]
-    nan = min((f.step for f in found if f.rule == "nonfinite" and f.step is not None), default=None)
+    nan = min((f.step for f in found if f.rule in _NOT_FINITE and f.step is not None), default=None)
     behind = [f for f in found if is_exact(f) and nan is not None and f.step is not None and f.step > nan]
     causes = [_cause(group, folder) for group in _one_a_rule([f for f in found if is_exact(f) and f not in behind])]
     left = _attached(causes, [f for f in found if not is_exact(f)])
     late = [_cause(group, folder) for group in _one_a_rule(behind)]
     for cause in late:
-        cause.against.append(f"a value was not finite before, from step {nan} on, and that breaks all that is behind it")
+        cause.against.append(f"values were not finite from step {nan} on, which breaks what is behind them")
     return [*causes, *(_cause(group, folder) for group in _one_a_rule(left)), *late]
 
 
