@@ -56,7 +56,7 @@ STOREYS = {
     "trainprobe.rollout": 4,
     "trainprobe.kernel_dump": 4,
     "trainprobe.preflight": 4,
-    **dict.fromkeys([f"trainprobe.run.{name}" for name in ("schedules", "composition", "torch_taps", "backend")], 5),
+    **dict.fromkeys([f"trainprobe.run.{name}" for name in ("schedules", "composition", "told", "torch_taps", "backend")], 5),
     **dict.fromkeys(["trainprobe.run", "trainprobe.watching", "trainprobe.compare_with_cpu"], 6),
     **dict.fromkeys(["trainprobe.debugger", "trainprobe.pytorch", "trainprobe.core", "trainprobe.mindspore"], 6),
     "trainprobe.integrations": 6,
