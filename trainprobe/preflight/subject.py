@@ -308,7 +308,7 @@ def scalar_of(result: Any) -> Tensor:
 def differentiate(loss: Tensor, parameters: Iterable[nn.Parameter]) -> None:
     """Add the gradients of a loss to those of parameters, by no hook of what sums or shards them (DDP, ZeRO, Megatron)."""
     trained, found = list(parameters), dict[Any, None].fromkeys([loss.grad_fn])
-    nodes = list(found)
+    nodes: list[Any] = list(found)
     for node in nodes:  # grows
         fresh = {inner: None for inner, _ in node.next_functions if inner is not None and inner not in found}
         nodes.extend(fresh)
@@ -316,7 +316,8 @@ def differentiate(loss: Tensor, parameters: Iterable[nn.Parameter]) -> None:
     if any("CheckpointFunction" in node.name() for node in nodes):  # it refuses `torch.autograd.grad`
         loss.backward()
         return
-    for p, gradient in zip(trained, torch.autograd.grad(loss, trained, allow_unused=True), strict=True):
+    gradients: Sequence[Any] = torch.autograd.grad(loss, trained, allow_unused=True)
+    for p, gradient in zip(trained, gradients, strict=True):
         if gradient is not None:
             p.grad = gradient if p.grad is None else p.grad + gradient
 
