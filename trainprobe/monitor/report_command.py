@@ -60,6 +60,25 @@ def report(
         from trainprobe.monitor.fleet.command import report_all_ranks
 
         return report_all_ranks(folder, ray, target, title or folder.resolve().name)
+    console = Console(highlight=False, soft_wrap=True)
+    view = view_of_run(folder, title, judge, beside, floor, console)
+    page = write_page(view, target)
+    console.print(f"{page} ({page.stat().st_size / 1e6:.1f} MB)", markup=False)
+    empty = not view.scalars and not view.metrics
+    if empty:
+        console.print(f"{folder} holds no step that could be judged: the page is empty", markup=False)
+    return 3 if empty or exit_code(view.findings, bool(view.recorded)) == 3 else 0
+
+
+def view_of_run(
+    folder: Path,
+    title: str | None = None,
+    judge: bool = False,
+    beside: Path | None = None,
+    floor: Path | None = None,
+    console: Console | None = None,
+) -> RunView:
+    """Return what the page of a run shows; the parameters are those of `report`. console: is told what is worth a line."""
     histories: dict[int, History] = {}
     recorded = read_findings(folder)
     seen = LookedAt(folder)
@@ -75,16 +94,12 @@ def report(
     sentences = [*filter(None, [short]), *seen.lacking(), *filter(None, [left_out(absent)])]
     notes = [*(f"{sentence}." for sentence in sentences), *view.notes, *filter(None, [unjudged])]
     view = replace(view, findings=findings, recorded=short, notes=notes)
-    console = Console(highlight=False, soft_wrap=True)
+    console = console or Console(quiet=True)
     if short:
         console.print(f"{short}: the page shows no others", markup=False)
     if beside is not None:
         view = _with_another_run(view, histories, run_folder(beside), floor and run_folder(floor), console)
-    page = write_page(view, target)
-    console.print(f"{page} ({page.stat().st_size / 1e6:.1f} MB)", markup=False)
-    if not histories:
-        console.print(f"{folder} holds no step that could be judged: the page is empty", markup=False)
-    return 3 if not histories or exit_code(findings, bool(short)) == 3 else 0
+    return view
 
 
 def _with_another_run(
