@@ -316,7 +316,7 @@ def differentiate(loss: Tensor, parameters: Iterable[nn.Parameter]) -> None:
     if any("CheckpointFunction" in node.name() for node in nodes):  # it refuses `torch.autograd.grad`
         loss.backward()
         return
-    gradients: Sequence[Any] = torch.autograd.grad(loss, trained, allow_unused=True)
+    gradients = list[Any](torch.autograd.grad(loss, trained, allow_unused=True))
     for p, gradient in zip(trained, gradients, strict=True):
         if gradient is not None:
             p.grad = gradient if p.grad is None else p.grad + gradient
