@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.metadata
-import importlib.util
+import importlib.resources
 import pkgutil
 from collections.abc import Mapping
 from functools import cache
@@ -29,13 +29,10 @@ PROGRAMS = "trainprobe.run.programs"  # a module for each section, of the sectio
 @cache
 def sections() -> Mapping[str, str]:
     """Return the sections of a plan that programs carry out, each with what it says. No program is imported for it."""
+    folder = importlib.resources.files(PROGRAMS)  # not a module's loader: pytest puts its own there
     names = sorted(file.name for file in pkgutil.iter_modules(importlib.import_module(PROGRAMS).__path__))
-    return {name: ast.get_docstring(ast.parse(_source(f"{PROGRAMS}.{name}"))) or "" for name in names}
-
-
-def _source(module: str) -> str:
-    loader: Any = getattr(importlib.util.find_spec(module), "loader", None)
-    return loader.get_source(module) or ""
+    sources = {name: folder.joinpath(f"{name}.py").read_text("utf-8") for name in names}
+    return {name: ast.get_docstring(ast.parse(source)) or "" for name, source in sources.items()}
 
 
 def program_file(section: str) -> Any:
