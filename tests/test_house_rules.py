@@ -91,6 +91,7 @@ MAY_IMPORT_FRAMEWORKS = (
         "monitor/audit/capture",
         "monitor/audit/observers",
         "preflight",
+        "rollout/health",
         "self_test",
     ),
 )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.metadata
-import importlib.resources
 import pkgutil
 from collections.abc import Mapping
 from functools import cache
@@ -29,9 +28,9 @@ PROGRAMS = "trainprobe.run.programs"  # a module for each section, of the sectio
 @cache
 def sections() -> Mapping[str, str]:
     """Return the sections of a plan that programs carry out, each with what it says. No program is imported for it."""
-    folder = importlib.resources.files(PROGRAMS)  # not a module's loader: pytest puts its own there
     names = sorted(file.name for file in pkgutil.iter_modules(importlib.import_module(PROGRAMS).__path__))
-    sources = {name: folder.joinpath(f"{name}.py").read_text("utf-8") for name in names}
+    # not by `get_source` of a module's loader, which pytest's own loader lacks
+    sources = {name: pkgutil.get_data(PROGRAMS, f"{name}.py") or b"" for name in names}
     return {name: ast.get_docstring(ast.parse(source)) or "" for name, source in sources.items()}
 
 

@@ -7,7 +7,6 @@ static int told(PyObject *done) {
 }
 
 int journal_value(PyObject *journal, Value *value, const StatsRows *rows, Py_ssize_t row) {
-    if (!journal) return 0;
     const char *partials = row < 0 ? NULL : (const char *)(rows->partials + row * COLUMNS);
     unsigned long long checksum = row < 0 ? 0 : rows->checksums[row];
     Py_ssize_t size = COLUMNS * sizeof(double);
@@ -15,11 +14,11 @@ int journal_value(PyObject *journal, Value *value, const StatsRows *rows, Py_ssi
 }
 
 int journal_twin(PyObject *journal, PyObject *twin, PyObject *value) {
-    return journal ? told(PyObject_CallMethod(journal, "twin", "OO", twin, value)) : 0;
+    return told(PyObject_CallMethod(journal, "twin", "OO", twin, value));
 }
 
 int journal_call(PyObject *journal, Call *call, int fields) {
-    return journal ? told(PyObject_CallMethod(journal, "call", "Oi", (PyObject *)call, fields)) : 0;
+    return told(PyObject_CallMethod(journal, "call", "Oi", (PyObject *)call, fields));
 }
 
 static PyObject *row_of(PyObject *module, PyObject *args) {

@@ -122,7 +122,7 @@ int arena_keep(Arena *self, PyObject *key, PyObject *dtype, PyObject *shape, con
 enum { ARGS = 1, KWARGS = 2, OUT = 4, PARAMS = 8 };
 int tape_report(Tape *self, Call *c, int fields);
 
-/* Tell a journal, or nobody where it is NULL (journal.c). row: -1 where the numbers are on a device. -1 with an
+/* Tell a journal (journal.c). row: -1 where the numbers are on a device. -1 with an
  * exception set. */
 int journal_value(PyObject *journal, Value *value, const StatsRows *rows, Py_ssize_t row);
 int journal_twin(PyObject *journal, PyObject *twin, PyObject *value);

@@ -458,7 +458,7 @@ static Value *gathered(Tape *self, PyObject *t, PyObject *shape, Geometry *at, c
     value->row = stats_rows_new(slot->rows);
     if (value->row < 0 || note_layout(t, at, value) || PyList_Append(slot->owned, (PyObject *)value) ||
         PyList_Append(slot->values, (PyObject *)value) || PyList_Append(slot->tensors, t) ||
-        journal_value(self->journal, value, NULL, -1)) {
+        (self->journal && journal_value(self->journal, value, NULL, -1))) {
         Py_DECREF(value);
         return NULL;
     }
@@ -485,7 +485,7 @@ static Value *reduced(Tape *self, PyObject *t, PyObject *shape, Geometry *at, lo
     if (value) {
         value->row = row_of(self, t, version, &job, rows);
         if (value->row == -2 || note_layout(t, at, value) || PyList_Append(owned, (PyObject *)value) ||
-            (value->row >= 0 && journal_value(self->journal, value, rows, value->row))) {
+            (self->journal && value->row >= 0 && journal_value(self->journal, value, rows, value->row))) {
             Py_DECREF(value);
             value = NULL;
         }
@@ -779,11 +779,11 @@ PyObject *tape_noted(Tape *self, PyObject *value, PyObject *note) {
     if (pair && !self->noted) self->noted = PyList_New(0);
     if (!pair || !self->noted || PyList_Append(self->noted, pair)) Py_CLEAR(twin);
     Py_XDECREF(pair);
-    if (twin && journal_twin(self->journal, twin, value)) Py_CLEAR(twin);
+    if (twin && self->journal && journal_twin(self->journal, twin, value)) Py_CLEAR(twin);
     return twin;
 }
 
-int tape_report(Tape *self, Call *c, int fields) { return journal_call(self->journal, c, fields); }
+int tape_report(Tape *self, Call *c, int fields) { return self->journal ? journal_call(self->journal, c, fields) : 0; }
 
 /* ---- the type that engine/tape.py makes -------------------------------------------------------------------------- */
 
