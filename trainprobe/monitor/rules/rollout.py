@@ -3,7 +3,9 @@
 At each collected step of rollouts, for `patience` such steps in a row where a share or a level is judged:
 
 - no token counts, or tokens behind the end of their response count;
-- the rewards of each prompt's responses are equal (flat groups), or all responses of each prompt are the same tokens;
+- the rewards of each prompt's responses are equal (flat groups) in more batches in a row than chance explains: a streak of s
+  has p^s < 10^-3, with the share p of such batches before it, 1/2 where none is known; or all responses of each prompt are
+  the same tokens;
 - advantages are 0 while rewards differ; they are large where rewards are equal to rounding (a division by a spread of 0); they
   sum to 0 over blocks of the batch and not over the responses of a prompt; or within a prompt a better reward has a lower
   advantage. The last and the second are judged only where advantages sum to 0 over each prompt: with a learned baseline, or a
@@ -31,6 +33,7 @@ from trainprobe.monitor.rules import RuleOptions
 PREFIX = "rollout/"
 NONE = 1e-6  # of the size of advantages: a mean that is 0
 LARGE = 0.1  # an advantage
+RARE = 1e-3  # chance of a streak of equal rewards
 AGAINST = 0.02  # of pairs: more than ties of rounding
 _FROM_START = ("repeated", "ended", "length", "entropy")
 
@@ -57,6 +60,8 @@ class _Batch:
     """The median of the first batches, where it is known."""
     centred: bool
     """Whether advantages sum to 0 over each prompt, as was seen so far."""
+    usual: bool
+    """Whether so many batches in a row with equal rewards are usual here, as where a reward is rare."""
 
     def __getitem__(self, name: str) -> float:
         return self.values.get(name, np.nan)  # no comparison holds
@@ -166,11 +171,10 @@ _SYMPTOMS = (
     ),
     _Symptom(
         "flat_groups",
-        lambda b, _: b["flat_groups"] == 1 and b["alike"] != 1,
+        lambda b, _: b["flat_groups"] == 1 and b["alike"] != 1 and not b.usual,
         "the responses of each prompt have equal rewards: nothing can be learnt",
         "rewards that differ within a prompt",
         "look at the reward function, and at prompts that are solved or too hard",
-        lasting=True,
     ),
     _Symptom(
         "weight_max",
@@ -190,7 +194,8 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
         return []
     if values.get("length") == 0:  # all else follows from it
         values = {"length": 0.0}
-    batch = _Batch(values, _first_levels(values, memory, options.start), _centred(values, memory))
+    levels = _first_levels(values, memory, options.start)
+    batch = _Batch(values, levels, _centred(values, memory), _usual(values, memory))
     rows = np.array([memory.row(f"{i} {symptom.series}") for i, symptom in enumerate(_SYMPTOMS)])
     holds = np.array([symptom.holds(batch, options) for symptom in _SYMPTOMS])
     lasting = np.array([symptom.lasting for symptom in _SYMPTOMS])
@@ -227,6 +232,22 @@ def _first_levels(values: Mapping[str, float], memory: Memory, start: int) -> di
         else:
             found[name] = float(np.median(levels[row]))
     return found
+
+
+def _usual(values: Mapping[str, float], memory: Memory) -> bool:
+    """Tell whether a streak of batches with equal rewards has a chance above `RARE`, by the share of such before it."""
+    numbers = memory.numbers
+    streak = numbers.get("streak", 0.0)
+    if values.get("flat_groups", 0.0) < 1:
+        numbers |= {
+            "flat": numbers.get("flat", 0.0) + streak,
+            "batches": numbers.get("batches", 0.0) + streak + 1,
+            "streak": 0.0,
+        }
+        return True
+    numbers["streak"] = streak + 1
+    share = (numbers.get("flat", 0.0) + 1) / (numbers.get("batches", 0.0) + 2)
+    return bool(share ** (streak + 1) > RARE)
 
 
 def _centred(values: Mapping[str, float], memory: Memory) -> bool:
