@@ -19,15 +19,27 @@ def told(folder: Path, kind: str, *only: str, code: int) -> dict[str, dict]:
     """Run a preflight of two ranks under torchrun; return property → its line."""
     options = [word for name in only for word in ("--only", name)]
     ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [sys.executable, "-m", "trainprobe", "preflight", "--json", "answer.json", "--seconds", "600", *options, "--"]
+    command = [
+        sys.executable,
+        "-m",
+        "trainprobe",
+        "preflight",
+        "--json",
+        "answer.json",
+        "--junit",
+        "answer.xml",
+        "--seconds",
+        "600",
+    ]
     done = subprocess.run(
-        [*command, *ranks, str(TRAIN), kind], cwd=folder, capture_output=True, text=True, timeout=300,
+        [*command, *options, "--", *ranks, str(TRAIN), kind], cwd=folder, capture_output=True, text=True, timeout=300,
         env={**os.environ, **ON_A_CPU, "PYTHONPATH": str(ROOT), "LOCAL_SIZE": "2"},
     )  # fmt: skip
     assert done.returncode == code, done.stdout + done.stderr[-3000:]
     assert not (folder / "weights").exists() and not list(folder.glob("out/checkpoint*"))
     answer = json.loads((folder / "answer.json").read_text())
     assert done.stdout.count(answer["sentence"]) == 1, "one rank speaks for all"
+    assert (folder / "answer.xml").read_text().count("<testcase") == len(answer["properties"])
     return {line["name"]: line for line in answer["properties"]}
 
 

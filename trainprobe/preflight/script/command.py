@@ -61,7 +61,9 @@ def preflight_script(
     checked(only or (), skip or ())
     first = next((i for i, word in enumerate(script) if word.endswith(".py") and Path(word).is_file()), 0)
     if first:
-        return _launched(script[:first], script[first:], options, json)
+        files = {"json": json, "junit": junit}
+        told = [word for name, path in files.items() if path is not None for word in (f"--{name}", str(path))]
+        return _launched(script[:first], script[first:], options, [*told, *(["--github"] if github else [])])
     path = Path(script[0])
     if not path.is_file():
         raise UsageError(f"{path} is no file: give the script, as in `trainprobe preflight train.py --lr 3e-4`")
@@ -83,10 +85,10 @@ def preflight_script(
     return _left(3)
 
 
-def _launched(launcher: list[str], script: list[str], options: dict[str, Any], json: Path | None) -> int:
+def _launched(launcher: list[str], script: list[str], options: dict[str, Any], outputs: list[str]) -> int:
     """Run this command on each rank that a launcher (torchrun, accelerate launch, deepspeed) starts; return rank 0's answer."""
     told = [word for name in ("only", "skip") for given in options[name] for word in (f"--{name}", given)]
-    told += ["--seconds", str(options["seconds"]), *(["--json", str(json)] if json else [])]
+    told += ["--seconds", str(options["seconds"]), *outputs]
     module = ["--module" if Path(launcher[0]).name == "deepspeed" else "-m", "trainprobe"]
     with TemporaryDirectory() as folder:
         answer = Path(folder, "answer")
