@@ -44,10 +44,12 @@ def _file(path: Path, dtype: str | None, layers: int | None, json: Path | None, 
     from trainprobe.comparison.terminal import show_verdict, wide_console
     from trainprobe.rollout.logprobs.judge import as_json, judge
     from trainprobe.rollout.logprobs.read import read_file
+    from trainprobe.rollout.torch_files import SUFFIXES, read_torch_file
 
     if path.is_dir():
         raise UsageError(f"{path} is a folder, and folders are compared by two: name the other run's, or one file")
-    found = judge(read_file(path), dtype, layers)
+    scored = read_torch_file(path) if path.suffix.lower() in SUFFIXES else read_file(path)
+    found = judge(scored, dtype, layers)
     if json is not None:
         write_json(as_json(found), json)
     if html is not None:

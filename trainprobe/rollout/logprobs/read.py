@@ -27,7 +27,7 @@ from trainprobe.rollout.logprobs.tokens import ScoredTokens
 
 LARGEST = 1 << 31  # bytes of what is read of a file, unpacked
 _DAMAGED = (OSError, ValueError, EOFError, KeyError, TypeError, OverflowError, MemoryError, RuntimeError, NotImplementedError)
-_PICKLED = (".pt", ".pth", ".bin", ".pkl", ".pickle")
+_PICKLED = (".bin", ".pkl", ".pickle")
 
 
 def read_file(path: Path) -> ScoredTokens:
