@@ -11,7 +11,7 @@ At each collected step of rollouts, for `patience` such steps in a row where a s
   advantage. The last and the second are judged only where advantages sum to 0 over each prompt: with a learned baseline, or a
   penalty in the reward, both are in order;
 - against the median of the first `start` steps: responses repeat n-grams (above one half, and twice as much), hardly any
-  response ends, responses are shorter than a tenth, entropy below a tenth or one nat and a half above;
+  response ends (of a quarter or more), responses are shorter than a tenth, entropy below a tenth or one nat and a half above;
 - the largest importance weight before its clamp is above `weight`, and the effective sample size below `effective`.
 
 Source: group advantages as in Shao et al. (2024), "DeepSeekMath", section 4.1; effective sample size as in Kong (1992).
@@ -33,6 +33,8 @@ from trainprobe.monitor.rules import RuleOptions
 PREFIX = "rollout/"
 NONE = 1e-6  # of the size of advantages: a mean that is 0
 LARGE = 0.1  # an advantage
+USUAL = 0.25  # share of responses that end at the start: of fewer, none may end by chance
+REARM = 16  # batches without a symptom, behind which it is told again
 RARE = 1e-3  # chance of a streak of equal rewards
 AGAINST = 0.02  # of pairs: more than ties of rounding
 _FROM_START = ("repeated", "ended", "length", "entropy")
@@ -139,7 +141,7 @@ _SYMPTOMS = (
     ),
     _Symptom(
         "ended",
-        lambda b, _: b["ended"] < 0.1 * b.start("ended"),
+        lambda b, _: b["ended"] < 0.1 * b.start("ended") and b.start("ended") >= USUAL,
         "hardly a response ends: {x:.0%}, {first:.0%} at the start",
         "about as at the start",
         "look at the longest length, the end token and the reward",
@@ -200,7 +202,7 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     holds = np.array([symptom.holds(batch, options) for symptom in _SYMPTOMS])
     lasting = np.array([symptom.lasting for symptom in _SYMPTOMS])
     held = memory.lasting("held", rows, holds) >= np.where(lasting, options.patience, 1)
-    begins = memory.newly("told", rows, holds & held)
+    begins = memory.newly("told", rows, holds & held, REARM)
     return [_finding(symptom, batch, frame, options) for symptom, new in zip(_SYMPTOMS, begins, strict=True) if new]
 
 
