@@ -137,7 +137,7 @@ class Copies(Observer):
             elif id(one) not in inside:
                 self._add(one, model := self._models[type(one)], _parameters(model))
         optimizers = self._audited.optimizers
-        states = (state for optimizer in optimizers for state in getattr(optimizer, "state", {}).values())
+        states = (state for optimizer in optimizers for _, state in getattr(optimizer, "state", {}).items())  # Megatron's too
         ours = {id(value) for state in states if isinstance(state, dict) for value in state.values()}
         ours |= {id(p.grad) for model in self._models.values() for p in model.parameters() if p.grad is not None}
         tensors = tuple(one for one in others if id(one) not in ours)
