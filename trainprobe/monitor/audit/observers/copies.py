@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.guard import Guard, attempt
 from trainprobe.engine.core.live_objects import containers_of, instances_of
 from trainprobe.engine.core.naming import in_training
 from trainprobe.engine.core.records import StepData
 from trainprobe.monitor.audit.capture.registered import unwrapped
-from trainprobe.monitor.audit.observers import Audited, Observer
+from trainprobe.monitor.audit.observers import Audited, Observer, left_out
 from trainprobe.monitor.audit.observers.model_calls import ModelCalls
 from trainprobe.monitor.audit.relations.stale_copies import StaleCopies
 
@@ -58,6 +58,9 @@ class Copy:
 
     def both(self) -> tuple[dict[str, Any], dict[str, Any]] | None:
         """Return name → tensor of the copy, and of the model; None where one of them is gone, or is no plain copy any more."""
+        return attempt(self._both, otherwise=left_out)
+
+    def _both(self) -> tuple[dict[str, Any], dict[str, Any]] | None:
         model, module = self._model(), self.module
         if model is None or (module is None and self._tensors is None):
             return None
@@ -146,7 +149,9 @@ class Copies(Observer):
             parameters = _parameters(model)
             for container in containers_of(_like_the_largest(tensors, parameters)):
                 trained = {name: p for name, p in parameters.items() if p.requires_grad}
-                _ = self._add(container, model, parameters) or self._add(container, model, trained)
+                for form in (parameters, trained):
+                    if attempt(self._add, container, model, form, otherwise=left_out):
+                        break
 
     def _add(self, copy: Any, model: Any, parameters: Mapping[str, Any]) -> bool:
         """Add what has the form of a copy of these parameters of a model, once; tell whether it has."""
@@ -169,8 +174,11 @@ def _like_the_largest(tensors: Iterable[Any], parameters: Mapping[str, Any]) -> 
     largest = max((p for p in parameters.values() if p.requires_grad), key=lambda p: p.numel(), default=None)
     if largest is None:
         return ()
-    alike = (one for one in tensors if _is_plain(one) and are_alike({"": one}, {"": largest}))
-    return tuple(one for one in alike if one.data_ptr() != largest.data_ptr())
+    return tuple(one for one in tensors if attempt(_could_be_copy, one, largest, otherwise=left_out))
+
+
+def _could_be_copy(one: Any, p: Any) -> bool:
+    return _is_plain(one) and are_alike({"": one}, {"": p}) and one.data_ptr() != p.data_ptr()
 
 
 def _parameters(module: Any) -> dict[str, Any]:
@@ -191,8 +199,9 @@ def _held(container: Any, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _is_plain(p: Any) -> bool:
+    """Tell whether this is a tensor with memory of its own that no graph made. A view may refuse to tell its `grad_fn`."""
     plain = type(p) in _PLAIN and p.layout is torch.strided and p.is_floating_point()
-    return plain and not (p.is_meta or p.is_inference() or p.grad_fn is not None)
+    return plain and not (p.is_meta or p.is_inference() or (type(p) is torch.Tensor and p.requires_grad))
 
 
 def _stood(known: _CalledCopy, now: _CalledCopy, name: str) -> bool:
