@@ -242,7 +242,7 @@ ANYWHERE: dict[str, tuple[dict[str, Any], Shows]] = {
         lambda r: any("2 steps watched" in line for line in r.lines),
     ),
     "on_error": ({"level": "off", "on_error": "raise"}, lambda r: True),
-    "told": ({"level": "off", "monitor": True, "told": False}, lambda r: frames(r) == [0, 1]),  # no client is installed beside it
+    "told": ({"level": "off", "monitor": True, "told": False}, lambda r: frames(r) == [0, 1]),
     "monitor: parameters": ({"level": "off", "monitor": {"parameters": True}}, lambda r: has_slot(r, "value_after")),
     "monitor: gradients": ({"level": "off", "monitor": {"gradients": True}}, lambda r: has_slot(r, "grad")),
     "monitor: optimizer_state": (
