@@ -81,7 +81,7 @@ def test_a_healthy_run_says_so_in_one_line_and_names_the_rules_that_it_was_too_s
     missing = "Too few steps for the rules drift (10 more)."
     assert printed(capfd) == f"trainprobe: 70 steps watched, no findings; output in {tmp_path / 'out'}. {missing}\n"
     main(["judge", str(tmp_path / "out")])
-    assert capfd.readouterr().out == f"70 steps of 1 rank, 10 rules: nothing found. {missing}\n"
+    assert capfd.readouterr().out == f"70 steps of 1 rank, 11 rules: nothing found. {missing}\n"
 
 
 @pytest.mark.parametrize(("rules", "said"), [({}, 1), (dict.fromkeys(OF_THE_LOSS, False), 0)])

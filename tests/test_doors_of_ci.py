@@ -144,7 +144,7 @@ def test_fixtures_of_pytest_pass_and_fail_with_the_answer(tmp_path):
         f"    assert_healthy({str(a)!r}); assert_same_run({str(a)!r}, {str(b)!r})\n"
         f"def test_broken(assert_healthy):\n    assert_healthy({str(broken)!r})\n"
     )
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "trainprobe.pytest_plugin", "-p", "no:cacheprovider", str(test)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 1 and "1 failed, 1 passed" in done.stdout and "is not healthy" in done.stdout, done.stdout
 

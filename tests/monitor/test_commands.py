@@ -27,7 +27,7 @@ def test_judge_prints_the_findings_and_returns_one(run, capsys):
     assert main(["judge", str(run)]) == 1
     out = capsys.readouterr().out
     assert "error   nonfinite (step 50, rank 0)" in out
-    assert "60 steps of 1 rank, 10 rules: 1 error" in out
+    assert "60 steps of 1 rank, 11 rules: 1 error" in out
 
 
 @pytest.fixture(scope="module")

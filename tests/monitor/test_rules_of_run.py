@@ -53,7 +53,7 @@ def test_a_rule_that_the_plan_left_out_stays_out_and_is_named(tmp_path, capsys):
     assert train(tmp_path / "out", {"dead": False}, steps=25) == []
     code, text = judged(tmp_path / "out", capsys)
     assert code == 0
-    assert "25 steps of 1 rank, 9 rules: nothing found" in text
+    assert "25 steps of 1 rank, 10 rules: nothing found" in text
     assert "Left out, as in the plan of the run: dead" in text
     code, text = judged(tmp_path / "out", capsys, "--rules", "dead")
     assert code == 1 and "Left out" not in text
@@ -71,7 +71,7 @@ def test_where_the_plan_sets_no_rule_all_have_their_defaults(tmp_path, capsys, r
     train(tmp_path / "out", rules, steps=25)
     assert not (tmp_path / "out" / "rank0" / RULES_FILE).exists()
     code, text = judged(tmp_path / "out", capsys)
-    assert code == 1 and "dead" in text and "10 rules" in text
+    assert code == 1 and "dead" in text and "11 rules" in text
 
 
 def test_a_plan_that_changes_while_the_run_goes_on_is_kept_as_it_is_now(tmp_path):

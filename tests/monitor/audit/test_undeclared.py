@@ -7,7 +7,7 @@ import torch
 
 import trainprobe
 
-BEYOND = "What only an experiment shows, `trainprobe preflight` tests."
+BEYOND = "What only an experiment shows, `trainprobe preflight -- train.py` tests."
 
 
 def train(folder, declares=False, micro=1, wrong=1.0, **audit):

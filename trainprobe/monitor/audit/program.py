@@ -20,7 +20,8 @@ from trainprobe.monitor.audit.plan import AuditPlan, validate
 from trainprobe.monitor.audit.relations import observers_of
 from trainprobe.monitor.findings import matters
 
-_BEYOND = "What only an experiment shows, `trainprobe preflight` tests."  # see docs/audit.md, "What it does not see"
+# see docs/audit.md, "What it does not see"
+_BEYOND = "What only an experiment shows, `trainprobe preflight -- train.py` tests."
 _REPLICATES = "DistributedDataParallel"  # a wrapper whose ranks all have the same parameters
 _DATA_PARALLEL = (_REPLICATES, "FullyShardedDataParallel", "FSDPModule")
 

@@ -183,7 +183,7 @@ _SYMPTOMS = (
         lambda b, o: b["weight_max"] > o.weight and b["effective_share"] < o.effective,
         "importance weights reach {x:.3g} before their clamp, and few tokens decide",
         "weights near 1",
-        "`trainprobe rollout-compare` of a file with both log-probabilities says why",
+        "`trainprobe rollout-compare FILE`, of a file with both log-probabilities, says why",
         lasting=True,
     ),
 )
