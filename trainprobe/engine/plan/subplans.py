@@ -28,10 +28,14 @@ PROGRAMS = "trainprobe.run.programs"  # a module for each section, of the sectio
 @cache
 def sections() -> Mapping[str, str]:
     """Return the sections of a plan that programs carry out, each with what it says. No program is imported for it."""
-    names = sorted(file.name for file in pkgutil.iter_modules(importlib.import_module(PROGRAMS).__path__))
-    # not by `get_source` of a module's loader, which pytest's own loader lacks
-    sources = {name: pkgutil.get_data(PROGRAMS, f"{name}.py") or b"" for name in names}
-    return {name: ast.get_docstring(ast.parse(source)) or "" for name, source in sources.items()}
+    files = sorted(pkgutil.iter_modules(importlib.import_module(PROGRAMS).__path__), key=lambda file: file.name)
+    return {file.name: ast.get_docstring(ast.parse(_source(file.module_finder, file.name))) or "" for file in files}
+
+
+def _source(finder: Any, name: str) -> str:
+    """Return the source of a section's file. The finder's own loader has it: pytest's, which `find_spec` may give, has not."""
+    module = f"{PROGRAMS}.{name}"
+    return finder.find_spec(module).loader.get_source(module) or ""
 
 
 def program_file(section: str) -> Any:
