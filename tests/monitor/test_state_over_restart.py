@@ -23,7 +23,7 @@ def train(folder, steps, first, **plan):
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        return [f for f in probe.findings if f.rule == "spike"]
+    return [f for f in probe.findings if f.rule == "spike"]
 
 
 def test_a_spike_right_after_a_restart_is_seen_against_the_history_before_it(tmp_path):

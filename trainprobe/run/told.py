@@ -77,6 +77,7 @@ class ToldProgram(Program):
         self._probe: Any = None
         self._thread = 0
         self._names: set[str] = set()
+        self._told_between = False  # two steps
         self._waiting = dict(CLIENTS)  # that the script has not imported so far
         self._patches: list[Replaced] = []
 
@@ -86,8 +87,12 @@ class ToldProgram(Program):
         probe.guard.of(self.part).on_trip(self.closed)
 
     def begins(self, step: int) -> None:
-        """Look at the clients that have been imported by now, on the thread that trains."""
+        """Look at the clients that have been imported by now, on the thread that trains.
+
+        The first step behind that waits for what may be told behind it; further ones do where something was.
+        """
         self._thread = threading.get_ident()
+        self._probe.more_is_told = self._told_between
         for name in [name for name in self._waiting if name in sys.modules]:
             kind, methods, used = self._waiting[name]
             owner = getattr(sys.modules[name], kind, None)
@@ -135,4 +140,4 @@ class ToldProgram(Program):
             self._probe.tell(name, float(getattr(value, "detach", lambda: value)().item()))
         elif single and tape is not None:
             self._probe.note(name, value.detach())  # read with all else as the step ends
-        self._probe.more_is_told |= tape is None
+        self._told_between |= tape is None

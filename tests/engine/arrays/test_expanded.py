@@ -39,5 +39,5 @@ def test_a_step_that_meets_one_is_recorded(tmp_path, plan):
         with probe.step():
             model(torch.ones(3, 2), torch.ones(1).expand(ENDLESS)).sum().backward()
             optimizer.step()
-        assert probe.collected == 1
-        assert probe.guard.tripped is None
+    assert probe.collected == 1
+    assert probe.guard.tripped is None
