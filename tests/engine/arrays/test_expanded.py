@@ -35,9 +35,8 @@ def test_what_would_have_to_be_walked_is_refused_with_its_size(flags, native):
 def test_a_step_that_meets_one_is_recorded(tmp_path, plan):
     model = Takes(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with trainprobe.watch(model, optimizer, level="mix", output=tmp_path / "out", **plan) as probe:
-        with probe.step():
-            model(torch.ones(3, 2), torch.ones(1).expand(ENDLESS)).sum().backward()
-            optimizer.step()
+    with trainprobe.watch(model, optimizer, level="mix", output=tmp_path / "out", **plan) as probe, probe.step():
+        model(torch.ones(3, 2), torch.ones(1).expand(ENDLESS)).sum().backward()
+        optimizer.step()
     assert probe.collected == 1
     assert probe.guard.tripped is None
