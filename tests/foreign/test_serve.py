@@ -51,7 +51,8 @@ def test_a_browser_sees_later_steps_of_a_training_that_runs(address, tmp_path):
     inside = "document.querySelector('iframe')?.contentDocument"
     text_of = f"({inside}?.body?.innerText ?? '')"
     steps = f"({inside}?.documentElement?.dataset.ready ? ({text_of}.match(/steps\\s+\\d+ to (\\d+)/) || [0, 0])[1] : 0)"
-    victim = [sys.executable, "-m", "tests.endless_training", str(tmp_path / "run"), '{"monitor": true}']
+    plan = '{"monitor": {"step": ["every 20"]}}'  # a page is made of the whole record, which must stay small
+    victim = [sys.executable, "-m", "tests.endless_training", str(tmp_path / "run"), plan]
     training: Any = None
     try:
         browser.send("Page.navigate", url=address)
