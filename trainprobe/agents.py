@@ -48,6 +48,11 @@ class Reader:
         """Judge a run: each finding with its step, place, evidence and what to do next. Also logs of W&B, TensorBoard, CSV."""
         return self._answer(("judge", self._path(run), "--json"), cursor)
 
+    def why(self, run: str, against: str = "", cursor: int = 0) -> str:
+        """Rank what may be wrong with a run: at most five causes, with what speaks for and against. against: a good run."""
+        good = ("--against", self._path(against)) if against else ()
+        return self._answer(("why", self._path(run), *good), cursor)
+
     def nan_trace(self, run: str, cursor: int = 0) -> str:
         """Find the call, rank and step that made the first NaN or infinity of a run or a dump, and how it spread."""
         return self._answer(("nan-trace", self._path(run)), cursor)
@@ -173,6 +178,7 @@ def mcp(
     for tool in (
         reader.runs,
         reader.findings,
+        reader.why,
         reader.nan_trace,
         reader.compare,
         reader.series,

@@ -83,7 +83,7 @@ async def connected(root: Path, use: Callable[[Call], Awaitable[None]]) -> None:
         tools = (await client.list_tools()).tools
         assert all(tool.annotations and tool.annotations.read_only_hint for tool in tools)
         assert {tool.name for tool in tools} == {
-            *("runs", "findings", "nan_trace", "compare", "series", "explain_plan", "check_plan")
+            *("runs", "findings", "why", "nan_trace", "compare", "series", "explain_plan", "check_plan")
         }
 
         async def call(tool: str, **given: Any) -> dict[str, Any]:
@@ -134,6 +134,9 @@ def test_ten_recorded_bugs_are_found_in_at_most_three_calls(tmp_path):
                 for line in answer["lines"] if tool == "findings" else ():
                     if isinstance(line, dict):
                         jsonschema.validate({key: value for key, value in line.items() if key != "origin"}, schema)
+        ranked = await call("why", run="ownership")
+        assert ranked["exit_code"] == 1 and ranked["lines"][0].startswith("1. ownership: ")
+        assert (await call("why", run="ownership", against="../elsewhere"))["exit_code"] == 3
         listed = await call("runs")
         assert {Path(line["folder"]).name for line in listed["lines"]} >= {"nan", "ownership", "written"}
 
