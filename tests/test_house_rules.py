@@ -358,8 +358,9 @@ def test_a_field_of_the_plan_is_read_by_the_code_that_carries_it_out(field: str)
     assert any(pattern.search(path.read_text(encoding="utf-8")) for path in FILES if not relative(path).startswith(own))
 
 
-def test_the_tests_that_the_makefile_names_are_there():
-    named = re.findall(r"tests/[\w/]+(?:\.\w+)?", (ROOT / "Makefile").read_text())
+@pytest.mark.parametrize("file", ["Makefile", "tests/quick.txt"])
+def test_the_tests_that_the_makefile_names_are_there(file):
+    named = re.findall(r"tests/[\w/]+(?:\.\w+)?", (ROOT / file).read_text())
     assert named and [name for name in named if not (ROOT / name).exists()] == []
 
 
