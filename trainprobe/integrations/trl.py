@@ -31,12 +31,10 @@ def follow_rollouts(trainer: Any, session: Session) -> Callable[[], None]:
     def generate_and_score_completions(*args: Any, **kwargs: Any) -> Any:
         batch = samples(*args, **kwargs)
         probe, of_each = session.probe, seen.pop("rewards", None)
-        if probe is not None and probe.tape is not None and trainer.model.training and not samples_ended():
+        ended = generate_and_score_completions.ended  # type: ignore[attr-defined]
+        if probe is not None and probe.tape is not None and trainer.model.training and not ended:
             probe.guard.run(_note, session, trainer, batch, of_each)
         return batch
-
-    def samples_ended() -> bool:
-        return generate_and_score_completions.ended  # type: ignore[attr-defined]
 
     put = [Replaced(trainer, _SCORES, calculate_rewards), Replaced(trainer, _SAMPLES, generate_and_score_completions)]
     return lambda: [each.back() for each in put].clear()

@@ -73,11 +73,11 @@ def rollout_numbers(
 
 def _found(batch: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     """Return kind → name and value of what the batch has."""
-    found = {
-        kind: next((name, batch[name]) for name in names if name in batch and batch[name] is not None)
-        for kind, names in OF_A_BATCH.items()
-        if any(name in batch and batch[name] is not None for name in names)
-    }
+    found: dict[str, tuple[str, Any]] = {}
+    for kind, names in OF_A_BATCH.items():
+        given = next((name for name in names if name in batch and batch[name] is not None), None)
+        if given is not None:
+            found[kind] = given, batch[given]
     if not found:
         hint = did_you_mean("rewards", list(batch))
         raise UsageError(

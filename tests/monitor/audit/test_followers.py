@@ -39,6 +39,16 @@ def follow(how: str, step: int, slow: nn.Module, model: nn.Module) -> None:
                 mine.data.add_(its.data.to(mine.dtype) - mine.data, alpha=(-1 if how == "away" else 1) * (1 - decay))
 
 
+def one_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    """Train on a batch of its own, and return it."""
+    x = torch.randn(32, 6)
+    loss = (model(x) - x[:, :3]).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return x
+
+
 def found(how: str, folder) -> list:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 3))
@@ -49,11 +59,7 @@ def found(how: str, folder) -> list:
     with trainprobe.watch(model, optimizer, output=folder / "out", audit={"every": 2}, monitor=False) as probe:
         for step in range(24):
             with probe.step():
-                x = torch.randn(32, 6)
-                loss = (model(x) - x[:, :3]).square().mean()
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+                x = one_step(model, optimizer)
                 if how == "trained itself":  # on the same rows: its own gradient leads away, and it is no average
                     (-slow(x).square().mean()).backward()
                 follow(how, step, slow, model)
@@ -115,11 +121,7 @@ def found_of_tensors(form: str, folder, *, wrong: bool, within: bool) -> list:
     with trainprobe.watch(model, optimizer, output=folder / "out", monitor=False) as probe:
         for step in range(48):
             with probe.step():
-                x = torch.randn(32, 6)
-                loss = (model(x) - x[:, :3]).square().mean()
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+                one_step(model, optimizer)
                 if within and average is not None:
                     average.update(model)
             if not within and average is not None:
