@@ -44,5 +44,13 @@ def test_a_message_that_cuts_a_list_of_names_hands_on_all_of_them(path):
     for function in functions:
         calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
         if any(isinstance(call.func, ast.Name) and call.func.id == "and_more" for call in calls):
-            made = [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "finding"]
-            assert not made or any(k.arg == "names" for call in made for k in call.keywords), function.name
+            made = [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr in ("finding", "found")]
+            assert not made or any(map(hands_on_names, made)), function.name
+
+
+def hands_on_names(call):
+    """Tell whether a finding is made with all names: as `names`, or as what `found` is about, which is no single name."""
+    about = call.args[1] if call.func.attr == "found" and len(call.args) > 1 else None
+    listed = isinstance(about, ast.Name | ast.Call | ast.List | ast.ListComp)
+    listed |= isinstance(about, ast.Attribute) and about.attr == "names"
+    return listed or any(keyword.arg == "names" for keyword in call.keywords)
