@@ -57,7 +57,7 @@ def test_a_browser_sees_later_steps_of_a_training_that_runs(address, tmp_path):
     try:
         browser.send("Page.navigate", url=address)
         deadline = time.monotonic() + 300
-        while "Name the folder" not in (text := browser.run(text_of)):
+        while "does not exist" not in (text := browser.run(text_of)):
             assert time.monotonic() < deadline, text
             time.sleep(0.2)
         training = subprocess.Popen(victim, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
