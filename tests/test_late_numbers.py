@@ -15,10 +15,10 @@ import torch
 
 import trainprobe
 from trainprobe.engine.arrays.torch_rows import Transfer
-from trainprobe.engine.probe import MOST_ON_THEIR_WAY
 from trainprobe.engine.storage.dumps import read_step
 from trainprobe.engine.storage.dumps.log import read_log
 from trainprobe.engine.storage.writer import flush_all
+from trainprobe.engine.waiting_steps import MOST_ON_THEIR_WAY
 from trainprobe.errors import StopTraining
 from trainprobe.monitor.black_box.box import BOX_FILE
 
@@ -145,7 +145,7 @@ def test_values_follow_the_steps_before_them_to_the_writer(tmp_path, late):
 def test_steps_before_one_that_stores_values_come_first(tmp_path, late):
     def each(probe: Any, step: int) -> None:
         if step == 3:
-            assert probe._on_their_way
+            assert probe._waiting
             probe.collect_next(1)
 
     plan = {

@@ -14,7 +14,7 @@ from trainprobe.engine.capture.torch_modules import ModuleTap
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.records import Finding, Place, StepData
 from trainprobe.engine.plan.model import Plan
-from trainprobe.engine.probe import Probe
+from trainprobe.engine.probe import EngineProbe
 from trainprobe.engine.program import Program, Schedule
 from trainprobe.engine.stats.partials import STATS
 from trainprobe.engine.storage.sinks.memory import MemorySink
@@ -68,7 +68,7 @@ class Faulty(Program):
         raise ZeroDivisionError("a fault of this program")
 
 
-OPENED: list[Probe] = []  # by the test that runs
+OPENED: list[EngineProbe] = []  # by the test that runs
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +94,7 @@ class Run:
         wants = set(steps).__contains__
         self.dump = Program("dump", Schedule(wants, ((tap, wants),), asked=(tap,), dumps=True))
         library = TorchLibrary()
-        self.probe = Probe(
+        self.probe = EngineProbe(
             self.plan,
             [self.dump, *programs],
             lambda step: Tape(library),

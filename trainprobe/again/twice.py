@@ -28,7 +28,7 @@ from trainprobe.engine.capture.optimizer_steps import OptimizerStepTap
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.core.naming import chunks_of
 from trainprobe.engine.core.records import Finding, Site
-from trainprobe.engine.probe import Probe
+from trainprobe.engine.probe import EngineProbe
 from trainprobe.engine.program import Making, Program, Schedule
 from trainprobe.engine.state_guard import StateGuard, put_random_states, random_states
 from trainprobe.engine.stats.flipped import Flip, flip_behind
@@ -72,7 +72,7 @@ class RepeatedStep(Program):
 
     # ---- events ------------------------------------------------------------------------------------------------------
 
-    def attached(self, probe: Probe) -> None:
+    def attached(self, probe: EngineProbe) -> None:
         """Where the probe stops, leave nothing installed."""
         self._probe = probe
         probe.guard.of(PART).on_trip(self._remove)

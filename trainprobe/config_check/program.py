@@ -8,7 +8,7 @@ from typing import Any
 
 from trainprobe.config_check.checker import ConfigChecker
 from trainprobe.config_check.plan import settings_and_pack
-from trainprobe.engine.probe import Probe
+from trainprobe.engine.probe import EngineProbe
 from trainprobe.engine.program import Program, Schedule
 
 
@@ -24,7 +24,7 @@ class ConfigCheckProgram(Program):
         self._checker: ConfigChecker | None = None
         ConfigChecker.apply_patches(**self._settings)
 
-    def attached(self, probe: Probe) -> None:
+    def attached(self, probe: EngineProbe) -> None:
         """Take all patches away where the tool stops, after those of the taps, which were put in later."""
         probe.guard.of(self.part).on_trip(self._release)
 

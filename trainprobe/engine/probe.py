@@ -9,31 +9,29 @@
                                (of a device, with a later step, once its numbers are there)
     close()                    everything is written; what could not be seen is reported
 
-What a plan asks for are its programs (`engine.program`); the scheduler installs their taps (`engine.scheduling`). `Probe` knows
-no tensor library and no framework: `trainprobe.run.probe` composes it from a plan.
+What a plan asks for are its programs (`engine.program`); the scheduler installs their taps (`engine.scheduling`).
+`EngineProbe` knows no tensor library and no framework: `trainprobe.run.probe.Probe` is composed from a plan.
 """
 
 from __future__ import annotations
 
-import os
-import threading
-from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from trainprobe.engine.capture.pauses import Pauses
 from trainprobe.engine.core.findings import Console, Reporter
-from trainprobe.engine.core.guard import Guard, Part, attempt, fault_text, simply
+from trainprobe.engine.core.guard import Guard, attempt, fault_text
 from trainprobe.engine.core.records import Finding, Place, StepData
 from trainprobe.engine.core.scope import selected, selects
 from trainprobe.engine.core.stacks import Stacks, used_by
 from trainprobe.engine.core.unmatched import UnmatchedSelections
 from trainprobe.engine.plan.model import Plan
-from trainprobe.engine.program import Program, defines
+from trainprobe.engine.program import Program, Programs
 from trainprobe.engine.scheduling import Scheduled, Scheduler
 from trainprobe.engine.storage.step_journal import StepJournal
 from trainprobe.engine.tape import Tape
+from trainprobe.engine.waiting_steps import WaitingStep, WaitingSteps
 from trainprobe.errors import UsageError
 
 if TYPE_CHECKING:
@@ -43,24 +41,9 @@ if TYPE_CHECKING:
 
 Watcher = Callable[[StepData], Sequence[Finding]]
 SAW_NOTHING = "nothing was seen"  # what `report_once` knows such a warning by
-MOST_ON_THEIR_WAY = 4  # steps; of more, the oldest is waited for: by then the device is as many steps behind
 
 
-class _OnItsWay(NamedTuple):
-    """A collected step whose numbers come from a device.
-
-    looks: whether calls of the model should be in it. prepare: what programs do with it first, each with its part. told:
-    what `tell` was given of it, and is given until the next step begins.
-    """
-
-    number: int
-    tape: Tape
-    looks: bool
-    prepare: Sequence[tuple[str, Callable[[StepData], object]]]
-    told: dict[str, float]
-
-
-class Probe:
+class EngineProbe:
     """Records the steps that its plan selects. Also usable as a context manager, which closes it.
 
     programs: what the plan asks for. new_tape: makes the tape of a step. find_place: learns where this process stands.
@@ -95,8 +78,8 @@ class Probe:
         self.step_number = -1
         self.begun = 0  # how many steps began: numbers of steps may leave some out
         self.closed = False
-        self.programs = tuple(programs)
-        self.scheduler = Scheduler(self.programs, guard, pauses or Pauses())
+        self.programs = Programs(programs, guard)
+        self.scheduler = Scheduler(programs, guard, pauses or Pauses())
         self.new_tape = new_tape
         self._running = Scheduled()
         self._find_place = find_place
@@ -109,18 +92,13 @@ class Probe:
         self._inside = False
         self._stores = False  # the step that has begun hands values to the writer, which takes step after step
         self.more_is_told = False  # `tell` is called between two steps
-        self._told: dict[str, float] | None = None  # of the last step that was collected, as long as more can be added
-        self._judged: StepData | None = None  # a step that waits for what is told, and has been judged already
-        self._on_their_way: deque[_OnItsWay] = deque()
-        self._settling = threading.RLock()  # who waits for the writer may be on any thread
-        self._process = os.getpid()
+        self._waiting = WaitingSteps(self._judge, self._submit, self._act, guard.part)
         self.first_step: int | None = None  # that began
         self._unmatched_selections = UnmatchedSelections(plan)
-        self._defined: dict[str, tuple[Program, ...]] = {}  # by the name of an event
         guard._on_finding = self.report
         guard.on_trip(self._hand_over_unjudged)
         guard.on_trip(self._remove)
-        for program in self.programs:
+        for program in programs:
             program.attached(self)
 
     # ---- the seven verbs -----------------------------------------------------------------------------------------
@@ -143,9 +121,9 @@ class Probe:
         """
         if self._inside:
             raise UsageError(f"step {self.step_number} has not ended: call end_step() before begin_step()")
-        if self._on_their_way or self._judged:
-            self.guard.run(self._settle)
-        self._told = {}
+        if self._waiting:
+            self.guard.run(self._waiting.settle)
+        self._waiting.begins()
         self.step_number = self.step_number + 1 if number is None else number
         self.first_step = self.step_number if self.first_step is None else self.first_step
         self._inside = True
@@ -156,7 +134,7 @@ class Probe:
 
     def moment(self, name: str, *values: Any) -> None:
         """Tell that something happens: "micro" (its index), "optimizer", "optimizer_done", "clip", "clip_done"."""
-        self._call("moment", name, *values)
+        self.programs.call("moment", name, *values)
         if self.tape is None:
             return
         if name == "micro":
@@ -174,10 +152,7 @@ class Probe:
 
         Returns False where it comes too late: its step has been handed to the writer.
         """
-        if self._told is None:
-            return False
-        self._told[name] = number
-        return True
+        return self._waiting.tell(name, number)
 
     def end_step(self, *, complete: bool = True, more: bool = False) -> StepData | None:
         """End the step; of a collected one, return the collected step that was handed to the writer.
@@ -194,13 +169,13 @@ class Probe:
             self.guard.keep_on(self._remove)  # what torch held back while the fault came
         try:
             if self.tape is None:
-                if self._on_their_way:
-                    self.guard.run(self._settle)
+                if self._waiting:
+                    self.guard.run(self._waiting.settle)
                 return None
             self.guard.run(self._remove, complete)
             return self.guard.run(self._finish, complete, more and self.more_is_told)
         finally:
-            self._call_in_any_case("ended", self.step_number, complete)
+            self.programs.call_in_any_case("ended", self.step_number, complete)
 
     def drop_step(self) -> None:
         """Forget the step that has begun, as if it had not: it is neither written nor judged, and its number is free again."""
@@ -210,7 +185,7 @@ class Probe:
             self.step_number -= 1
             self.first_step = self.first_step if self.begun else None
             self.uninstall()
-            self._call_in_any_case("dropped")
+            self.programs.call_in_any_case("dropped")
 
     def uninstall(self) -> None:
         """Remove everything that is installed, at any moment; of a step that is under way nothing is collected."""
@@ -226,14 +201,14 @@ class Probe:
         self.guard.keep_on(self._remove)
         self.settle()
         self.closed = True
-        self._call("closing")
+        self.programs.call("closing")
         self.guard.run(self._say_what_never_came)
         self.guard.run(self.reporter.write_counts)
         writer, self.reporter.writer = self.writer, None
         if writer is not None:
             self.guard.keep_on(writer.close)
             self.recorded = writer.counts.sentence()
-        self._call_in_any_case("closed")
+        self.programs.call_in_any_case("closed")
 
     # ---- for people --------------------------------------------------------------------------------------------
 
@@ -297,12 +272,12 @@ class Probe:
         """Tell the programs that this error ends the training."""
         self.settle()
         when = f"after step {self.step_number}" if self.step_number >= 0 else "before its first step"
-        self._call("interrupted", f"{type(error).__name__} ended the training {when}")
+        self.programs.call("interrupted", f"{type(error).__name__} ended the training {when}")
 
     def settle(self) -> None:
         """Wait for the numbers that are still on their way from a device; judge their steps and hand them to the writer."""
-        if self._on_their_way or self._judged:
-            self.guard.run(self._settle, True)
+        if self._waiting:
+            self.guard.run(self._waiting.settle, True)
 
     @property
     def running(self) -> Sequence[str]:
@@ -316,13 +291,13 @@ class Probe:
 
     def pause(self) -> None:
         """Stop taking forward calls until `resume`; gradients of what was recorded still arrive until the step ends."""
-        self._call("paused")
+        self.programs.call("paused")
         if self.tape is not None:
             self.guard.run(self.scheduler.pauses.begin, "the program")
 
     def resume(self) -> None:
         """Take forward calls again, where nothing else has them rest."""
-        self._call("resumed")
+        self.programs.call("resumed")
         if self.tape is not None:
             self.guard.run(self.scheduler.pauses.end, "the program")
 
@@ -341,26 +316,9 @@ class Probe:
 
     # ---- the programs ------------------------------------------------------------------------------------------
 
-    def _at(self, event: str) -> tuple[Program, ...]:
-        """Return the programs that do something at an event."""
-        known = self._defined.get(event)
-        if known is None:
-            known = self._defined[event] = tuple(program for program in self.programs if defines(program, event))
-        return known
-
-    def _call(self, event: str, *args: Any) -> None:
-        """Call the programs at an event. A fault leaves out the program whose it is."""
-        for program in self._at(event):
-            self.guard.run(self.guard.part, program.part, getattr(program, event), *args)
-
-    def _call_in_any_case(self, event: str, *args: Any) -> None:
-        """Call the programs at an event, also where the tool or the program has stopped."""
-        for program in self._at(event):
-            self.guard.of(program.part).keep_on(getattr(program, event), *args)
-
     def journal(self, step: int) -> StepJournal | None:
         """Return what the tape of a step is to tell while the step runs; nothing of a tape that is for no step."""
-        programs = self._at("journal") if step >= 0 else ()
+        programs = self.programs.at("journal") if step >= 0 else ()
         return next((self.guard.part(program.part, program.journal, step) for program in programs), None)
 
     # ---- inside ------------------------------------------------------------------------------------------------
@@ -376,10 +334,10 @@ class Probe:
         self.reporter.writer = self._open_writer(self.place)
         self.reporter.writer.hand_in = self.settle
         if self.plan.on_existing == "continue":
-            self._call("continued")
+            self.programs.call("continued")
 
     def _begin(self) -> None:
-        for program in self._at("begins"):
+        for program in self.programs.at("begins"):
             self.guard.part(program.part, program.begins, self.step_number)
         self._stores = False
         running = self.scheduler.at(self.step_number)
@@ -421,63 +379,27 @@ class Probe:
         number = self.step_number
         tape.send(number, self.place, complete=complete, **self._about_step())
         looks = complete and self._running.looks and not self._only_collects()
-        made = [(program.part, self.guard.part(program.part, program.collected)) for program in self._at("collected")]
+        made = [(program.part, self.guard.part(program.part, program.collected)) for program in self.programs.at("collected")]
         prepare = [(part, call) for part, call in made if call is not None]
-        self._on_their_way.append(_OnItsWay(number, tape, looks, prepare, {} if self._told is None else self._told))
+        prepare += [(program.part, program.prepare) for program in self.programs.at("prepare")]
+        self._waiting.add(number, tape, looks, prepare)
         wait = not complete or self._stores or self.at_once
-        wait = wait or any(self.guard.part(p.part, p.at_once, number) for p in self._at("at_once"))
-        return None if more and not wait else self._settle(wait, number if more else None)
-
-    def _settle(self, wait: bool = False, keep: int | None = None) -> StepData | None:
-        """Judge and hand over, in order, the steps whose numbers have come; return the last one, if none is left behind it.
-
-        wait: for all; otherwise MOST_ON_THEIR_WAY may stay. keep: the step that is judged, and handed over later.
-        """
-        if os.getpid() != self._process:  # a fork: its parent has them
-            self._on_their_way.clear()
-            self._judged = None
-        step_data: StepData | None = None
-        with self._settling:
-            self._hand_over_judged()
-            while self._on_their_way:
-                first = self._on_their_way[0]
-                if not (wait or len(self._on_their_way) > MOST_ON_THEIR_WAY or first.tape.arrived()):
-                    return None
-                self._on_their_way.popleft()
-                step_data = self._received(first, first.number == keep)
-        return step_data
-
-    def _hand_over_judged(self) -> None:
-        step_data, self._judged = self._judged, None
-        if step_data is not None and self.writer is not None:
-            step_data.scalars = {**step_data.scalars, **(self._told or {})}
-            self._told = None
-            self.writer.submit(step_data)
-
-    def _prepared(self, step: _OnItsWay, part: Part) -> StepData:
-        """Return a step whose numbers are waited for, once each program has corrected what was recorded."""
-        step_data = step.tape.receive()
-        step_data.scalars = {**step_data.scalars, **step.told}
-        if step.told is self._told and not self._inside:
-            self._told = None
-        for name, call in step.prepare:
-            part(name, call, step_data)
-        for program in self._at("prepare"):
-            part(program.part, program.prepare, step_data)
-        return step_data
+        wait = wait or any(self.guard.part(p.part, p.at_once, number) for p in self.programs.at("at_once"))
+        return None if more and not wait else self._waiting.settle(wait, number if more else None)
 
     def _hand_over_unjudged(self) -> None:
         """Hand over what was collected before a fault disabled the tool."""
-        self._hand_over_judged()
-        while self._on_their_way and self.writer is not None and os.getpid() == self._process:
-            step_data = self._prepared(self._on_their_way.popleft(), simply)
+        for step_data in self._waiting.unjudged() if self.writer is not None else ():
             if selects(self.plan):
                 step_data.calls, _ = selected(step_data.calls, self.plan, self._framework)
+            self._submit(step_data)
+
+    def _submit(self, step_data: StepData) -> None:
+        if self.writer is not None:
             self.writer.submit(step_data)
 
-    def _received(self, step: _OnItsWay, keep: bool) -> StepData:
-        assert self.writer is not None
-        step_data = self._prepared(step, self.guard.part)
+    def _judge(self, step: WaitingStep, step_data: StepData) -> list[Finding]:
+        """Report what is found in a step, and drop what its plan does not select; return the findings of the programs."""
         if self._stacks is not None:
             step_data.stacks = used_by(step_data.calls, self._stacks.text())
         self._unmatched_selections.saw(step_data)
@@ -487,23 +409,18 @@ class Probe:
             self.reporter.report_once(Finding("kernels", "warning", fault, step=step.number))
         self.collected += step_data.complete
         self.cut_short += not step_data.complete
-        found = self._judge(step_data)
+        found = self._found(step_data)
         for finding in found:
             self.report(finding)
         if selects(self.plan):
             step_data.calls, why = selected(step_data.calls, self.plan, self._framework)
             if why:
                 self.reporter.report_once(Finding("plan", "warning", why, step=step_data.step))
-        if keep:
-            self._judged, self._told = step_data, step.told
-        else:
-            self.writer.submit(step_data)
-        self._act(found)
-        return step_data
+        return found
 
-    def _judge(self, step_data: StepData) -> list[Finding]:
+    def _found(self, step_data: StepData) -> list[Finding]:
         """Return what the programs find in a step."""
-        judged = [self.guard.part(program.part, program.judge, step_data) or () for program in self._at("judge")]
+        judged = [self.guard.part(program.part, program.judge, step_data) or () for program in self.programs.at("judge")]
         return [finding for found in (*judged, *(watch(step_data) for watch in self.watchers)) for finding in found]
 
     def _store(self) -> None:
@@ -517,7 +434,7 @@ class Probe:
 
     def _act(self, found: Sequence[Finding]) -> None:
         """Do what the findings of a step ask for. Raises StopTraining when a rule wants the run to end."""
-        for program in self._at("decide"):
+        for program in self.programs.at("decide"):
             steps, stop = self.guard.part(program.part, program.decide, found) or (0, None)
             if steps:
                 self.collect_next(steps)

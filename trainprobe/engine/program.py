@@ -8,7 +8,7 @@ A fault of a program leaves out that program, and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from trainprobe.engine.core.guard import Guard
     from trainprobe.engine.core.naming import Rename
     from trainprobe.engine.plan.model import Plan
-    from trainprobe.engine.probe import Probe
+    from trainprobe.engine.probe import EngineProbe
 
 Wants = Callable[[int], bool]
 
@@ -57,7 +57,7 @@ class Program:
         self.part = part or f"the {name}"
         self.schedule = schedule
 
-    def attached(self, probe: Probe) -> None:
+    def attached(self, probe: EngineProbe) -> None:
         """The probe is composed; nothing is open yet."""
 
     def opened(self, model: Any, optimizer: Any, declared: bool) -> None:
@@ -148,6 +148,32 @@ class Making:
     made: dict[str, Program] = field(default_factory=dict[str, "Program"])
 
 
-def defines(program: Program, event: str) -> bool:
-    """Tell whether a program does anything at an event: what does nothing costs nothing."""
-    return getattr(type(program), event) is not getattr(Program, event)
+class Programs:
+    """The programs of a run in their order, called at the events that they define: what does nothing costs nothing."""
+
+    def __init__(self, programs: Sequence[Program], guard: Guard) -> None:
+        self._programs = tuple(programs)
+        self._guard = guard
+        self._defined: dict[str, tuple[Program, ...]] = {}  # by the name of an event
+
+    def __iter__(self) -> Iterator[Program]:
+        return iter(self._programs)
+
+    def at(self, event: str) -> tuple[Program, ...]:
+        """Return the programs that do something at an event."""
+        known = self._defined.get(event)
+        if known is None:
+            nothing = getattr(Program, event)
+            known = tuple(program for program in self._programs if getattr(type(program), event) is not nothing)
+            self._defined[event] = known
+        return known
+
+    def call(self, event: str, *args: Any) -> None:
+        """Call the programs at an event. A fault leaves out the program whose it is."""
+        for program in self.at(event):
+            self._guard.run(self._guard.part, program.part, getattr(program, event), *args)
+
+    def call_in_any_case(self, event: str, *args: Any) -> None:
+        """Call the programs at an event, also where the tool or the program has stopped."""
+        for program in self.at(event):
+            self._guard.of(program.part).keep_on(getattr(program, event), *args)

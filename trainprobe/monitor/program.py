@@ -10,7 +10,7 @@ from typing import Any
 
 from trainprobe.engine.core.records import Finding, Place, StepData
 from trainprobe.engine.plan.model import Plan
-from trainprobe.engine.probe import Probe
+from trainprobe.engine.probe import EngineProbe
 from trainprobe.engine.program import Program, Schedule
 from trainprobe.errors import StopTraining
 from trainprobe.monitor.chosen_calls import chosen_calls
@@ -43,7 +43,7 @@ class MonitorProgram(Program):
         self._kept, self._section = False, plan.section("monitor")
         self._choose = chosen_calls(self.plan)
 
-    def attached(self, probe: Probe) -> None:
+    def attached(self, probe: EngineProbe) -> None:
         """Let rules fail one by one, and findings that last be counted; leave printing to the plan."""
         self._probe, self._section = probe, probe.plan.section("monitor")
         self.watcher.count, self.watcher.part = probe.reporter.count, probe.guard.part

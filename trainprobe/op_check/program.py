@@ -12,7 +12,7 @@ from trainprobe.engine.core.records import Finding, StepData
 from trainprobe.engine.core.unmatched import UnmatchedSelections
 from trainprobe.engine.plan.loading import load_plan
 from trainprobe.engine.plan.selection import parse_steps
-from trainprobe.engine.probe import SAW_NOTHING, Probe, saw_nothing
+from trainprobe.engine.probe import SAW_NOTHING, EngineProbe, saw_nothing
 from trainprobe.engine.program import Making, Program, Schedule
 from trainprobe.engine.scheduling import Scheduler
 from trainprobe.engine.storage.safe_files import open_private
@@ -64,7 +64,7 @@ class OpCheckProgram(Program):
         self._online = OnlineJudge(self.settings, self.held, say) if self._elsewhere else None
         self.judge_step = self._online or StepJudge(self.settings, self.held, say, folder)
 
-    def attached(self, probe: Probe) -> None:
+    def attached(self, probe: EngineProbe) -> None:
         """Report what is found to the run; where the run's probe stops, leave nothing installed."""
         self._run = probe
         self._guard._on_finding = probe.report

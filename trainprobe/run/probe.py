@@ -1,4 +1,4 @@
-"""`Probe(plan)`: what a plan asks for, composed for one framework; `engine.probe.Probe` with a few more verbs."""
+"""`Probe(plan)`: what a plan asks for, composed for one framework; `engine.probe.EngineProbe` with a few more verbs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainprobe.engine.core.unmatched import names_not_there
 from trainprobe.engine.geometry.shards import ShardOf, declared_shard
 from trainprobe.engine.plan.loading import load_plan
 from trainprobe.engine.plan.model import Plan
-from trainprobe.engine.probe import Probe as EngineProbe
+from trainprobe.engine.probe import EngineProbe
 from trainprobe.engine.program import Making, Schedule
 from trainprobe.errors import UsageError
 from trainprobe.run.backend import Backend
@@ -133,7 +133,7 @@ class Probe(EngineProbe):
             self.parts.states.named = self._parameter_names
         super()._open(model, optimizer, place)
         self._open_console()
-        for program in self._at("opened"):
+        for program in self.programs.at("opened"):
             self.guard.of(program.part).set_up(program.opened, model, optimizer, self._place_given or place is not None)
         first: Any = next(iter(chunks_of(model)), model)
         for finding in names_not_there(unmatched_names(self.plan, self.parts), type(first).__name__, self.place):
@@ -149,7 +149,7 @@ class Probe(EngineProbe):
                 shutil.rmtree(self.console.markers, ignore_errors=True)  # of an earlier run
 
     def begin_step(self, number: int | None = None) -> bool:
-        """Begin a step; see `engine.probe.Probe.begin_step`. A rank whose probe has stopped still looks with the others."""
+        """Begin a step; see `EngineProbe.begin_step`. A rank whose probe has stopped still looks with the others."""
         step = self.step_number + 1 if number is None else number
         if self.closed and not self._end_reported:
             self._end_reported = True
@@ -258,7 +258,7 @@ class Probe(EngineProbe):
         try:
             with suppress(OSError):  # told below
                 private_folder(plan.output)  # before anything makes it by the way
-            for program in self._at("sinks"):
+            for program in self.programs.at("sinks"):
                 more |= program.sinks(place)
             return open_writer(plan, place, self.findings.append, more)
         except BaseException:

@@ -18,7 +18,7 @@ from trainprobe.engine.core.records import TOLD
 from trainprobe.engine.program import Program, Schedule
 
 if TYPE_CHECKING:
-    from trainprobe.engine.probe import Probe
+    from trainprobe.engine.probe import EngineProbe
 
 Pairs = Iterator[tuple[Any, Any]]
 MOST = 256  # names in a run: a script may make up new ones at each step
@@ -81,7 +81,7 @@ class ToldProgram(Program):
         self._waiting = dict(CLIENTS)  # that the script has not imported so far
         self._patches: list[Replaced] = []
 
-    def attached(self, probe: Probe) -> None:
+    def attached(self, probe: EngineProbe) -> None:
         """Where the probe stops, leave nothing installed."""
         self._probe = probe
         probe.guard.of(self.part).on_trip(self.closed)

@@ -31,7 +31,7 @@ from trainprobe.engine.arrays.mindspore_library import HostStatsRows, host_array
 from trainprobe.engine.arrays.numpy_rows import NumpyStatsRows
 from trainprobe.engine.capture.mindspore.calls import KnownCalls, listed
 from trainprobe.engine.capture.mindspore.cells import is_graph_mode, is_optimizer
-from trainprobe.engine.probe import Probe
+from trainprobe.engine.probe import EngineProbe
 from trainprobe.engine.program import Program, Schedule
 from trainprobe.engine.stats import finish
 from trainprobe.engine.stats.checksum import fingerprint
@@ -63,7 +63,7 @@ class CellCapture(Program):
         self._stepped: dict[int, dict[str, Any]] = {}  # number of an optimizer → its settings as it first stepped
         self._clipping: dict[str, Any] | None = None
 
-    def attached(self, probe: Probe) -> None:
+    def attached(self, probe: EngineProbe) -> None:
         """Run under the guard of this part of the probe."""
         self._probe = probe
         self._guard = probe.guard.of(self.part)

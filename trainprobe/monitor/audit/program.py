@@ -11,7 +11,7 @@ from trainprobe.engine.capture import AUDIT
 from trainprobe.engine.core.naming import chunks_of
 from trainprobe.engine.core.records import Finding, StepData
 from trainprobe.engine.plan.model import Plan
-from trainprobe.engine.probe import Probe
+from trainprobe.engine.probe import EngineProbe
 from trainprobe.engine.program import Program, Schedule
 from trainprobe.engine.tape import Tape
 from trainprobe.monitor.audit.apart_on_purpose import why_not_compared
@@ -57,7 +57,7 @@ class AuditProgram(Program):
 
     # ---- events --------------------------------------------------------------------------------------------------
 
-    def attached(self, probe: Probe) -> None:
+    def attached(self, probe: EngineProbe) -> None:
         """Let relations fail one by one, and findings that last be counted."""
         self._probe = probe
         self.audit.count, self.audit.part = probe.reporter.count, probe.guard.part

@@ -7,7 +7,7 @@ from typing import Any
 
 from trainprobe.engine.core.position import BETWEEN, Position
 from trainprobe.engine.core.records import Finding, Place, StepData
-from trainprobe.engine.probe import Probe
+from trainprobe.engine.probe import EngineProbe
 from trainprobe.engine.program import Program, Schedule
 from trainprobe.engine.storage.step_journal import StepJournal
 from trainprobe.errors import StopTraining
@@ -40,7 +40,7 @@ class BlackBoxProgram(Program):
         self._ended_in: Mapping[str, Any] = {}  # the random state at the end of the step that is judged
         self._asked = False  # for a dump
 
-    def attached(self, probe: Probe) -> None:
+    def attached(self, probe: EngineProbe) -> None:
         """Follow where the training is; once the tool has stopped, say nothing of the step in progress."""
         self._probe = probe
         probe.guard.on_trip(self._forget_step)
