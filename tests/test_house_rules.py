@@ -46,7 +46,7 @@ STOREYS = {
     **dict.fromkeys([f"trainprobe.engine.{name}" for name in ("arrays", "geometry", "stats", "plan")], 1),
     **dict.fromkeys([f"trainprobe.engine.core.{name}" for name in ("guard", "topology")], 1),
     "trainprobe.engine.core": 1.5,  # what the plan does not need to know; below the tape, the taps and the storage
-    **dict.fromkeys([f"trainprobe.engine.{name}" for name in ("probe", "program", "scheduling", "waiting_steps")], 3),
+    **dict.fromkeys([f"trainprobe.engine.{name}" for name in ("probe", "program", "scheduling", "taps", "waiting_steps")], 3),
     "trainprobe.comparison": 3,
     "trainprobe.monitor": 4,
     "trainprobe.config_check": 4,
@@ -57,7 +57,7 @@ STOREYS = {
     **dict.fromkeys(["trainprobe.rollout.command", "trainprobe.rollout.torch_files"], 7),
     "trainprobe.kernel_dump": 4,
     "trainprobe.preflight": 4,
-    **dict.fromkeys([f"trainprobe.run.{name}" for name in ("schedules", "composition", "told", "torch_taps", "backend")], 5),
+    **dict.fromkeys([f"trainprobe.run.{name}" for name in ("dump", "composition", "told", "torch_taps", "backend")], 5),
     **dict.fromkeys(["trainprobe.run", "trainprobe.watching", "trainprobe.compare_with_cpu"], 6),
     **dict.fromkeys(["trainprobe.debugger", "trainprobe.pytorch", "trainprobe.core", "trainprobe.mindspore"], 6),
     "trainprobe.integrations": 6,

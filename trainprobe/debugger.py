@@ -20,6 +20,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from trainprobe.engine.capture import Tap
 from trainprobe.engine.core.records import Place
 from trainprobe.engine.plan.dump_switch import DumpSwitch
 from trainprobe.engine.plan.loading import load_plan
@@ -187,7 +188,8 @@ class PrecisionDebugger:
         if self._functions is None:
             from trainprobe.engine.capture.custom_functions import CustomFunctions
 
-            self._functions = CustomFunctions(self.probe.parts.ops)
+            ops: Any = self.probe.taps.get("ops", Tap)
+            self._functions = CustomFunctions(ops)
         self._functions.register(module, api_name, api_prefix)
 
     @classmethod
@@ -222,10 +224,10 @@ class PrecisionDebugger:
             from trainprobe.engine.capture.dumped_modules import DumpedModules
             from trainprobe.engine.capture.requests import modules_of_plan
 
-            parts, probe = self.probe.parts, self.probe
-            wanted = modules_of_plan(self.plan, parts.cuts)
-            others = [parts.ops, parts.collectives]
-            self._dumped = DumpedModules(others, parts.pauses, wanted, probe.guard, lambda: probe.tape)
+            taps, probe = self.probe.taps, self.probe
+            wanted = modules_of_plan(self.plan, taps.cuts)
+            others = [taps.get("ops", Tap), taps.get("collectives", Tap)]
+            self._dumped = DumpedModules(others, taps.pauses, wanted, probe.guard, lambda: probe.tape)
         self.probe.guard.run(self._dumped.begin, module, module_name)
 
     @classmethod

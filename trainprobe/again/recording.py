@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from trainprobe.engine.capture.collectives import CollectiveTap
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.naming import ROOT
 from trainprobe.engine.core.records import Call, Place, StepData, Value
@@ -66,14 +67,15 @@ class Recorder:
         self.guard = Guard(making.plan.on_error, without_dispatch=making.backend.without_dispatch)
         self.guard._on_finding = report
         self.keep: Callable[[str, Any], None] | None = None
-        self._parts, schedules = making.compose(plan, self.guard, making.rename)
-        if self._parts.collectives is not None:
-            self._parts.collectives.keep_no_values()
+        self._taps, schedules = making.compose(plan, self.guard, making.rename)
+        collectives = self._taps.get("collectives", CollectiveTap)
+        if collectives is not None:
+            collectives.keep_no_values()
         self.library = making.backend.tapes(plan, self._keep, lambda chunk: None, lambda step: None)(0).library
         self._dump = Program("dump", Schedule())
-        taps = [pair for pair in schedules["dump"].taps if pair[0] is not self._parts.stepping]  # ops rest within an update
+        taps = [pair for pair in schedules["dump"].taps if pair[0] is not self._taps.stepping()]  # ops rest within an update
         self._dump.schedule = replace(schedules["dump"], taps=tuple(taps))
-        self._scheduler = Scheduler([self._dump], self.guard, self._parts.pauses)
+        self._scheduler = Scheduler([self._dump], self.guard, self._taps.pauses)
         self.tape: Tape | None = None
 
     def open(self, model: Any, optimizer: Any) -> None:
@@ -83,7 +85,7 @@ class Recorder:
     @property
     def names(self) -> dict[int, str]:
         """Id of parameter → its name."""
-        return self._parts.naming.names()
+        return self._taps.naming.names()
 
     def begin(self) -> Tape:
         """Record from now on."""

@@ -33,6 +33,7 @@ from trainprobe.engine.program import Making, Program, Schedule
 from trainprobe.engine.state_guard import StateGuard, put_random_states, random_states
 from trainprobe.engine.stats.flipped import Flip, flip_behind
 from trainprobe.engine.stats.partials import CHECKSUM
+from trainprobe.monitor.audit.capture.audit_tap import AuditTap
 from trainprobe.monitor.audit.capture.registered import unwrapped
 
 PART = "the repeated step"
@@ -250,7 +251,7 @@ class RepeatedStep(Program):
     @contextmanager
     def _others_rest(self) -> Generator[None]:
         """Have all that listens to the training rest."""
-        audit = getattr(self._making.parts, "audit", None)
+        audit = self._making.taps.get("audit", AuditTap)
         self._probe.pause()
         self._within = True
         if audit is not None:

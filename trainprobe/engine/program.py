@@ -8,7 +8,7 @@ A fault of a program leaves out that program, and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +20,22 @@ from trainprobe.errors import StopTraining
 if TYPE_CHECKING:
     from trainprobe.engine.core.guard import Guard
     from trainprobe.engine.core.naming import Rename
+    from trainprobe.engine.core.unmatched import Unmatched
     from trainprobe.engine.plan.model import Plan
     from trainprobe.engine.probe import EngineProbe
+    from trainprobe.engine.taps import Taps
 
 Wants = Callable[[int], bool]
+
+
+def always(step: int) -> bool:
+    """Want each step."""
+    return True
+
+
+def each(every: int) -> Wants:
+    """Return a function that wants every so-many-th step."""
+    return lambda n: n % every == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +85,13 @@ class Program:
     def changed(self, plan: Plan, schedule: Schedule) -> None:
         """The plan has changed between two steps, and when the taps of this program run."""
         self.schedule = schedule
+
+    def unmatched(self, modules: Sequence[str], parameters: Sequence[str]) -> Iterable[Unmatched]:
+        """Return what the plan selects for this program, each with its patterns that match none of these names."""
+        return ()
+
+    def accepts(self, plan: Plan) -> None:
+        """The plan is to change between two steps. Raises PlanError where this program cannot go on with it."""
 
     def begins(self, step: int) -> None:
         """A step begins, whether it is collected or not; no tap is installed yet."""
@@ -134,16 +153,16 @@ class Program:
 class Making:
     """What programs are made from.
 
-    parts: the taps of the run. schedules: when they run, by the names of programs. backend: a `run.backend.Backend`. compose:
-    returns parts and schedules of another plan, for a program that collects for itself. made: programs that are there
+    taps: those of the run. schedules: when they run, by the names of programs. backend: a `run.backend.Backend`. compose:
+    returns taps and schedules of another plan, for a program that collects for itself. made: programs that are there
     already, by name.
     """
 
     plan: Plan
-    parts: Any
+    taps: Taps
     schedules: Mapping[str, Schedule]
     backend: Any
-    compose: Callable[[Plan, Guard, Rename | None], tuple[Any, Mapping[str, Schedule]]]
+    compose: Callable[[Plan, Guard, Rename | None], tuple[Taps, Mapping[str, Schedule]]]
     rename: Rename | None = None
     made: dict[str, Program] = field(default_factory=dict[str, "Program"])
 

@@ -22,18 +22,17 @@ def announce(probe: Probe) -> None:
 
 def describe(probe: Probe) -> str:
     """Return that line."""
-    plan, monitor = probe.plan, probe.parts.monitor
+    plan, monitor, audit = probe.plan, probe.monitor_plan, probe.audit
     dumps = "" if plan.level == "off" else f"a dump of {plan.level} with {DUMPED[plan.task]} of {_steps(plan.step)}"
     watched = [dumps] if dumps else []
     if monitor is not None:
         kinds = [kind.replace("_", " ") for kind in KINDS if getattr(monitor, kind).on]
         watched.append(f"{_joined(kinds) or 'nothing'} at {_steps(monitor.step)}")
-    audit = probe.parts.audit_plan
     watched += ["the audit"] if audit is not None else []
     watched += [words for program in plan.programs.values() if (words := getattr(program, "WATCHES", ""))]
     if not watched:
         return "nothing is recorded or judged, as the plan says"
-    count = len(set(probe.parts.naming.parameter_names.values()))
+    count = len(set(probe.taps.naming.parameter_names.values()))
     what = f"{'; '.join(watched)} ({count} parameters on this rank)"
     return "; ".join(filter(None, (f"watching {what}", f"writing to {plan.output}", _costs(probe))))
 
@@ -42,7 +41,7 @@ def _costs(probe: Probe) -> str:
     """Say what a step costs, from a timing on this machine; where parameters cannot be read, in words."""
     from trainprobe.integrations.expected_cost import expected
 
-    monitor, audit = probe.parts.monitor, probe.parts.audit_plan
+    monitor, audit = probe.monitor_plan, probe.audit
     if monitor is None and audit is None:
         return "a dumped step costs one pass over each tensor that is dumped" if probe.plan.level != "off" else ""
     costs = probe.guard.run(expected, probe) if "torch" in sys.modules else None
@@ -53,7 +52,7 @@ def _costs(probe: Probe) -> str:
         more = " and a pass over what modules hand on" if monitor.activations.on or monitor.activation_gradients.on else ""
         parts.append(f"{costs[0]} for a watched step{more}")
     if audit is not None:
-        every = min((e for name in relation_names() if (e := audit.interval(name))), default=0)
+        every = min((e for name in relation_names() if (e := audit.plan.interval(name))), default=0)
         parts.append(f"{costs[1]} for the audit of {f'one of {every} steps' if every > 1 else 'each step'}")
     return f"it costs {' and '.join(parts)}{', dumps left out' * (probe.plan.level != 'off')}, as timed here at the start"
 

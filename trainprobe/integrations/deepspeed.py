@@ -126,16 +126,16 @@ class LoopHooks:
     def __init__(self, probe: Probe, engine: Any) -> None:
         self.probe = probe
         self.engine = engine
-        self.source = DeepSpeedSource(engine, lambda: probe.parts.naming.parameter_names)
+        self.source = DeepSpeedSource(engine, lambda: probe.taps.naming.parameter_names)
         self._ends: list[Callable[[], Any]] = []
         self._inside = False
         self._micro = 0
         self._loss: Any = None
         self._passes: dict[str, int] = {}
-        monitor = probe.parts.monitor
+        monitor = probe.monitor_plan
         self._gradients = monitor.gradients if monitor is not None and monitor.gradients.on else None
         asked_for = self._gradients is not None and self._gradients.unclipped
-        self._unclipped = asked_for or probe.parts.audit is not None
+        self._unclipped = asked_for or probe.audit is not None
         self._per_micro = self._gradients is not None and self._gradients.per_micro
         managed = getattr(engine, "managed_gradient_accumulation", lambda: True)()
         self._pipeline = hasattr(type(engine), "train_batch")

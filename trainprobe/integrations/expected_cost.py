@@ -44,7 +44,9 @@ def expected(probe: Probe) -> tuple[Cost, Cost]:
 
 def _held(probe: Probe) -> Iterator[tuple[Any, int]]:
     """Yield what this process holds of each parameter, and its bytes; of a shard, the shard alone."""
-    states: Any = probe.parts.states
+    from trainprobe.engine.capture.parameter_states import ParameterStateTap
+
+    states = probe.taps.get("states", ParameterStateTap)
     for p in states.parameters if states is not None else ():
         tensor = getattr(p, "ds_tensor", getattr(p, "_local_tensor", p))
         device = str(getattr(tensor, "device", "meta"))
@@ -54,7 +56,7 @@ def _held(probe: Probe) -> Iterator[tuple[Any, int]]:
 
 def _passes(probe: Probe) -> tuple[float, float]:
     """Return how many times the bytes of all parameters are read in a monitored and in an audited step."""
-    monitor, audit = probe.parts.monitor, probe.parts.audit_plan
+    monitor, audit = probe.monitor_plan, probe.audit
     watched = 0.0
     if monitor is not None:
         gradients = monitor.gradients

@@ -147,11 +147,11 @@ class LoopHooks:
             self.around(optimizer, "step", self._optimizer_step)
         elif optimizer is not None:
             self.around(optimizer, "step", self._torch_step)
-        monitor = probe.parts.monitor
+        monitor = probe.monitor_plan
         self._may_stop = monitor is not None and any("stop" in rule.actions for rule in monitor.rules.values())
         self._device = next((held.parameter.device for held in source.held), None)
-        audited = probe.parts.audit is not None
-        self._unclipped = probe.parts.states is not None and (audited or monitor is None or monitor.gradients.unclipped)
+        audited = probe.audit is not None
+        self._unclipped = probe.judges and (audited or monitor is None or monitor.gradients.unclipped)
         gradients = monitor.gradients if monitor is not None else None
         if gradients is not None and gradients.on and gradients.unreduced:
             self._watch_reductions(chunks)

@@ -198,8 +198,8 @@ class ProbeCallback(Callback):  # pyright: ignore[reportUntypedBaseClass]
     def on_eval_step_begin(self, run_context: Any) -> None:
         """Let the audit see in which mode the cells are that are evaluated."""
         probe = self.session.probe
-        if isinstance(probe, MindSporeProbe) and probe.parts.audit is not None:
-            probe.guard.run(probe.parts.audit.evaluates)
+        if isinstance(probe, MindSporeProbe) and probe.audit is not None:
+            probe.guard.run(probe.audit.tap.evaluates)
 
     def _note(self, scalars: Mapping[str, Any]) -> None:
         for name, value in scalars.items():

@@ -6,13 +6,12 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import mindspore
 
 from trainprobe.engine.arrays.mindspore_library import MindSporeLibrary, copy_out
-from trainprobe.engine.capture import AUDIT, part_of
+from trainprobe.engine.capture import AUDIT, Tap, part_of
 from trainprobe.engine.capture.mindspore.calls import KnownCalls, OptimizerTap
 from trainprobe.engine.capture.mindspore.cells import COMPILED, UNCALLED, CellTap, is_graph_mode, is_optimizer
 from trainprobe.engine.capture.mindspore.gathering import gathering
@@ -20,7 +19,7 @@ from trainprobe.engine.capture.mindspore.ops import PrimitiveTap, ops_are_seen
 from trainprobe.engine.capture.mindspore.states import CellStateTap
 from trainprobe.engine.capture.mindspore.tape import HostTape
 from trainprobe.engine.capture.mindspore.tensor_hooks import hooked, wait
-from trainprobe.engine.capture.requests import ModuleRequest, OpRequest, StatesRequest
+from trainprobe.engine.capture.requests import NO_STATES, ModuleRequest, OpRequest, StatesRequest, no_flags
 from trainprobe.engine.capture.saved import SavedTap
 from trainprobe.engine.core.gathering import Gathering
 from trainprobe.engine.core.guard import Guard
@@ -31,18 +30,15 @@ from trainprobe.engine.core.stacks import Stacks
 from trainprobe.engine.plan.detail import Detail
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.tape import Tape
+from trainprobe.engine.taps import Taps
 from trainprobe.errors import PlanError, UsageError
 from trainprobe.integrations.mindspore_limits import NOT_JUDGED_IN_A_GRAPH, not_judged, refuse
 from trainprobe.integrations.mindspore_place import declared_place, place_of_process
 from trainprobe.monitor.audit.capture.mindspore_tap import CellAuditTap, counted
 from trainprobe.monitor.audit.relations import relation_names
-from trainprobe.monitor.plan import MonitorPlan
 from trainprobe.monitor.plan import validate as monitor_plan
-from trainprobe.monitor.requests import no_flags
 from trainprobe.run.backend import Backend, Journal, Keep
-from trainprobe.run.composition import TapMaker
 from trainprobe.run.probe import Probe
-from trainprobe.run.schedules import Parts, guard_of
 
 REPLACED = (
     "the optimizer of {cell} was replaced: MindSpore does not compile the step anew for it, and goes on with the first one, "
@@ -56,8 +52,8 @@ COMPILED_UPDATE = (
 )
 
 
-class CellTaps(TapMaker):
-    """Makes the taps of a MindSpore training."""
+class CellTaps(Taps):
+    """The taps of a MindSpore training."""
 
     needed = ((OptimizerTap, part_of(CellStateTap)), (CellStateTap, AUDIT), (KnownCalls, AUDIT))
 
@@ -68,37 +64,78 @@ class CellTaps(TapMaker):
 
     def saved(self, flags: int) -> SavedTap:
         """Return the tap of values that the program hands over."""
-        return SavedTap(flags, guard_of(self.guard, SavedTap), hooked)
+        return self.once("saved", lambda: SavedTap(flags, self.own(SavedTap), hooked))
 
-    def modules(self, request: ModuleRequest, dumped: bool) -> CellTap:
-        """Return a tap of cells; the monitor's keeps no call stacks."""
-        return CellTap(request, guard_of(self.guard, CellTap), self._stacks if dumped else None)
+    def _of_modules(self, request: ModuleRequest, stacks: bool) -> CellTap:
+        return CellTap(request, self.own(CellTap), self._stacks if stacks else None)
 
-    def ops(self, request: OpRequest, parts: Parts, plan: Plan) -> PrimitiveTap:
-        """Return the tap of primitives."""
-        inside = parts.modules.stack if parts.modules is not None else []
-        return PrimitiveTap(request, guard_of(self.guard, PrimitiveTap), inside, self._stacks)
+    def ops(self, request: OpRequest) -> PrimitiveTap:
+        """Return the dump's tap of primitives."""
+        modules, own = self.get("modules", CellTap), self.own(PrimitiveTap)
+        inside = modules.stack if modules is not None else []
+        return self.once("ops", lambda: PrimitiveTap(request, own, inside, self._stacks))
 
-    def states(self, request: StatesRequest, parts: Parts) -> CellStateTap:
+    def states(self, request: StatesRequest | None = None) -> CellStateTap:
         """Return the tap of parameters, gradients and optimizer state."""
-        if "grad" in request.without:
-            request = replace(request, gradient=no_flags)
-        return CellStateTap(request, parts.naming.names, lambda: parts.stepping.cells)
+        wanted = request or NO_STATES
+        if "grad" in wanted.without:
+            wanted = replace(wanted, gradient=no_flags)
+        return self.once("states", lambda: CellStateTap(wanted, self.naming.names, lambda: self.stepping().cells))
 
-    def audit(self, parts: Parts) -> CellAuditTap:
+    def audit(self) -> CellAuditTap:
         """Return the tap of the audit."""
-        return CellAuditTap(guard_of(self.guard, CellAuditTap), parts.states)
+        states = self.states()
+        return self.once("audit", lambda: CellAuditTap(self.own(CellAuditTap), states))
 
-    def stepping(self, parts: Parts, plan: Plan) -> OptimizerTap:
+    def stepping(self) -> OptimizerTap:
         """Return the tap that tells when the optimizer runs."""
-        own = guard_of(self.guard, OptimizerTap)
-        return OptimizerTap(own, lambda o, gradients: before_update(parts, [o], gradients), lambda o: after_update(parts, [o]))
+        begins, ends = lambda o, gradients: self.before_update([o], gradients), lambda o: self.after_update([o])
+        return self.once("stepping", lambda: OptimizerTap(self.own(OptimizerTap), begins, ends))
 
-    def collect(self, parts: Parts, plan: Plan, before: MonitorPlan | None = None) -> None:
-        """Add the tap of the cell that clips gradients."""
-        monitor = parts.monitor
-        if parts.audit is not None or (monitor is not None and monitor.gradients.on and monitor.gradients.unclipped):
-            parts.clipping = KnownCalls(guard_of(self.guard, KnownCalls), partial(_clips, parts))
+    def clipping(self) -> KnownCalls:
+        """Return the tap of the cell that clips gradients."""
+        return self.once("clipping", lambda: KnownCalls(self.own(KnownCalls), self._clips))
+
+    # ---- what they do around an update -----------------------------------------------------------------------------
+
+    def before_update(self, optimizers: Sequence[Any], gradients: Any = ()) -> None:
+        """Handle the beginning of a step of these optimizers."""
+        self._is_in(OPTIMIZER)
+        if (ops := self.get("ops", PrimitiveTap)) is not None:
+            ops.parent = "optimizer"
+            ops.asleep |= not self.records_update
+        self.look_before(optimizers, gradients)
+
+    def look_before(self, optimizers: Sequence[Any], gradients: Any = (), early: bool = False) -> None:
+        """Look at what these optimizers are about to change. early: they may do so inside a graph, some time in this step."""
+        if (audit := self.get("audit", CellAuditTap)) is not None:
+            self.let(audit.before_update, optimizers, early)
+        if (states := self.get("states", CellStateTap)) is not None:
+            self.let(states.moment, "before_step", optimizers, gradients)
+
+    def after_update(self, optimizers: Sequence[Any]) -> None:
+        """Handle its end."""
+        self._is_in(UPDATED)
+        if (ops := self.get("ops", PrimitiveTap)) is not None:
+            ops.parent = None
+            ops.resume()
+        self.look_after(optimizers)
+
+    def look_after(self, optimizers: Sequence[Any]) -> None:
+        """Look at what these optimizers have changed."""
+        if (states := self.get("states", CellStateTap)) is not None:
+            self.let(states.moment, "after_step", optimizers)
+        if (audit := self.get("audit", CellAuditTap)) is not None:
+            self.let(audit.after_update, optimizers)
+
+    def _is_in(self, phase: int) -> None:
+        if self.position is not None and not is_graph_mode():
+            self.position.is_in(phase)
+
+    def _clips(self, cell: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Handle a call of the cell that clips gradients: what it is given are those before."""
+        if args and (states := self.get("states", CellStateTap)) is not None:
+            self.let(states.unclipped, self.stepping().cells, args[0])
 
 
 class MindSporeBackend(Backend):
@@ -106,8 +143,8 @@ class MindSporeBackend(Backend):
 
     name = "mindspore"
 
-    def taps(self, plan: Plan, guard: Guard, stacks: Stacks | None, rename: Rename | None) -> TapMaker:
-        """Return what makes the taps. Raises PlanError for what MindSpore does not show."""
+    def taps(self, plan: Plan, guard: Guard, stacks: Stacks | None, rename: Rename | None) -> Taps:
+        """Return the taps. Raises PlanError for what MindSpore does not show."""
         refuse(plan, monitor_plan(asked) if (asked := plan.section("monitor")) else None)
         return CellTaps(guard, stacks)
 
@@ -155,6 +192,12 @@ class MindSporeProbe(Probe):
     _count = 0  # of updates, before the step
     _looked = False  # at parameters and optimizer state, as the step began
 
+    @property
+    def cell_taps(self) -> CellTaps:
+        """The taps of the run."""
+        assert isinstance(self.taps, CellTaps)
+        return self.taps
+
     def _open(self, model: Any, optimizer: Any, place: Place | None) -> None:
         if optimizer is None:  # a cell that trains holds its own
             inside = (cell for chunk in chunks_of(model) for _, cell in getattr(chunk, "cells_and_names", tuple)())
@@ -171,7 +214,8 @@ class MindSporeProbe(Probe):
         """Tell that something happens; "before_step" and "after_step" have parameters and optimizer state looked at."""
         super().moment(name, *values)
         if self.tape is not None and name in ("before_step", "after_step"):
-            self.guard.run(before_update if name == "before_step" else after_update, self.parts, self.parts.stepping.cells)
+            taps = self.cell_taps
+            self.guard.run(taps.before_update if name == "before_step" else taps.after_update, taps.stepping().cells)
             self.guard.run(self._report_replaced_optimizer)
 
     def _report_replaced_optimizer(self) -> None:
@@ -188,23 +232,23 @@ class MindSporeProbe(Probe):
 
     def _begin_compiled_update(self) -> None:
         """Look at parameters and optimizer state as a step begins in which a graph may update them."""
-        optimizers = self.parts.stepping.cells
+        optimizers = self.cell_taps.stepping().cells
         self._count = counted(optimizers)
         self._looked = self._updates_compiled is not False
         if self._looked:
-            look_before(self.parts, optimizers, early=True)
+            self.cell_taps.look_before(optimizers, early=True)
 
     def _end_compiled_update(self) -> None:
         """Look at them again if no optimizer was called from Python and they have stepped by their own count."""
-        optimizers = self.parts.stepping.cells
-        if self.parts.stepping.called:
+        optimizers = self.cell_taps.stepping().cells
+        if self.cell_taps.stepping().called:
             self._updates_compiled = False
             return
         counts = any(hasattr(optimizer, "global_step") for optimizer in optimizers)
         stepped = counted(optimizers) != self._count if counts else self._looked and is_graph_mode()
         if stepped and self._looked:
             self._updates_compiled = True
-            look_after(self.parts, optimizers)
+            self.cell_taps.look_after(optimizers)
         elif stepped:
             self._updates_compiled = None
             self.report(Finding("mindspore", "info", COMPILED_UPDATE, step=self.step_number))
@@ -212,7 +256,7 @@ class MindSporeProbe(Probe):
     def _only_collects(self) -> bool:
         """Tell whether the step made no update in a loop whose optimizer is called from Python, as where gradients add up."""
         hidden = self.plan.level == "off" or is_graph_mode()
-        collects = self._own_loop and self._updates_compiled is False and not self.parts.stepping.called
+        collects = self._own_loop and self._updates_compiled is False and not self.cell_taps.stepping().called
         return super()._only_collects() or (hidden and collects)
 
     def change(self, **fields: Any) -> None:
@@ -240,10 +284,10 @@ class MindSporeProbe(Probe):
             self._limits_reported = True
             self.report_limits()
         collects = super().begin_step(number)
-        position = self.parts.position
-        if position is not None and (is_graph_mode() or not any((self.parts.modules, self.parts.watched))):
+        position, seen = self.taps.position, self.taps.get("modules", Tap) or self.taps.get("watched", Tap)
+        if position is not None and (is_graph_mode() or not seen):
             position.is_in(SOMEWHERE)
-        if collects and self._own_loop and self.parts.stepping is not None:
+        if collects and self._own_loop:
             self.guard.run(self._begin_compiled_update)
         return collects
 
@@ -251,7 +295,7 @@ class MindSporeProbe(Probe):
         """End the step; see `Probe.end_step`. Waits for a graph that runs: what goes wrong there is the training's error."""
         if self.tape is not None and complete:
             wait()
-            if self._own_loop and self.parts.stepping is not None:
+            if self._own_loop:
                 self.guard.run(self._end_compiled_update)
         return super().end_step(complete=complete, more=more)
 
@@ -259,19 +303,22 @@ class MindSporeProbe(Probe):
         """Tell which cell trains: in graph mode its arguments are the data; MindFormers' holds the cell that clips."""
         self._trains = cell, getattr(cell, "optimizer", None)
         clips = getattr(cell, "clip_grad_norm", None) if getattr(cell, "use_clip_grad", False) else None
-        if self.parts.clipping is not None:
-            self.parts.clipping.know([] if clips is None or is_graph_mode() else [clips])
-        if self.parts.audit is not None:
-            self.parts.audit.training_cell = cell
+        clipping = self.taps.get("clipping", KnownCalls)
+        if clipping is not None:
+            clipping.know([] if clips is None or is_graph_mode() else [clips])
+        audit = self.taps.get("audit", CellAuditTap)
+        if audit is not None:
+            audit.training_cell = cell
         capture = self.program("config_check")
         if capture is not None:
             capture.watch(cell)
 
     def report_limits(self) -> None:
         """Keep as findings what cannot be judged or seen here: one a relation of the plan's audit, and one of the graph."""
-        plan = self.parts.audit_plan
+        plan = self.audit.plan if self.audit is not None else None
         why = {**not_judged(), **(NOT_JUDGED_IN_A_GRAPH if is_graph_mode() else {})}
-        if self.parts.clipping is not None and self.parts.clipping.cells:
+        clipping = self.taps.get("clipping", KnownCalls)
+        if clipping is not None and clipping.cells:
             why.pop("clipping", None)
         for relation in relation_names() if plan is not None else ():
             if plan is not None and relation in why and plan.interval(relation):
@@ -281,8 +328,8 @@ class MindSporeProbe(Probe):
 
     def hidden_by_a_graph(self) -> list[str]:
         """Return what graph mode hides of what the plan asks for, as sentences."""
-        monitor = self.parts.monitor
-        asked = any((self.parts.modules, self.parts.ops)) or (
+        monitor = self.monitor_plan
+        asked = any(self.taps.get(role, Tap) for role in ("modules", "ops")) or (
             monitor is not None and (monitor.gradients.on or monitor.activations.on or monitor.activation_gradients.on)
         )
         if not asked or not is_graph_mode():
@@ -296,51 +343,6 @@ class MindSporeProbe(Probe):
             if not is_graph_mode() and (note == COMPILED or note.endswith(UNCALLED)):
                 self.report(Finding("mindspore", "info", note, step=self.step_number))
         return about
-
-
-def before_update(parts: Parts, optimizers: Sequence[Any], gradients: Any = ()) -> None:
-    """Handle the beginning of a step of these optimizers."""
-    _is_in(parts, OPTIMIZER)
-    if parts.ops is not None:
-        parts.ops.parent = "optimizer"
-        parts.ops.asleep |= not parts.records_update
-    look_before(parts, optimizers, gradients)
-
-
-def look_before(parts: Parts, optimizers: Sequence[Any], gradients: Any = (), early: bool = False) -> None:
-    """Look at what these optimizers are about to change. early: they may do so inside a graph, some time in this step."""
-    if parts.audit is not None:
-        parts.let(parts.audit.before_update, optimizers, early)
-    if parts.states is not None:
-        parts.let(parts.states.moment, "before_step", optimizers, gradients)
-
-
-def after_update(parts: Parts, optimizers: Sequence[Any]) -> None:
-    """Handle its end."""
-    _is_in(parts, UPDATED)
-    if parts.ops is not None:
-        parts.ops.parent = None
-        parts.ops.resume()
-    look_after(parts, optimizers)
-
-
-def look_after(parts: Parts, optimizers: Sequence[Any]) -> None:
-    """Look at what these optimizers have changed."""
-    if parts.states is not None:
-        parts.let(parts.states.moment, "after_step", optimizers)
-    if parts.audit is not None:
-        parts.let(parts.audit.after_update, optimizers)
-
-
-def _is_in(parts: Parts, phase: int) -> None:
-    if parts.position is not None and not is_graph_mode():
-        parts.position.is_in(phase)
-
-
-def _clips(parts: Parts, cell: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Handle a call of the cell that clips gradients: what it is given are those before."""
-    if parts.states is not None and args:
-        parts.let(parts.states.unclipped, parts.stepping.cells, args[0])
 
 
 def number_of(value: Any) -> float | None:

@@ -92,8 +92,8 @@ class Session:
         if write_line is not None:
             probe.console.write_line = write_line
         probe.open(model, list(optimizers))
-        if progress is not None and probe.parts.audit is not None:
-            probe.parts.audit.follow(progress)
+        if progress is not None and probe.audit is not None:
+            probe.audit.tap.follow(progress)
         probe.watchers.append(self._keep_step)
         self.probe, self._model, self._place = probe, model, probe.place
         self._loop_hooks = follow(probe) if follow is not None else None

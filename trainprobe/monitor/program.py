@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from trainprobe.engine.core.flat_parameters import FLAT
 from trainprobe.engine.core.records import Finding, Place, StepData
+from trainprobe.engine.core.unmatched import Unmatched
 from trainprobe.engine.plan.model import Plan
+from trainprobe.engine.plan.selection import Names
 from trainprobe.engine.probe import EngineProbe
 from trainprobe.engine.program import Program, Schedule
-from trainprobe.errors import StopTraining
+from trainprobe.errors import PlanError, StopTraining
 from trainprobe.monitor.chosen_calls import chosen_calls
 from trainprobe.monitor.findings import Alerts, decide
 from trainprobe.monitor.plan import MonitorPlan, validate
@@ -22,6 +25,8 @@ from trainprobe.monitor.updates_seen import steps_without_update
 from trainprobe.monitor.watcher import NO_LOSS, OF_THE_LOSS, Watcher, keep_state, resume_state, too_few_steps
 
 _FRAME = re.compile(r"File (?P<file>.*), line (?P<line>\d+), in (?P<function>.*?), \n (?P<source>.*)", re.S)
+
+_NAMED = ("activations", "activation_gradients", "parameters", "gradients", "optimizer_state", "update")  # what has names
 
 
 class MonitorProgram(Program):
@@ -42,6 +47,23 @@ class MonitorProgram(Program):
         self.watcher.change(self.plan.rules)
         self._kept, self._section = False, plan.section("monitor")
         self._choose = chosen_calls(self.plan)
+
+    def unmatched(self, modules: Sequence[str], parameters: Sequence[str]) -> Iterator[Unmatched]:
+        """Yield what is selected of modules and of parameters."""
+        flat = any(name.endswith(FLAT) for name in parameters)  # the monitor names what they are made of
+        for kind in _NAMED:
+            collect = getattr(self.plan, kind)
+            of_modules = kind.startswith("activation")
+            if collect.on and (of_modules or not flat):
+                names = modules if of_modules else parameters
+                yield Unmatched(f"monitor.{kind}.names", Names(collect.names).unmatched(names), must=False)
+
+    def accepts(self, plan: Plan) -> None:
+        """Refuse other actions: alerts are set up at the start."""
+        if validate(plan.section("monitor")).actions != self.plan.actions:
+            raise PlanError(
+                "while a run goes on, monitor.actions stays what it is, as alerts are set up at the start: leave it out here"
+            )
 
     def attached(self, probe: EngineProbe) -> None:
         """Let rules fail one by one, and findings that last be counted; leave printing to the plan."""

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from trainprobe.engine.capture.requests import ModuleRequest
+from trainprobe.engine.capture.requests import FeatureRequest, ModuleRequest, StatesRequest
 from trainprobe.engine.plan.selection import Names
 from trainprobe.engine.stats.partials import STATS
+from trainprobe.monitor.feature_plan import Features
 from trainprobe.monitor.plan import Collect, MonitorPlan
 
 
-def modules_of_monitor(monitor: MonitorPlan | None) -> ModuleRequest:
-    """Return what the monitor requests of modules: inputs, outputs and their gradients; nothing without a monitor."""
-    if monitor is None:
-        return ModuleRequest(no_flags, lambda name: False, frozenset(), forward=False, backward=False)
+def modules_of_monitor(monitor: MonitorPlan) -> ModuleRequest:
+    """Return what the monitor requests of modules: inputs, outputs and their gradients."""
     if looks_when_asked(monitor):
         return ModuleRequest(lambda *_: STATS, lambda _: True, frozenset({"input", "output"}), backward=False, recompute=False)
     chosen = [Names(kind.names) for kind in (monitor.activations, monitor.activation_gradients) if kind.on]
@@ -28,24 +27,39 @@ def modules_of_monitor(monitor: MonitorPlan | None) -> ModuleRequest:
     )
 
 
-def looks_when_asked(monitor: MonitorPlan | None) -> bool:
+def looks_when_asked(monitor: MonitorPlan) -> bool:
     """Tell whether the forward pass is looked at only in the step after a NaN whose origin was not seen."""
-    return monitor is not None and not (monitor.activations.on or monitor.activation_gradients.on)
+    return not (monitor.activations.on or monitor.activation_gradients.on)
 
 
-def intervals_of(monitor: MonitorPlan) -> dict[str, int]:
-    """Return every how many steps values, gradients, states and updates of parameters are looked at."""
-    return {
-        "value": monitor.parameters.every,
-        "gradient": monitor.gradients.every,
-        "state": monitor.optimizer_state.every,
-        "update": monitor.update.every,
-    }
+def states_of_monitor(monitor: MonitorPlan) -> StatesRequest:
+    """Return what the monitor requests of parameters, gradients and optimizer state."""
+    gradients = monitor.gradients
+    return StatesRequest(
+        value=flags_where(monitor.parameters),
+        gradient=flags_where(gradients),
+        state=flags_where(monitor.optimizer_state),
+        update=flags_where(monitor.update),
+        every={
+            "value": monitor.parameters.every,
+            "gradient": gradients.every,
+            "state": monitor.optimizer_state.every,
+            "update": monitor.update.every,
+        },
+        without=frozenset(([] if gradients.reduced else ["grad"]) + ([] if gradients.unreduced else ["grad_unreduced"])),
+    )
 
 
-def no_flags(name: str, module_class: str = "") -> int:
-    """Return the tape's flags for what is not looked at."""
-    return 0
+def features_of_monitor(features: Features) -> tuple[FeatureRequest, ...]:
+    """Return the deeper features that the monitor requests."""
+    return tuple(
+        FeatureRequest(
+            section.OBSERVER,
+            tuple(section.names),
+            {name: getattr(section, name) for name in type(section).model_fields if name not in ("on", "names")},
+        )
+        for section in features.chosen()
+    )
 
 
 def flags_where(collect: Collect) -> Callable[[str], int]:

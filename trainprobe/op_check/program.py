@@ -137,6 +137,9 @@ class OpCheckProgram(Program):
         """Make the taps, unless they are there; return the plan that says when they run."""
         if self._plan is not None:
             return self._plan
+        from trainprobe.engine.capture.collectives import CollectiveTap
+        from trainprobe.engine.capture.torch_ops import OpTap
+
         making, settings = self._making, self.settings
         fields = {
             **{"level": level, "task": "tensor", "step": settings.step, "rank": settings.rank, "sinks": ()},
@@ -146,14 +149,15 @@ class OpCheckProgram(Program):
         self._plan, self._level = load_plan(fields), level
         plan = self._plan
         self._never_came = UnmatchedSelections(plan)
-        self._parts, schedules = making.compose(plan, self._guard, making.rename)
-        if self._parts.collectives is not None:
-            self._parts.collectives.keep_no_values()
-        if self._online is None and self._parts.ops is not None:
-            self._parts.ops.look_after()
+        self._taps, schedules = making.compose(plan, self._guard, making.rename)
+        collectives, ops = self._taps.get("collectives", CollectiveTap), self._taps.get("ops", OpTap)
+        if collectives is not None:
+            collectives.keep_no_values()
+        if self._online is None and ops is not None:
+            ops.look_after()
         self._new_tape = making.backend.tapes(plan, self._keep, self._keep_chunk, lambda step: None)
         self._dump.schedule = schedules["dump"]
-        self._scheduler = Scheduler([self._dump], self._guard, self._parts.pauses)
+        self._scheduler = Scheduler([self._dump], self._guard, self._taps.pauses)
         return plan
 
     def _open(self, model: Any, optimizer: Any) -> None:
@@ -228,7 +232,7 @@ class OpCheckProgram(Program):
 
     def _keep(self, key: str, t: Any, value: Any, cut: int) -> None:
         if self._writer is not None:
-            copied = self._making.backend.copy(t, self._parts.cuts[cut - 1] if cut else None)
+            copied = self._making.backend.copy(t, self._taps.cuts[cut - 1] if cut else None)
             self._writer.submit_tensor(self._step, key, copied)
 
     def _keep_chunk(self, chunk: Any) -> None:

@@ -16,7 +16,7 @@ from trainprobe.engine.plan.detail import Detail
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.storage.step_journal import StepJournal
 from trainprobe.engine.tape import Tape
-from trainprobe.run.composition import TapMaker
+from trainprobe.engine.taps import Taps
 
 Keep = Callable[[str, Any, Any, int], None]
 Journal = Callable[[int], StepJournal | None]
@@ -28,8 +28,8 @@ class Backend(ABC):
     name: str
 
     @abstractmethod
-    def taps(self, plan: Plan, guard: Guard, stacks: Stacks | None, rename: Rename | None) -> TapMaker:
-        """Return what makes the taps that a plan asks for. Raises PlanError for what this framework does not show."""
+    def taps(self, plan: Plan, guard: Guard, stacks: Stacks | None, rename: Rename | None) -> Taps:
+        """Return the taps, none of which is made yet. Raises PlanError for what this framework does not show."""
 
     @abstractmethod
     def tapes(self, plan: Plan, keep: Keep, keep_chunk: Callable[[Any], None], journal: Journal) -> Callable[[int], Tape]:

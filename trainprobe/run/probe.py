@@ -4,35 +4,34 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trainprobe.compiled import require
 from trainprobe.engine.at_start.door import is_off
-from trainprobe.engine.capture import part_of
+from trainprobe.engine.capture import StatesTap, Tap, part_of
+from trainprobe.engine.capture.saved import SavedTap
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.naming import Rename, chunks_of
 from trainprobe.engine.core.records import Place
 from trainprobe.engine.core.stacks import Stacks
-from trainprobe.engine.core.unmatched import names_not_there
+from trainprobe.engine.core.unmatched import Unmatched, names_not_there
 from trainprobe.engine.geometry.shards import ShardOf, declared_shard
 from trainprobe.engine.plan.loading import load_plan
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.probe import EngineProbe
 from trainprobe.engine.program import Making, Schedule
+from trainprobe.engine.taps import Taps
 from trainprobe.errors import UsageError
 from trainprobe.run.backend import Backend
 from trainprobe.run.composition import (
     changed_plan,
-    changed_schedules,
     compose,
     follow_control_file,
     programs_of,
-    unmatched_names,
 )
-from trainprobe.run.schedules import Parts
 from trainprobe.run.torch_backend import TorchBackend
 
 if TYPE_CHECKING:
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from trainprobe.engine.plan.control import ControlFile
     from trainprobe.engine.storage.writer import Writer
     from trainprobe.monitor.audit.program import AuditProgram
+    from trainprobe.monitor.plan import MonitorPlan
     from trainprobe.monitor.program import MonitorProgram
 
 # the plan of a run that is switched off by TRAINPROBE=off
@@ -78,9 +78,9 @@ class Probe(EngineProbe):
             loaded = load_plan(None, backend.name, output=loaded.output, **_NOTHING)
         guard = Guard(loaded.on_error, without_dispatch=backend.without_dispatch)
         stacks = Stacks() if loaded.stacks else None
-        self._maker = backend.taps(loaded, guard, stacks, rename)
-        self.parts, schedules = compose(loaded, self._maker)
-        self._by_name = programs_of(Making(loaded, self.parts, schedules, backend, self._compose, rename))
+        self.taps = backend.taps(loaded, guard, stacks, rename)
+        schedules = compose(loaded, self.taps)
+        self._by_name = programs_of(Making(loaded, self.taps, schedules, backend, self._compose, rename))
         self._place_given, self._shard_of, self._parameter_names = place is not None, shard_of, parameter_names or {}
         self._control: ControlFile | None = None
         self._end_reported = False
@@ -93,17 +93,23 @@ class Probe(EngineProbe):
             self._make_writer,
             stacks=stacks,
             framework=backend.name,
-            notes=[self.parts.notes],
-            pauses=self.parts.pauses,
+            notes=[self.taps.notes],
+            pauses=self.taps.pauses,
         )
 
-    def _compose(self, plan: Plan, guard: Guard, rename: Rename | None) -> tuple[Parts, dict[str, Schedule]]:
-        return compose(plan, self.backend.taps(plan, guard, Stacks() if plan.stacks else None, rename))
+    def _compose(self, plan: Plan, guard: Guard, rename: Rename | None) -> tuple[Taps, dict[str, Schedule]]:
+        taps = self.backend.taps(plan, guard, Stacks() if plan.stacks else None, rename)
+        return taps, compose(plan, taps)
 
     @property
     def monitor(self) -> MonitorProgram | None:
         """The monitor, where the plan has one."""
         return self.program("monitor")
+
+    @property
+    def monitor_plan(self) -> MonitorPlan | None:
+        """The `monitor` section of the plan as it is now, where the plan has one."""
+        return self.monitor.plan if self.monitor is not None else None
 
     @property
     def audit(self) -> AuditProgram | None:
@@ -128,16 +134,24 @@ class Probe(EngineProbe):
         if why:
             self.guard.trip(UsageError(why))
             return
-        if self.parts.states is not None:
-            self.parts.states.shard_of = self._shard_of or partial(declared_shard, axes=self.place.axes)
-            self.parts.states.named = self._parameter_names
+        states = self.taps.get("states", StatesTap)
+        if states is not None:
+            states.shard_of = self._shard_of or partial(declared_shard, axes=self.place.axes)
+            states.named = self._parameter_names
         super()._open(model, optimizer, place)
         self._open_console()
         for program in self.programs.at("opened"):
             self.guard.of(program.part).set_up(program.opened, model, optimizer, self._place_given or place is not None)
         first: Any = next(iter(chunks_of(model)), model)
-        for finding in names_not_there(unmatched_names(self.plan, self.parts), type(first).__name__, self.place):
+        for finding in names_not_there(self._unmatched(), type(first).__name__, self.place):
             self.report_once(finding)
+
+    def _unmatched(self) -> Iterator[Unmatched]:
+        """Yield what the programs select, each with its patterns that match nothing in the model."""
+        naming = self.taps.naming
+        modules, parameters = [info.name for info in naming.known.values()], list(naming.parameter_names.values())
+        for program in self.programs.at("unmatched"):
+            yield from program.unmatched(modules, parameters)
 
     def _open_console(self) -> None:
         """Let one rank alone print what all ranks share."""
@@ -205,9 +219,9 @@ class Probe(EngineProbe):
         of the monitor all but `actions`, of the audit `every` and `relations`. From outside the program the file `control.yaml`
         does the same (see `Plan.control`). Raises PlanError, and changes nothing, for anything else.
         """
-        plan = changed_plan(self.plan, fields)
+        plan = changed_plan(self.plan, fields, self.programs)
         self.settle()  # steps that have ended are judged by the plan that they ran under
-        for name, schedule in changed_schedules(self.parts, plan, self._maker).items():
+        for name, schedule in compose(plan, self.taps).items():
             self._by_name[name].changed(plan, schedule)
         self.scheduler.follow()
         self.plan = plan
@@ -224,16 +238,14 @@ class Probe(EngineProbe):
 
     def save(self, value: Any, name: str, save_backward: bool = True) -> None:
         """Record a value under a name, at any level, while a step is collected; its gradients too unless told otherwise."""
-        if self.tape is not None:
-            self.guard.of(part_of(type(self.parts.saved))).run(self.parts.saved.save, value, name, save_backward)
+        saved = self.taps.get("saved", SavedTap)
+        if self.tape is not None and saved is not None:
+            self.guard.of(part_of(SavedTap)).run(saved.save, value, name, save_backward)
 
     def use_source(self, source: Source) -> None:
         """Take parameters, gradients and optimizer state from `source`; its integration then tells the moments itself."""
-        states = self.parts.states
-        if states is not None:
-            states.source = source
-            for moment in ("before_step", "after_step", "unreduced", "unclipped"):
-                self.on(moment, partial(states.moment, moment))
+        for moment, listener in self.taps.use_source(source).items():
+            self.on(moment, listener)
 
     def watches_own_loop(self) -> None:
         """Learn that the loop is the user's own: what a trainer does by itself is then the user's doing."""
@@ -252,7 +264,7 @@ class Probe(EngineProbe):
         from trainprobe.engine.storage.writer import open_writer
 
         plan = self.plan
-        if self.parts.dumps_when_asked and "dump" not in plan.sinks:
+        if self.taps.dumps_when_asked and "dump" not in plan.sinks:
             plan = plan.model_copy(update={"sinks": (*plan.sinks, "dump")})
         more: dict[str, Any] = {}
         try:
@@ -267,7 +279,7 @@ class Probe(EngineProbe):
             raise
 
     def _keep(self, key: str, t: Any, value: Any, cut: int) -> None:
-        copied = self.backend.copy(t, self.parts.cuts[cut - 1] if cut else None)
+        copied = self.backend.copy(t, self.taps.cuts[cut - 1] if cut else None)
         self._store()
         if self.writer is not None:
             self.writer.submit_tensor(self.step_number, key, copied)
@@ -278,5 +290,4 @@ class Probe(EngineProbe):
             self.writer.submit_chunk(self.step_number, chunk)
 
     def _only_collects(self) -> bool:
-        stepping = self.parts.stepping
-        return self.plan.level == "off" and stepping is not None and getattr(stepping, "waits", False)
+        return self.plan.level == "off" and getattr(self.taps.get("stepping", Tap), "waits", False)

@@ -21,9 +21,9 @@ from trainprobe.engine.plan.detail import Detail
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.storage.dumps.tensor_files import SAFETENSORS_NAMES
 from trainprobe.engine.tape import Tape
+from trainprobe.engine.taps import Taps
 from trainprobe.errors import MissingExtra
 from trainprobe.run.backend import Backend, Journal, Keep
-from trainprobe.run.composition import TapMaker
 
 NO_MODULE = ": give watch, or the callback, the module that trains"
 
@@ -33,8 +33,8 @@ class TorchBackend(Backend):
 
     name = "pytorch"
 
-    def taps(self, plan: Plan, guard: Guard, stacks: Stacks | None, rename: Rename | None) -> TapMaker:
-        """Return what makes the taps. Raises MissingExtra when torch is not installed."""
+    def taps(self, plan: Plan, guard: Guard, stacks: Stacks | None, rename: Rename | None) -> Taps:
+        """Return the taps. Raises MissingExtra when torch is not installed."""
         if "torch" not in sys.modules and importlib.util.find_spec("torch") is None:
             raise MissingExtra("torch", "torch", "a probe on a PyTorch training")
         from trainprobe.run.torch_taps import TorchTaps

@@ -7,6 +7,7 @@ import torch
 from torch.overrides import _len_torch_function_stack
 
 import trainprobe
+from trainprobe.engine.capture.torch_ops import OpTap
 
 
 @pytest.mark.parametrize("place", ["name", "hook"])
@@ -16,7 +17,7 @@ def test_a_fault_inside_a_torch_call_ends_the_recording_and_not_the_training(pla
     with trainprobe.watch(model, output=tmp_path, level="L1", on_error="continue") as probe:
         probe.begin_step()
         if place == "name":
-            monkeypatch.setattr(probe.parts.ops, "request_for", lambda func: 1 / 0)
+            monkeypatch.setattr(probe.taps.get("ops", OpTap), "request_for", lambda func: 1 / 0)
         loss = model(torch.ones(2, 3)).sum()
         if place == "hook":
             loss.register_hook(lambda gradient: probe.guard.trip(ZeroDivisionError("planted")))

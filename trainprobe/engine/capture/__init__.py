@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
+from trainprobe.engine.core.records import Call, StepData
 from trainprobe.engine.tape import Tape
+
+if TYPE_CHECKING:
+    from trainprobe.engine.core.position import Position
+    from trainprobe.engine.geometry.shards import ShardOf
 
 
 class Tap:
@@ -31,6 +37,38 @@ class Tap:
 
         again: the next step is collected too, so what is dear to install may stay, asleep, until the next `begin` or `end`.
         """
+
+
+class ModelTap(Tap):
+    """Knows the names of a model's modules and parameters, and records calls of its modules.
+
+    known: id of module → what is known of it, its `name` among it. parameter_names: id of parameter → name. stack: the calls
+    that are running, outermost first. notes: what could not be seen, and why. position: notified which module runs.
+    """
+
+    known: dict[int, Any]
+    parameter_names: dict[int, str]
+    stack: list[Call]
+    notes: dict[str, None]
+    position: Position | None
+
+    def names(self) -> dict[int, str]:
+        """Return id of parameter → name, as the model is now."""
+        raise NotImplementedError
+
+
+class StatesTap(Tap):
+    """Looks at parameters, their gradients and the state of their optimizer.
+
+    shard_of: returns which part of the whole a plain parameter is. named: id of parameter → its name over all processes,
+    where that is another.
+    """
+
+    shard_of: ShardOf
+    named: Mapping[int, str]
+
+    def unscaling(self) -> Callable[[StepData], None] | None:
+        """Return what divides the gradients of the step that has ended by the loss scale; None where nothing is scaled."""
 
 
 AUDIT = "the audit"  # as a part of the tool

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._C import DisableTorchFunction
 
-from trainprobe.engine.capture import Tap
+from trainprobe.engine.capture import StatesTap
 from trainprobe.engine.capture.requests import StatesRequest
 from trainprobe.engine.capture.saved_shards import HeldShards, shards_of
 from trainprobe.engine.capture.turns import Turns
@@ -56,7 +56,7 @@ class _SlotRequest(NamedTuple):
     state: bool
 
 
-class ParameterStateTap(Tap):
+class ParameterStateTap(StatesTap):
     """Asks its Source at each moment for what this process holds and hands it to the tape.
 
     source: set by an integration; otherwise the plain one, made from the model and the optimizer at `open` (without an

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from trainprobe.engine.plan.detail import Detail
 from trainprobe.engine.plan.model import Plan
@@ -58,6 +58,23 @@ class StatesRequest:
     without: frozenset[str] = frozenset()
     update: Callable[[str], int] = lambda name: 0
     every: Mapping[str, int] = field(default_factory=dict[str, int])
+
+
+class FeatureRequest(NamedTuple):
+    """What the monitor wants of one deeper feature. names: patterns of what is looked at. settings: others, by name."""
+
+    observer: str
+    names: tuple[str, ...]
+    settings: Mapping[str, Any]
+
+
+def no_flags(name: str, module_class: str = "") -> int:
+    """Return the tape's flags for what is not looked at."""
+    return 0
+
+
+NO_MODULES = ModuleRequest(no_flags, lambda name: False, frozenset(), forward=False, backward=False)
+NO_STATES = StatesRequest(no_flags, no_flags, no_flags)
 
 
 def modules_of_plan(plan: Plan, cuts: list[Detail]) -> ModuleRequest:

@@ -16,7 +16,7 @@ from torch._C import DisableTorchFunction
 from torch.compiler import is_dynamo_compiling
 
 from trainprobe.compiled import recording
-from trainprobe.engine.capture import Tap
+from trainprobe.engine.capture import ModelTap
 from trainprobe.engine.capture.gradients import edge_of, plus
 from trainprobe.engine.capture.module_gradients import UNTOUCHED, Edges, edges_of_other, places
 from trainprobe.engine.capture.native_torch import learned
@@ -67,7 +67,7 @@ def _as_it_runs(info: ModuleInfo, module: Any) -> ModuleInfo | None:
 _CALL_CODE = id(_shim({}, None, None).__code__)  # where a call stack enters a module
 
 
-class ModuleTap(Tap):
+class ModuleTap(ModelTap):
     """See the module text. `stack` holds the calls that are running, outermost first; the op tap reads its top.
 
     The compiled `ModuleWatch` (`native/modules.c`) records the calls and the gradients; here modules are named, and everything

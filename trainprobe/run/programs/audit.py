@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from trainprobe.engine.plan.model import Plan
-from trainprobe.engine.program import Making, Program, Schedule
+from trainprobe.engine.program import Making, Program, Schedule, always
+from trainprobe.engine.taps import Taps
 from trainprobe.monitor.audit.plan import validate as validate
-from trainprobe.run.schedules import Parts, always
 
 ORDER = 2
 
@@ -19,17 +21,23 @@ def program(making: Making) -> Program:
         from trainprobe.again.twice import RepeatedStep
 
         making.made["repeat"] = RepeatedStep(making, plan.repeat)
-    return AuditProgram(plan, making.parts.audit, making.schedules["audit"], gather)
+    return AuditProgram(plan, making.taps.audit(), making.schedules["audit"], gather)
 
 
-def schedule(plan: Plan, parts: Parts) -> Schedule:
-    """Return when the taps of the audit run."""
-    tap, wanted = parts.audit, parts.audit_plan
-    assert wanted is not None
+def schedule(plan: Plan, taps: Taps) -> Schedule:
+    """Ask for the taps of the audit; return when they run."""
+    tap: Any = taps.audit()
+    wanted = validate(plan.section("audit"))
 
     def reads(n: int) -> bool:
         return tap.awaits or wanted.wants(n, "fingerprints")
 
-    taps = ((tap, always), (parts.states, reads), (parts.clipping, always), (parts.scaling, reads), (parts.stepping, always))
-    found = tuple((one, wants) for one, wants in taps if one is not None)
+    asked = (
+        (tap, always),
+        (taps.states(), reads),
+        (taps.clipping(), always),
+        (taps.scaling(), reads),
+        (taps.stepping(), always),
+    )
+    found = tuple((one, wants) for one, wants in asked if one is not None)
     return Schedule(lambda n: tap.awaits or wanted.wants_step(n), found, looks=False)

@@ -6,11 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainprobe.engine.core.records import StepData
+from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.program import Making, Program
 from trainprobe.monitor.black_box.plan import validate as validate
 
 ORDER = 3
 WATCHES = "the black box"
+
+
+def may_dump(plan: Plan) -> bool:
+    """Tell that the steps after a severe finding are dumped."""
+    return True
 
 
 def program(making: Making) -> Program:
@@ -29,5 +35,5 @@ def program(making: Making) -> Program:
 
     about = {"framework": backend.name, "level": plan.level, "task": plan.task, "wanted": wanted}
     box = BlackBoxProgram(validate(plan.section("black_box")), about, batches, lambda: backend.random_state())
-    making.parts.follow(box.position)
+    making.taps.follow(box.position)
     return box

@@ -21,7 +21,7 @@ import mindspore
 from mindspore.experimental.optim import Optimizer as ListedOptimizer
 from mindspore.nn import Cell, Optimizer
 
-from trainprobe.engine.capture import Tap
+from trainprobe.engine.capture import ModelTap
 from trainprobe.engine.capture.mindspore.tensor_hooks import compile_without_hooks, hooked, wait
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.capture.requests import ModuleRequest
@@ -141,7 +141,7 @@ def _same(members: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
     )
 
 
-class CellTap(Tap):
+class CellTap(ModelTap):
     """See the module text. `parameter_names`: id of parameter → MindSpore's own name, or its path where several have that."""
 
     def __init__(self, request: ModuleRequest, guard: Guard, stacks: Stacks | None = None) -> None:

@@ -13,7 +13,7 @@ import mindspore
 import numpy as np
 
 from trainprobe.engine.arrays.mindspore_library import HostArray, host_array, without_data
-from trainprobe.engine.capture import Tap
+from trainprobe.engine.capture import StatesTap
 from trainprobe.engine.capture.mindspore.cells import is_graph_mode, parameters_of
 from trainprobe.engine.capture.requests import StatesRequest
 from trainprobe.engine.core.naming import chunks_of
@@ -86,7 +86,7 @@ def _number(x: Any) -> float:
     return float(np.asarray(x.asnumpy()).reshape(-1)[0]) if isinstance(x, mindspore.Tensor) else float(x)
 
 
-class CellStateTap(Tap):
+class CellStateTap(StatesTap):
     """Hands parameters, gradients and optimizer state to the tape at "before_step" and "after_step".
 
     more: flags of the tape that every tensor gets in any case; the optimizer's own count of steps is then the slot
