@@ -76,8 +76,9 @@ def test_nothing_is_left_behind(name, tmp_path):
 
 
 def test_what_is_off_has_no_tap():
-    parts, schedules = compose(load_plan({"level": "off", "monitor": True}), TorchTaps(Guard()))
-    assert (parts.features, parts.exchanged, parts.batches) == (None, None, None)
+    taps = TorchTaps(Guard())
+    schedules = compose(load_plan({"level": "off", "monitor": True}), taps)
+    assert [taps.get(role, Tap) for role in ("features", "exchanged", "batches")] == [None, None, None]
     kinds = {type(tap).__name__ for schedule in schedules.values() for tap, _ in schedule.taps}
     assert not kinds & {"FeatureTap", "CollectiveTap", "BatchTap"}
 
