@@ -18,19 +18,26 @@ from setuptools.command.build_py import build_py
 
 NATIVE = Path("trainprobe/engine/arrays/native")
 SCHEMA = "trainprobe/engine/core/row_schema.py"
-KERNEL = ("module.c", "rows.c", "kernels.c", "fingerprint.c", "pool.c")
+KERNEL = ("module.c", "rows.c", "stats_rows.c", "kernels.c", "fingerprint.c", "pool.c")
 TAPE = (
     "modules.c",
+    "module_watch.c",
     "ops.c",
+    "op_watch.c",
     "tape.c",
+    "tape_type.c",
+    "tree.c",
+    "seen.c",
     "torch.c",
     "records.c",
     "gradients.c",
+    "parameter_gradients.c",
+    "graph.c",
     "nodes.c",
     "arena.c",
     "journal.c",
 )
-HEADERS = ("reduce.h", "sweeps.h", "objects.h", "module_watch.h")
+HEADERS = ("reduce.h", "sweeps.h", "widening.h", "objects.h", "module_watch.h", "op_watch.h", "tape.h")
 FLAGS = [] if sys.platform == "win32" else ["-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno"]
 
 

@@ -113,8 +113,8 @@ def test_the_road_through_the_compiled_part_is_as_long_as_the_page_says(level, c
     files, of_gradients = measured["compiled_files"], measured["compiled_files_of_gradients"]
     assert [len(files), len(of_gradients)] == said(level)[2:], measured
     assert all(f"`{name}`" in PAGE for name in {*files, *of_gradients}), measured
-    one_way = {*of_gradients} - ({"ops.c"} if level == "mix" else set())  # which gradients of modules do not take
-    assert max(len(files), len(one_way)) + said(level)[1] <= 10
+    one_way = {*of_gradients} - ({"ops.c", "op_watch.c"} if level == "mix" else set())  # which gradients of modules do not take
+    assert max(len(files), len(one_way)) + said(level)[1] <= 15
 
 
 def test_a_finding_passes_the_files_that_the_page_names(tmp_path):

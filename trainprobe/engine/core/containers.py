@@ -31,7 +31,7 @@ def children(x: Any) -> list[tuple[str, Any]] | None:
 
 
 def key_text(key: Any) -> str:
-    """Return the key of a mapping as text that can be written; `?` where it cannot be printed (see `native/tape.c`)."""
+    """Return the key of a mapping as text that can be written; `?` where it cannot be printed (see `native/tree.c`)."""
     return utf8(attempt(str, key, otherwise=lambda _: "?"))
 
 

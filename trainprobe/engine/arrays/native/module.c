@@ -70,8 +70,10 @@ static int fill(PyObject *module) {
         Py_XDECREF(value);
     }
     Py_XDECREF(codes);
-    int (*const fill[])(PyObject *) = {rows_fill,  torch_fill,   records_fill,   tape_fill,  ops_fill,
-                                       nodes_fill, modules_fill, gradients_fill, arena_fill, journal_fill};
+    int (*const fill[])(PyObject *) = {rows_fill,    torch_fill,        records_fill,   tape_fill,
+                                       ops_fill,     op_watch_fill,     graph_fill,     nodes_fill,
+                                       modules_fill, module_watch_fill, gradients_fill, parameter_gradients_fill,
+                                       arena_fill,   journal_fill};
     for (size_t i = 0; !failed && i < sizeof fill / sizeof *fill; i++) failed = fill[i](module);
     return failed ? -1 : 0;
 }

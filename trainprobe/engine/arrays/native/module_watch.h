@@ -1,4 +1,5 @@
-/* What the parts that watch module calls share: modules.c, gradients.c, nodes.c. */
+/* What the parts that watch module calls share: modules.c, module_watch.c, gradients.c, parameter_gradients.c, graph.c,
+ * nodes.c. */
 #ifndef TRAINPROBE_MODULE_WATCH_H
 #define TRAINPROBE_MODULE_WATCH_H
 
@@ -83,7 +84,11 @@ NodeHook *node_hook_of(ModuleWatch *self, PyObject *node,
 int node_hook_attach(NodeHook *hook, PyObject *node); /* once all is known that is wanted of the node */
 void hooks_forget(ModuleWatch *self);
 
-/* Methods of ModuleWatch that stand in gradients.c. */
+/* The mark of a node that the graph knows, or NULL (graph.c). */
+void **graph_mark(PyObject *graph, PyObject *node);
+
+/* Methods of ModuleWatch (modules.c, parameter_gradients.c). */
+PyObject *module_run(ModuleWatch *self, PyObject *const *args, Py_ssize_t nargs);
 PyObject *parameter_hook_new(ModuleWatch *self, PyObject *const *args, Py_ssize_t nargs);
 PyObject *parameter_take(ModuleWatch *self, PyObject *const *args, Py_ssize_t nargs);
 

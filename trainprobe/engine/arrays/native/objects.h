@@ -90,7 +90,7 @@ int geometry_is_contiguous(const Geometry *g);
 
 PyObject *geometry_shape(const Geometry *g); /* a new reference */
 
-/* tape.c. The tree of Values and scalars of an argument or result; path: where its values are saved, or NULL. A new
+/* tree.c. The tree of Values and scalars of an argument or result; path: where its values are saved, or NULL. A new
  * reference. */
 PyObject *tape_tree(Tape *self, PyObject *x, long flags, PyObject *path, int depth);
 PyObject *key_text(PyObject *key); /* the key of a dict as text that can be written; a new reference */
@@ -128,7 +128,7 @@ int journal_value(PyObject *journal, Value *value, const StatsRows *rows, Py_ssi
 int journal_twin(PyObject *journal, PyObject *twin, PyObject *value);
 int journal_call(PyObject *journal, Call *call, int fields);
 
-/* The graph of the forward that is running (nodes.c). */
+/* The graph of the forward that is running (graph.c). */
 PyObject *graph_new_empty(void);
 int graph_visit(PyObject *graph, PyObject *const *roots, Py_ssize_t n, long long floor); /* roots: held by the caller */
 void graph_forget(PyObject *graph);
@@ -184,9 +184,13 @@ int torch_fill(PyObject *module);
 int records_fill(PyObject *module);
 int tape_fill(PyObject *module);
 int ops_fill(PyObject *module);
+int op_watch_fill(PyObject *module);
+int graph_fill(PyObject *module);
 int nodes_fill(PyObject *module);
 int modules_fill(PyObject *module);
+int module_watch_fill(PyObject *module);
 int gradients_fill(PyObject *module);
+int parameter_gradients_fill(PyObject *module);
 int arena_fill(PyObject *module);
 int journal_fill(PyObject *module);
 

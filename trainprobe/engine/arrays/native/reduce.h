@@ -114,6 +114,9 @@ void layout_within(Job *job, int nd, const int64_t *shape, const int64_t *stride
                    const int64_t *offset);
 double finite_count(const Part *p);
 const char *element_at(const Job *job, int64_t index); /* of the enumeration */
+void reduce(const Job *job, Part *out);                /* a whole tensor, by one thread or several */
+void part_finish(const Part *p, const Job *job, double *row);
+const char *chunk_at(const Job *job, int64_t start, int64_t n, char *buffer);
 void reduce_block(const Job *job, int64_t block, Part *out);
 
 /* K of engine/stats/checksum.py. */
