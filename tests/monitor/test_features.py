@@ -18,6 +18,7 @@ from tests.engine.stats.exponents import exponent_histogram
 from tests.lockstep import differences, one_step, seed_all
 from tests.lockstep import train as train_case
 from tests.traces import left_behind, traces
+from trainprobe.engine.capture import Tap
 from trainprobe.engine.core.findings import in_folder
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.plan.loading import load_plan
