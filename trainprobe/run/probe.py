@@ -17,7 +17,7 @@ from trainprobe.engine.core.naming import Rename, chunks_of
 from trainprobe.engine.core.records import Place
 from trainprobe.engine.core.stacks import Stacks
 from trainprobe.engine.core.unmatched import names_not_there
-from trainprobe.engine.geometry.shards import ShardOf, declared_shard
+from trainprobe.engine.geometry.shards import ShardOf, shards_declared_over
 from trainprobe.engine.plan.loading import load_plan
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.probe import Probe as EngineProbe
@@ -129,7 +129,7 @@ class Probe(EngineProbe):
             self.guard.trip(UsageError(why))
             return
         if self.parts.states is not None:
-            self.parts.states.shard_of = self._shard_of or partial(declared_shard, axes=self.place.axes)
+            self.parts.states.shard_of = self._shard_of or shards_declared_over(self.place.axes)
             self.parts.states.named = self._parameter_names
         super()._open(model, optimizer, place)
         self._open_console()
