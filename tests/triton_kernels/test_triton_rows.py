@@ -158,8 +158,8 @@ def test_the_bits_of_a_row_are_the_same_wherever_the_elements_lie(dtype: torch.d
     }
     for mode, t in lying.items():
         t.copy_(plain)
-        job = triton_rows.job_of(t, 0)
-        assert job is not None and triton_rows._mode(job, triton_rows.KINDS[dtype]) == mode
+        jobs = triton_rows.Jobs()
+        assert jobs.add(t, 0) and jobs.table(triton_rows.KINDS[dtype])[0][-1] == [mode]
         row_here, total_here = reduced(t)
         assert row_here.tobytes() == row.tobytes() and total_here == total, mode
 
@@ -193,9 +193,9 @@ def test_the_first_step_is_reduced_by_torch_and_the_next_by_the_kernels_once_the
 
 def test_five_permuted_dimensions_are_read_as_they_lie_or_copied(launches: list[int]) -> None:
     t = torch.randn(2, 3, 4, 3, 5).permute(3, 0, 2, 1, 4)
-    assert triton_rows.job_of(t, 0) is None
-    job = triton_rows.job_of(t, 0, ordered=False)
-    assert job is not None and (job.address, job.count, job.layout[-1]) == (t.data_ptr(), 360, 0)
+    jobs = triton_rows.Jobs()
+    assert not jobs.add(t, 0) and jobs.add(t, 0, ordered=False)
+    assert (jobs.addresses, jobs.counts, jobs.strided) == ([t.data_ptr()], [360], {})
     for flags in (STATS, STATS | CHECKSUM):
         made = rows_of("triton", flags)
         made.add(t)
@@ -224,7 +224,7 @@ def test_kernels_that_disagree_are_refused_and_the_reason_names_the_number(
 
     def wrong(jobs, *args) -> None:
         original(jobs, *args)
-        place = jobs[0].row + 8 * column
+        place = jobs.rows[0] + 8 * column
         number = np.ctypeslib.as_array((np.ctypeslib.ctypes.c_int64 * 1).from_address(place))
         number[0] ^= 1 << 40
 

@@ -114,6 +114,7 @@ class Tape:
         self.value, self.tree = self.native.value, self.native.tree
         self.touched, self.forget_all = self.native.touched, self.native.forget_all
         self._journal = journal
+        self.has_journal = journal is not None  # else `more_known` does nothing
         if journal is not None:
             self.native.record_into(journal)
         self._arena = arena

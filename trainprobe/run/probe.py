@@ -6,7 +6,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trainprobe.compiled import require
@@ -18,7 +17,7 @@ from trainprobe.engine.core.naming import Rename, chunks_of
 from trainprobe.engine.core.records import Place
 from trainprobe.engine.core.stacks import Stacks
 from trainprobe.engine.core.unmatched import Unmatched, names_not_there
-from trainprobe.engine.geometry.shards import ShardOf, declared_shard
+from trainprobe.engine.geometry.shards import ShardOf, shards_declared_over
 from trainprobe.engine.plan.loading import load_plan
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.probe import EngineProbe
@@ -136,7 +135,7 @@ class Probe(EngineProbe):
             return
         states = self.taps.get("states", StatesTap)
         if states is not None:
-            states.shard_of = self._shard_of or partial(declared_shard, axes=self.place.axes)
+            states.shard_of = self._shard_of or shards_declared_over(self.place.axes)
             states.named = self._parameter_names
         super()._open(model, optimizer, place)
         self._open_console()

@@ -9,14 +9,13 @@ torch's operations for good, and `refusals` says why.
 
 from __future__ import annotations
 
-import struct
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
-from itertools import chain
+from itertools import accumulate
 from operator import itemgetter
 from typing import Any
 
@@ -66,29 +65,60 @@ def _kind(dtype: torch.dtype) -> Kind:
 KINDS = {dtype: _kind(dtype) for dtype in REDUCED}
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One tensor: what the columns of a job say (triton_kernels), without the number of its first chunk."""
+@dataclass(slots=True)
+class Jobs:
+    """Tensors of one dtype that are reduced by one pair of launches, what the kernels are told of each (triton_kernels)."""
 
-    address: int
-    count: int
-    row: int
-    layout: tuple[int, ...]
+    addresses: list[int] = field(default_factory=list[int])
+    """Of the first elements."""
+    counts: list[int] = field(default_factory=list[int])
+    """Elements of each."""
+    rows: list[int] = field(default_factory=list[int])
+    """Addresses of the rows to write."""
+    strided: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
+    """Place in these lists → layout of a tensor that is not contiguous."""
+
+    def __len__(self) -> int:
+        """Return how many tensors these are."""
+        return len(self.rows)
+
+    def add(self, t: Tensor, row: int, ordered: bool = True) -> bool:
+        """Add a tensor; False where the kernels cannot read it.
+
+        row: the address of the row to write. ordered: False where the order of the elements decides nothing, as in statistics:
+        a permuted tensor is then read as it lies in memory, whatever its number of dimensions.
+        """
+        if not t.is_contiguous():
+            layout = _layout(t.shape, t.stride(), ordered)
+            if layout is None:
+                return False
+            if layout is not _ONE_AFTER_THE_OTHER:
+                self.strided[len(self.rows)] = layout
+        if t.is_neg() or t.is_conj():
+            self.strided.pop(len(self.rows), None)
+            return False
+        self.addresses.append(t.data_ptr())
+        self.counts.append(t.numel())
+        self.rows.append(row)
+        return True
+
+    def table(self, kind: Kind) -> tuple[npt.NDArray[np.int64], int]:
+        """Return the columns of the jobs, int64 [14, jobs] (triton_kernels), and how many chunks they have."""
+        sizes = {count: chunk_of(count, kind) for count in {*self.counts}}  # few: weights and their gradients have one size
+        chunks = [sizes[count] for count in self.counts]
+        own = [-(-count // chunk) for count, chunk in zip(self.counts, chunks, strict=True)]
+        *firsts, blocks = accumulate(own, initial=0)
+        table = np.empty((_COLUMNS, len(own)), np.int64)
+        table[:6] = firsts, self.addresses, self.counts, chunks, own, self.rows
+        table[6:13] = _COLUMN
+        table[13] = 0 if kind.sort else [0 if address % 16 else 2 for address in self.addresses]
+        for place, layout in self.strided.items():
+            table[6:13, place], table[13, place] = layout[:-1], _mode(self.addresses[place], layout, kind)
+        return table, blocks
 
 
 _ONE_AFTER_THE_OTHER = (1, 1, 1, 0, 0, 0, 0, 0)
-
-
-def job_of(t: Tensor, row: int, ordered: bool = True) -> Job | None:
-    """Describe a tensor for the kernels; None where they cannot read it.
-
-    row: the address of the row to write. ordered: False where the order of the elements decides nothing, as in statistics: a
-    permuted tensor is then read as it lies in memory, whatever its number of dimensions.
-    """
-    layout = _ONE_AFTER_THE_OTHER if t.is_contiguous() else _layout(t.shape, t.stride(), ordered)
-    if layout is None or t.is_neg() or t.is_conj():
-        return None
-    return Job(t.data_ptr(), t.numel(), row, layout)
+_COLUMN = np.array(_ONE_AFTER_THE_OTHER[:-1], np.int64)[:, None]
 
 
 def _layout(shape: Sequence[int], strides: Sequence[int], ordered: bool) -> tuple[int, ...] | None:
@@ -137,27 +167,21 @@ def chunk_of(count: int, kind: Kind) -> int:
     return min(least << (max(count - 1, 0) // (least * _PARTS)).bit_length(), most)
 
 
-def _mode(job: Job, kind: Kind) -> int:
-    """Return how the kernels read a tensor: 1 by its strides, and 2 more 16 bytes at once."""
-    strided = job.layout[-1]
-    if kind.sort or job.address % 16:
-        return strided
-    if strided:
-        _, _, n3, s0, s1, s2, s3, _ = job.layout
-        together = 16 // kind.size
-        if s3 != 1 or any(number % together for number in (n3, s0, s1, s2)):
-            return 1
-    return 2 + strided
+def _mode(address: int, layout: tuple[int, ...], kind: Kind) -> int:
+    """Return how the kernels read a tensor by its strides: 3 where 16 bytes at once, else 1."""
+    _, _, n3, s0, s1, s2, s3, _ = layout
+    together = 16 // kind.size
+    return 1 if kind.sort or address % 16 or s3 != 1 or any(number % together for number in (n3, s0, s1, s2)) else 3
 
 
-def launch(jobs: Sequence[Job], kind: Kind, flags: int, device: torch.device) -> None:
+def launch(jobs: Jobs, kind: Kind, flags: int, device: torch.device) -> None:
     """Reduce tensors of one dtype into their rows by two launches; waits for nothing."""
     from trainprobe.engine.arrays import triton_kernels
 
     kernels: Any = triton_kernels
-    table, blocks = _table(jobs, kind)
+    table, blocks = jobs.table(kind)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        there = _brought(table, device)
+        there = _brought(table.reshape(-1), device)
         parts = torch.empty(max(blocks, 1) * _PART, dtype=torch.int64, device=device)
         arguments = there.data_ptr(), len(jobs), parts.data_ptr(), blocks
         if blocks:
@@ -185,25 +209,13 @@ def _run(
         _compiled[key] = compiled
 
 
-def _table(jobs: Sequence[Job], kind: Kind) -> tuple[list[int], int]:
-    """Return the columns of the jobs one behind the other (triton_kernels), and how many chunks they have."""
-    rows: list[tuple[int, ...]] = []
-    blocks, least = 0, chunk_of(0, kind)
-    for job in jobs:
-        chunk = least if job.count <= least else chunk_of(job.count, kind)
-        own = -(-job.count // chunk)
-        rows.append((blocks, job.address, job.count, chunk, own, job.row, *job.layout[:-1], _mode(job, kind)))
-        blocks += own
-    return [*chain.from_iterable(zip(*rows, strict=True))], blocks
-
-
-def _brought(numbers: list[int], device: torch.device) -> Tensor:
+def _brought(numbers: npt.NDArray[np.int64], device: torch.device) -> Tensor:
     """Return int64 numbers on the device; from pinned memory, which torch keeps until it was copied: this waits for nothing."""
     if device.type == "cpu":
-        return torch.tensor(numbers, dtype=torch.int64)
+        return torch.from_numpy(numbers)
     room = max(len(numbers), _TOGETHER * _COLUMNS)  # of one size, which torch has at hand after the first
     host = torch.empty(room, dtype=torch.int64, pin_memory=device.type == "cuda")[: len(numbers)]
-    struct.pack_into(f"{len(numbers)}q", host.numpy().data, 0, *numbers)
+    host.numpy()[:] = numbers
     return host.to(device, non_blocking=True)
 
 
@@ -289,30 +301,32 @@ class TritonRows:
         """
         left: list[int] = []
         copies: list[Tensor] = []  # held until they are launched
-        jobs: dict[torch.dtype, tuple[list[int], list[Job]] | None] = {}  # None: not for the kernels
+        found: dict[torch.dtype, tuple[list[int], Jobs] | None] = {}  # places and jobs; None: not for the kernels
+        ordered = bool(flags & CHECKSUM)
         for i, t in enumerate(tensors):
-            if t.dtype not in jobs:
-                jobs[t.dtype] = self._believed((t.dtype, flags & TAKEN))
-            found, row = jobs[t.dtype], address + i * step
-            job = job_of(t, row, bool(flags & CHECKSUM)) if found is not None else None
-            if found is not None and job is None and t.nbytes <= _COPIED:
-                copies.append(t.resolve_conj().resolve_neg().contiguous())
-                job = job_of(copies[-1], row)
-            if found is None or job is None:
+            if t.dtype not in found:
+                found[t.dtype] = self._believed((t.dtype, flags & TAKEN))
+            taken = found[t.dtype]
+            if taken is None:
                 left.append(i)
+            elif taken[1].add(t, address + i * step, ordered):
+                taken[0].append(i)
+            elif t.nbytes <= _COPIED:
+                copies.append(t.resolve_conj().resolve_neg().contiguous())
+                taken[1].add(copies[-1], address + i * step)
+                taken[0].append(i)
             else:
-                found[0].append(i)
-                found[1].append(job)
-        for dtype, found in jobs.items():
-            if found is not None and found[1] and not self._launch(found[1], (dtype, flags & TAKEN)):
-                left += found[0]
+                left.append(i)
+        for dtype, taken in found.items():
+            if taken is not None and taken[0] and not self._launch(taken[1], (dtype, flags & TAKEN)):
+                left += taken[0]
         return left
 
-    def _believed(self, key: Key) -> tuple[list[int], list[Job]] | None:
+    def _believed(self, key: Key) -> tuple[list[int], Jobs] | None:
         """Return where tensors of a dtype are put together; None where the kernels are not to reduce them, or not yet."""
         if not self._trust.known(key):
             self._try_out(key)
-        return ([], []) if self._trust.proven(key) else None
+        return ([], Jobs()) if self._trust.proven(key) else None
 
     def _try_out(self, key: Key) -> None:
         """Reduce samples of a dtype: by torch's operations, by the kernels together, and the first two by the kernels alone."""
@@ -322,8 +336,8 @@ class TritonRows:
         block = torch.zeros((len(tensors), len(PARTIALS) + 1), dtype=torch.int64, device=self._trust.device)
         for t, row in zip(tensors[:SAMPLES], block, strict=False):
             write_row(t, key[1], row)
-        jobs = [job for t, row in zip(tensors, block, strict=True) if (job := job_of(t, row.data_ptr())) is not None]
-        if all(self._launch(some, key) for some in (jobs[SAMPLES : 2 * SAMPLES], jobs[-2:-1], jobs[-1:])):
+        by_kernel = [*zip(tensors, block, strict=True)][SAMPLES:]
+        if all(self._launch(jobs_of(some), key) for some in (by_kernel[:SAMPLES], by_kernel[-2:-1], by_kernel[-1:])):
             self._trials.append((key, block))
 
     def blocks(self) -> list[Tensor]:
@@ -338,13 +352,21 @@ class TritonRows:
             by_torch, by_kernel = rows[[*range(SAMPLES), 0, 1]], rows[SAMPLES:]
             self._trust.settle(key, difference(by_torch, by_kernel, key[0].is_complex))
 
-    def _launch(self, jobs: Sequence[Job], key: Key) -> bool:
+    def _launch(self, jobs: Jobs, key: Key) -> bool:
         try:
             launch(jobs, KINDS[key[0]], key[1], self._trust.device)
         except _faults() as fault:
             self._trust.refuse(f"{type(fault).__name__}: {' '.join(str(fault).split())[:300]}")
             return False
         return True
+
+
+def jobs_of(pairs: Iterable[tuple[Tensor, Tensor]]) -> Jobs:
+    """Return the jobs of tensors, each with its row, leaving out those that the kernels cannot read."""
+    jobs = Jobs()
+    for t, row in pairs:
+        jobs.add(t, row.data_ptr())
+    return jobs
 
 
 SAMPLES = 6

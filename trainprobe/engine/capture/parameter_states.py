@@ -62,12 +62,13 @@ class ParameterStateTap(StatesTap):
     source: set by an integration; otherwise the plain one, made from the model and the optimizer at `open` (without an
     optimizer, the ones that step while the model is watched are taken as they come). more: flags of the tape that are
     wanted of everything, whatever the plan selects (the audit's). shard_of: returns which part of the whole a plain
-    parameter is. named: id of parameter → its name over all processes, where that is another.
+    parameter is; None where every plain parameter is whole. named: id of parameter → its name over all processes, where
+    that is another.
     """
 
     def __init__(self, request: StatesRequest, names: Callable[[], dict[int, str]]) -> None:
         self.source: Source | None = None
-        self.shard_of: ShardOf = lambda p: None
+        self.shard_of: ShardOf | None = None
         self.named: Mapping[int, str] = {}
         self.more = 0
         self._request = request
@@ -166,7 +167,8 @@ class ParameterStateTap(StatesTap):
             for name, own in found:
                 if flags := self._request.gradient(name):
                     part = Part(name, "grad_unreduced", own, micro=tape.micro if per_micro or slices is not None else 0)
-                    self._divide(self._keep(tape, "unreduced", part, part.slot, flags), part.slot, self._scale)
+                    looked = self._look(tape, part, flags)
+                    self._divide(self._put(tape, "unreduced", part, part.slot, looked), part.slot, self._scale)
 
     def reported_norm(self, norm: Any, limit: float = float("inf")) -> None:
         """Keep the norm that the clipping found: the first one of a step as what was reported, each for the audit."""
@@ -220,7 +222,9 @@ class ParameterStateTap(StatesTap):
                     flags |= CHECKSUM  # of what the optimizer makes too, where its state is recorded
                 if flags:
                     slot = asked.after if after else part.slot
-                    call = self._keep(tape, name, part, slot, flags)
+                    whole = part.shard is None  # of most; a call less for each value
+                    value = tape.tree(part.tensor, flags) if whole else self._look(tape, part, flags)
+                    call = self._put(tape, name, part, slot, value)
                     scale = self._scale if part.slot == "grad" and plain is not None else None
                     if scale is not None or part.scale != 1.0:
                         self._divide(call, slot, part.scale if part.scale != 1.0 else scale)
@@ -245,11 +249,6 @@ class ParameterStateTap(StatesTap):
         """Return what takes out of the numbers of this step what gradients were multiplied by; None where they were not."""
         return partial(unscale, scaled=self._multiplied) if self._multiplied else None
 
-    def _keep(self, tape: Tape, moment: str, part: Part, slot: str, flags: int) -> Call:
-        """Look at a part, and return the call that it is recorded with."""
-        value = tape.tree(part.tensor, flags) if part.shard is None else self._look(tape, part, flags)
-        return self._put(tape, moment, part, slot, value)
-
     def _look(self, tape: Tape, part: Part, flags: int) -> Value:
         value = tape.tree(part.tensor, flags)
         if part.shard is not None:
@@ -261,7 +260,8 @@ class ParameterStateTap(StatesTap):
     def _put(self, tape: Tape, moment: str, part: Part, slot: str, value: Value) -> Call:
         call = self._calls.get((moment, part.name, part.micro)) or self._new_call(tape, moment, part.name, part.micro)
         call.params[slot] = value
-        tape.more_known(call)
+        if tape.has_journal:
+            tape.more_known(call)
         return call
 
     def _divide(self, call: Call, slot: str, scale: float | Value | None) -> None:

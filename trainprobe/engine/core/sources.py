@@ -65,7 +65,8 @@ class PlainSource:
 
     DTensor shards are handed on as they are. Of parameters that `FullyShardedDataParallel` flattened, the slices that this
     process holds. names: id of parameter → logical name. slices: id of what the optimizer steps → those slices.
-    flat: id of a flat parameter → all of its own. shard_of: returns which part of the whole a plain parameter is.
+    flat: id of a flat parameter → all of its own. shard_of: returns which part of the whole a plain parameter is; None where
+    every plain parameter is whole.
     others: ids of what other optimizers step, which is left out. Where optimizers step copies of another dtype, these and
     their state are reported as those of the parameters (see `masters`).
     """
@@ -76,7 +77,7 @@ class PlainSource:
     slices: Mapping[int, list[FlatSlice]] = field(default_factory=dict[int, list[FlatSlice]])
     flat: Mapping[int, list[FlatSlice]] = field(default_factory=dict[int, list[FlatSlice]])
     others: set[int] = field(default_factory=set[int])
-    shard_of: ShardOf = lambda p: None
+    shard_of: ShardOf | None = None
     _masters: tuple[Any, dict[int, Any]] = field(default=((), {}), init=False, repr=False)
 
     def learn(self, optimizer: Any) -> None:
@@ -101,11 +102,11 @@ class PlainSource:
     def parts(self, moment: str, sorts: Collection[str] = SORTS) -> Iterator[Part]:
         """Yield value, grad and state of each parameter. sorts: which of these are asked for; the others are not looked for."""
         values, gradients = "value" in sorts, moment == "before_step" and "gradient" in sorts
-        states, masters = self.states() if "state" in sorts else [], self.masters()
+        states, masters, shard_of = self.states() if "state" in sorts else [], self.masters(), self.shard_of
         for p in self.stepped() if values or gradients or states else ():
             name = "" if id(p) in self.slices else self.names[id(p)]  # empty for one that is flattened
             if name and values:
-                yield Part(name, "value", p, mesh_shard(p) if _spread(type(p)) else self.shard_of(p))
+                yield Part(name, "value", p, mesh_shard(p) if _spread(type(p)) else shard_of and shard_of(p))
             elif values:
                 yield from self._pieces(p, "value", p)
             if gradients:
@@ -148,10 +149,12 @@ class PlainSource:
         """Return what each optimizer keeps, by id of the parameter: a tensor is slow as the key of a look-up."""
         return [{id(p): state for p, state in _state_of(optimizer).items()} for optimizer in self.optimizers]
 
-    def gradients(self, p: Any, slot: str) -> Iterator[Part]:
-        """Yield what is in `p.grad`, under a slot; a DTensor that is a partial sum, which its optimizer joins, as unreduced."""
-        if p.grad is not None:
-            yield from self._pieces(p, "grad_unreduced" if is_partial(p.grad) else slot, p.grad)
+    def gradients(self, p: Any, slot: str) -> Iterable[Part]:
+        """Return what is in `p.grad`, under a slot; a DTensor that is a partial sum, joined by its optimizer, as unreduced."""
+        gradient = p.grad
+        if gradient is None:
+            return ()
+        return self._pieces(p, "grad_unreduced" if _spread(type(gradient)) and is_partial(gradient) else slot, gradient)
 
     def _pieces(self, p: Any, slot: str, tensor: Any) -> Iterable[Part]:
         slices = self.slices.get(id(p))
@@ -161,7 +164,7 @@ class PlainSource:
 
     def _part(self, p: Any, slot: str, tensor: Any) -> Part:
         """Return a tensor of a parameter, and which part of the whole it is where it has the parameter's shape."""
-        shard = self.shard_of(p) if not _spread(type(tensor)) and tensor.shape == p.shape else None
+        shard = self.shard_of(p) if self.shard_of and not _spread(type(tensor)) and tensor.shape == p.shape else None
         if shard is not None and slot == "grad_unreduced":
             shard = replace(shard, replicas=())
         return Part(self.names[id(p)], slot, tensor, shard)

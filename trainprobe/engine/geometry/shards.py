@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from trainprobe.engine.core.topology import axis_of
@@ -63,6 +64,11 @@ def rectangles_of(shard: Shard) -> Iterator[tuple[int, Rectangle]]:
         begin = shard.offset[0]
         for at, inner in flat_rectangles(tuple(outer.shape), begin, begin + shard.shape[0]):
             yield at - begin, inner.moved(outer.offset)
+
+
+def shards_declared_over(axes: Mapping[str, tuple[int, int]]) -> ShardOf | None:
+    """Return what tells which part of the whole a parameter is; None where no parameter can be cut (see `declared_shard`)."""
+    return partial(declared_shard, axes=axes) if axes.get("tp", (0, 1))[1] > 1 else None
 
 
 def declared_shard(parameter: Any, axes: Mapping[str, tuple[int, int]]) -> Shard | None:

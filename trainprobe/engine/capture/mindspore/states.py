@@ -91,7 +91,7 @@ class CellStateTap(StatesTap):
 
     more: flags of the tape that every tensor gets in any case; the optimizer's own count of steps is then the slot
     `step` of its parameters. names: id of parameter → name, as the model is now. optimizers: those of the training as of now.
-    shard_of: returns which part of the whole a parameter is.
+    shard_of: returns which part of the whole a parameter is; None where each is whole.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class CellStateTap(StatesTap):
         self._taken: frozenset[str] = frozenset()
         self._models: list[Any] = []
         self.more = 0
-        self.shard_of: ShardOf = lambda p: None
+        self.shard_of: ShardOf | None = None
         self._shards: dict[str, Shard] | None = None  # name → the part of the whole that this process holds
         self._tape: Tape | None = None
         self._calls: dict[tuple[str, str], Call] = {}
@@ -127,7 +127,7 @@ class CellStateTap(StatesTap):
         if self._named is not self.names():  # the model has other parameters than before
             self._list()
         if self._shards is None:
-            shards = {self._named[id(p)]: self.shard_of(p) for p in self._parameters}
+            shards = {self._named[id(p)]: self.shard_of(p) for p in self._parameters} if self.shard_of else {}
             self._shards = {name: shard for name, shard in shards.items() if shard is not None}
         self._tape = tape
         self._calls.clear()
