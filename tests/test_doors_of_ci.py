@@ -14,7 +14,7 @@ from torch import nn
 import trainprobe
 from tests.exit_codes import PAGE, leaves, page
 from trainprobe.cli import main
-from trainprobe.comparison.ci_formats import Case, tell
+from trainprobe.comparison.ci_formats import PipelineCase, tell
 from trainprobe.pytest_plugin import assert_healthy, assert_same_run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -122,7 +122,7 @@ def test_preflight_tells_a_case_for_each_property(tmp_path):
 
 def test_texts_that_a_format_cannot_hold_are_written_all_the_same(tmp_path, capsys):
     strange = "a\x00b <&> 50% ::error::\nsecond"
-    tell("judge", [Case("na:me, one", "failure", strange, ["more"])] * 12, tmp_path / "answer.xml", True)
+    tell("judge", [PipelineCase("na:me, one", "failure", strange, ["more"])] * 12, tmp_path / "answer.xml", True)
     assert read(tmp_path / "answer.xml") == [("failure", "a�b <&> 50% ::error::\nsecond")] * 12
     lines = capsys.readouterr().err.splitlines()
     assert lines == ["::error title=trainprobe judge%3A na%3Ame%2C one::a\x00b <&> 50%25 ::error::%0Asecond%0Amore"] * 10

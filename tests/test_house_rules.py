@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -317,6 +318,11 @@ def test_no_line_of_c_is_wider_than_120_columns() -> None:
         if len(line) > 120
     ]
     assert (len(code) > 10, wide) == (True, [])
+
+
+def test_few_names_of_classes_are_used_twice() -> None:
+    names = Counter(node.name for path in FILES for node in ast.walk(tree(path)) if isinstance(node, ast.ClassDef))
+    assert len([name for name, count in names.items() if count > 1]) <= 15
 
 
 def test_no_file_of_c_is_long() -> None:

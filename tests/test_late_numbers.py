@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import trainprobe
-from trainprobe.engine.arrays.torch_rows import Transfer
+from trainprobe.engine.arrays.torch_rows import TorchTransfer
 from trainprobe.engine.storage.dumps import read_step
 from trainprobe.engine.storage.dumps.log import read_log
 from trainprobe.engine.storage.writer import flush_all
@@ -33,7 +33,7 @@ FEATURES = {
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no transfer arrive before it is waited for."""
-    monkeypatch.setattr(Transfer, "arrived", lambda self: False)
+    monkeypatch.setattr(TorchTransfer, "arrived", lambda self: False)
 
 
 def train(folder: Path, plan: Any, steps: int = 7, nan_at: int = -1, each: Any = None, fail_at: int = -1, scale: float = 1.0):
@@ -74,7 +74,7 @@ def numbers(folder: Path) -> list[Any]:
 )
 def test_what_is_written_is_the_same_and_in_order(tmp_path, monkeypatch, plan, scale):
     train(tmp_path / "at once", plan, scale=scale)
-    monkeypatch.setattr(Transfer, "arrived", lambda self: False)
+    monkeypatch.setattr(TorchTransfer, "arrived", lambda self: False)
     probe, by_the_end = train(tmp_path / "late", plan, scale=scale)
     assert numbers(tmp_path / "late") == numbers(tmp_path / "at once")
     assert [step for step, _ in numbers(tmp_path / "late")] == [*range(7)]
@@ -89,7 +89,7 @@ def test_each_step_is_judged_when_its_numbers_have_come(tmp_path, monkeypatch):
         asked[id(self)] = asked.get(id(self), 0) + 1
         return asked[id(self)] > 1
 
-    monkeypatch.setattr(Transfer, "arrived", at_the_second_look)
+    monkeypatch.setattr(TorchTransfer, "arrived", at_the_second_look)
     _, by_the_end = train(tmp_path, MONITOR)
     assert by_the_end == [[*range(n)] for n in range(7)]  # as the next step begins
 
@@ -175,7 +175,7 @@ def test_the_random_state_in_the_black_box_is_that_of_the_steps_own_end(tmp_path
             train(tmp_path / name, {**MONITOR, "black_box": {"steps": 4}}, fail_at=5)
         lines = (tmp_path / name / "rank0" / BOX_FILE).read_text().splitlines()[1:]
         states.append([str(json.loads(line)["facts"]) for line in lines])
-        monkeypatch.setattr(Transfer, "arrived", lambda self: False)
+        monkeypatch.setattr(TorchTransfer, "arrived", lambda self: False)
     assert states[0] == states[1] and len(set(states[0])) == 4
 
 

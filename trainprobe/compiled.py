@@ -18,7 +18,7 @@ class MissingCompiledPart(ProbeError, ImportError):  # noqa: N818  (named for wh
         )
 
 
-class _Absent:
+class _AbsentPart:
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         raise MissingCompiledPart
 
@@ -29,7 +29,7 @@ class _Missing:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return type(name, (_Absent,), {})
+        return type(name, (_AbsentPart,), {})
 
 
 def _load() -> Any | None:

@@ -82,7 +82,7 @@ def fast_loops(made: Any) -> list[list[str]]:
     return [loop for loop in loops(machine_code(made)) if any(word.startswith("LDG.E.128") for word in loop)]
 
 
-def figures(kind: triton_rows.Kind, flags: int) -> tuple[float, str, float]:
+def figures(kind: triton_rows.KernelKind, flags: int) -> tuple[float, str, float]:
     """Return instructions an element, the busiest pipe, and the rate in GB/s that it allows."""
     constants, options = triton_rows.chunk_constants(kind, flags), triton_rows.chunk_options(kind, flags)
     clocks = Counter[str]()

@@ -24,7 +24,7 @@ import torch.nn.functional as functional
 
 import trainprobe
 from trainprobe.demo.gpt import GPT, Shape
-from trainprobe.op_check.online.frames import Decoder, Frame, Kind, encode
+from trainprobe.op_check.online.frames import Decoder, Kind, WireFrame, encode
 
 
 def takes_all(connection: socket.socket) -> None:
@@ -41,7 +41,7 @@ def greet(connection: socket.socket) -> None:
     decoder = Decoder(0)
     while not list(decoder.feed(connection.recv(4096))):
         pass
-    connection.sendall(encode(Frame(Kind.WELCOME, {"window": 1 << 40})))
+    connection.sendall(encode(WireFrame(Kind.WELCOME, {"window": 1 << 40})))
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import trainprobe
 from trainprobe.again import golden_command
-from trainprobe.again.golden import MOST, Row, judge, read_golden, rows_of_dump, with_floors, within_reach, write_golden
+from trainprobe.again.golden import MOST, GoldenRow, judge, read_golden, rows_of_dump, with_floors, within_reach, write_golden
 from trainprobe.cli import main
 from trainprobe.errors import FormatError
 from trainprobe.integrations import perturbed_start
@@ -32,7 +32,7 @@ class Net(nn.Module):
 
 def rows(
     folder: Path, change: Callable[[Net], Any] = lambda net: None, rate: float = 0.01, scale: float = 1.0, draw: int = 1
-) -> list[Row]:
+) -> list[GoldenRow]:
     """Train three steps and return what they showed."""
     torch.manual_seed(0)
     net = Net()
@@ -54,7 +54,7 @@ def perturbed(net: Net) -> None:
 
 
 @pytest.fixture(scope="module")
-def golden(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
+def golden(tmp_path_factory: pytest.TempPathFactory) -> list[GoldenRow]:
     folder = tmp_path_factory.mktemp("golden")
     made = with_floors(rows(folder / "run"), [rows(folder / "floor", perturbed)])
     write_golden(folder / "golden.txt", made, ["train.py"])
@@ -65,12 +65,12 @@ def in_two_halves(net: Net) -> None:
     net.first.forward = lambda x: x[:, :4] @ net.first.weight[:, :4].T + x[:, 4:] @ net.first.weight[:, 4:].T + net.first.bias  # type: ignore
 
 
-def test_the_same_training_has_the_same_bits(golden: list[Row], tmp_path: Path) -> None:
+def test_the_same_training_has_the_same_bits(golden: list[GoldenRow], tmp_path: Path) -> None:
     verdict = judge(golden, rows(tmp_path))
     assert (verdict.code, verdict.sentence) == (0, f"identical: all {len(golden)} values have the same bits")
 
 
-def test_another_order_of_a_sum_is_rounding(golden: list[Row], tmp_path: Path) -> None:
+def test_another_order_of_a_sum_is_rounding(golden: list[GoldenRow], tmp_path: Path) -> None:
     verdict = judge(golden, rows(tmp_path, in_two_halves))
     assert verdict.code == 1, verdict.sentence
 
@@ -90,7 +90,9 @@ def set_eps(net: Net) -> None:
         ({"draw": 2}, "the data, input.0 of the model"),
     ],
 )
-def test_a_change_is_named_where_it_is_first_seen(golden: list[Row], tmp_path: Path, more: dict[str, Any], words: str) -> None:
+def test_a_change_is_named_where_it_is_first_seen(
+    golden: list[GoldenRow], tmp_path: Path, more: dict[str, Any], words: str
+) -> None:
     verdict = judge(golden, rows(tmp_path, **more), ["torch is another"])
     assert verdict.code == 2
     assert verdict.sentence.startswith("not the same: ")
@@ -98,19 +100,19 @@ def test_a_change_is_named_where_it_is_first_seen(golden: list[Row], tmp_path: P
     assert verdict.details[-1] == "otherwise than then: torch is another"
 
 
-def test_values_that_are_gone_are_no_success(golden: list[Row], tmp_path: Path) -> None:
+def test_values_that_are_gone_are_no_success(golden: list[GoldenRow], tmp_path: Path) -> None:
     now = rows(tmp_path)
     assert judge(golden, [row for row in now if row.step < 2]).code == 3
     assert judge(golden, []).code == 3
 
 
-def test_numbers_that_are_not_finite_are_another_answer(golden: list[Row], tmp_path: Path) -> None:
+def test_numbers_that_are_not_finite_are_another_answer(golden: list[GoldenRow], tmp_path: Path) -> None:
     verdict = judge(golden, rows(tmp_path, lambda net: setattr(net, "act", lambda x: x / 0)))
     assert verdict.code == 2
     assert "step 0" in verdict.sentence
 
 
-def test_a_record_is_text_that_is_bounded_and_checked(golden: list[Row], tmp_path: Path) -> None:
+def test_a_record_is_text_that_is_bounded_and_checked(golden: list[GoldenRow], tmp_path: Path) -> None:
     path = tmp_path / "golden.txt"
     write_golden(path, golden, ["train.py"])
     assert read_golden(path) == golden

@@ -15,7 +15,7 @@ from trainprobe.dump_compare.command import compare_rank
 from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.judge import Judged
 from trainprobe.dump_compare.page.histograms import BINS, histogram
-from trainprobe.dump_compare.page.write import Shown, pack_rank, write_page
+from trainprobe.dump_compare.page.write import ShownPair, pack_rank, write_page
 from trainprobe.dump_compare.pairing import CallPair, RankPair
 from trainprobe.engine.core.records import Call
 from trainprobe.engine.storage.dumps import read
@@ -274,7 +274,9 @@ def test_fifty_thousand_calls_open_and_scroll(browser, tmp_path):
         call.out = model.out
         calls.append(call)
     judged = [Judged(CallPair(i, call, None)) for i, call in enumerate(calls)]
-    target = write_page(Shown("large", "large", [], 0, ["a"]), [pack_rank(0, 0, judged, (side, None))], tmp_path / "page.html")
+    target = write_page(
+        ShownPair("large", "large", [], 0, ["a"]), [pack_rank(0, 0, judged, (side, None))], tmp_path / "page.html"
+    )
     seconds = browser.open(target)
     press(browser, "x")
     assert browser.run("document.getElementById('height').offsetHeight") == 50_001 * 24

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from trainprobe.cli import main
 from trainprobe.self_test import checks, kernels
-from trainprobe.self_test.checks import Machine
+from trainprobe.self_test.checks import TestedMachine
 from trainprobe.self_test.command import run_child
 from trainprobe.self_test.training import Trained
 
@@ -21,7 +21,7 @@ PASSED |= {"planted infinity", "black box", "config check", "cost"}
 
 @pytest.fixture
 def machine(tmp_path):
-    return Machine("cpu", True, tmp_path, Trained({"loss of step 0": b"1"}), repeats=True)
+    return TestedMachine("cpu", True, tmp_path, Trained({"loss of step 0": b"1"}), repeats=True)
 
 
 def test_everything_holds_on_the_cpu_and_one_file_is_left(tmp_path):

@@ -32,7 +32,7 @@ _MOST_FILE = 1 << 28
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class GoldenRow:
     """What a record says of one value. fingerprint: of its bits. floor: see the module text; 0 of what no rounding changes."""
 
     step: int
@@ -58,7 +58,7 @@ class Row:
         numbers = (*(f"{x:.9g}" for x in self.numbers), f"{self.floor:.2g}")
         return "\t".join((*map(str, about), shape, f"{self.fingerprint:016x}", *numbers))
 
-    def distance(self, other: Row) -> float:
+    def distance(self, other: GoldenRow) -> float:
         """Return how far the numbers of two values are apart, as a part of their size; infinity where one is not finite."""
         if self.fingerprint == other.fingerprint and self.shape == other.shape and self.dtype == other.dtype:
             return 0.0
@@ -74,31 +74,31 @@ class Row:
         return max(apart, abs(norm - theirs[3]) / size if size else 0.0, abs(mean - theirs[2]) / (size / elements**0.5 or 1.0))
 
 
-def rows_of_dump(folder: Path) -> list[Row]:
+def rows_of_dump(folder: Path) -> list[GoldenRow]:
     """Return the rows of all steps and ranks of a dump, in the order in which the values came. Raises FormatError."""
-    found: list[Row] = []
+    found: list[GoldenRow] = []
     for step, ranks in sorted(find_dumps(folder).items()):
         for rank, path in sorted(ranks.items()):
             found += [row for record in read(path).records() if (row := _row(record, step, rank)) is not None]
     return found
 
 
-def _row(record: Record, step: int, rank: int) -> Row | None:
+def _row(record: Record, step: int, rank: int) -> GoldenRow | None:
     site, values = record.site, record.values
     if site.kind == "scalar":
         x = float(values["value"])
-        return Row(step, rank, Key("scalar", site.name, "step", 0), "value", "float64", (), 0, (x, x, x, abs(x)))
+        return GoldenRow(step, rank, Key("scalar", site.name, "step", 0), "value", "float64", (), 0, (x, x, x, abs(x)))
     if "checksum" not in values or record.step.phase == "recompute":
         return None
     numbers = tuple(float(values.get(name, 0.0)) for name in _STATISTICS)
     key = Key(site.kind, site.name, record.step.phase, site.call)
-    return Row(step, rank, key, site.slot, record.dtype, record.shape, int(values["checksum"]), numbers)  # pyright: ignore
+    return GoldenRow(step, rank, key, site.slot, record.dtype, record.shape, int(values["checksum"]), numbers)  # pyright: ignore
 
 
 # ---- the file --------------------------------------------------------------------------------------------------------
 
 
-def with_floors(rows: Sequence[Row], others: Iterable[Sequence[Row]]) -> list[Row]:
+def with_floors(rows: Sequence[GoldenRow], others: Iterable[Sequence[GoldenRow]]) -> list[GoldenRow]:
     """Return the rows with what rounding does to them, as runs of the same training with another rounding show it.
 
     Statistics can agree by chance: of a value whose own runs are nearer than is usual in its phase, the usual is taken.
@@ -120,12 +120,12 @@ def with_floors(rows: Sequence[Row], others: Iterable[Sequence[Row]]) -> list[Ro
     ]
 
 
-def _sort(row: Row) -> tuple[int, str, str]:
+def _sort(row: GoldenRow) -> tuple[int, str, str]:
     side = "weight" if row.slot.startswith("parameters.") else row.key.kind
     return row.step, row.key.phase, side
 
 
-def within_reach(rows: Sequence[Row], most: int = MOST) -> tuple[list[Row], str]:
+def within_reach(rows: Sequence[GoldenRow], most: int = MOST) -> tuple[list[GoldenRow], str]:
     """Return as many rows as take at most so many bytes a step, and a sentence about what was left out."""
     steps = max(len({row.step for row in rows}), 1)
     depth = max((row.key.name.count(".") for row in rows), default=0)
@@ -143,15 +143,15 @@ def within_reach(rows: Sequence[Row], most: int = MOST) -> tuple[list[Row], str]
     return kept[: most * steps // 200], f"most of {len(rows)} values are left out"
 
 
-def _depth(row: Row) -> int:
+def _depth(row: GoldenRow) -> int:
     return row.key.name.count(".")
 
 
-def _made(row: Row) -> bool:
+def _made(row: GoldenRow) -> bool:
     return not row.slot.startswith(("input", "kwargs", "grad_output")) or row.key.name == "root"
 
 
-def write_golden(path: Path, rows: Sequence[Row], command: Sequence[str], note: str = "") -> None:
+def write_golden(path: Path, rows: Sequence[GoldenRow], command: Sequence[str], note: str = "") -> None:
     """Write a record. Raises OutputError."""
     about = [HEAD, f"# {' '.join(command)}", *([f"# {note}"] if note else [])]
     text = "\n".join((*about, *(row.line() for row in rows), ""))
@@ -159,12 +159,12 @@ def write_golden(path: Path, rows: Sequence[Row], command: Sequence[str], note: 
         path.write_text(text, encoding="utf-8")
 
 
-def read_golden(path: Path) -> list[Row]:
+def read_golden(path: Path) -> list[GoldenRow]:
     """Return the rows of a record. Raises FormatError where the file is none, or a line was edited."""
     lines = read_bounded(path, _MOST_FILE).decode("utf-8", "replace").splitlines()
     if not lines or lines[0] != HEAD:
         raise FormatError(f"{path} is no golden record: its first line is not {HEAD!r}")
-    rows: list[Row] = []
+    rows: list[GoldenRow] = []
     for number, line in enumerate(lines[1:], 2):
         if line.startswith("#"):
             continue
@@ -175,7 +175,7 @@ def read_golden(path: Path) -> list[Row]:
             key = Key(kind, name, phase, int(call))
             sizes = () if shape == "-" else tuple(map(int, shape.split("x")))
             rows.append(
-                Row(int(step), int(rank), key, slot, dtype, sizes, int(bits, 16), (high, low, mean, norm), float(floor))
+                GoldenRow(int(step), int(rank), key, slot, dtype, sizes, int(bits, 16), (high, low, mean, norm), float(floor))
             )
         except ValueError:
             raise FormatError(f"{path}, line {number}: not the {_COLUMNS} columns of a golden record: {line[:80]!r}") from None
@@ -185,7 +185,7 @@ def read_golden(path: Path) -> list[Row]:
 # ---- the answer ------------------------------------------------------------------------------------------------------
 
 
-def judge(golden: Sequence[Row], now: Sequence[Row], changed: Sequence[str] = ()) -> Verdict:
+def judge(golden: Sequence[GoldenRow], now: Sequence[GoldenRow], changed: Sequence[str] = ()) -> Verdict:
     """Return whether a run is what the record says. changed: sentences about what is configured otherwise than then."""
     before, after = {row.place: row for row in golden}, {_plain(row).place: _plain(row) for row in now}
     both = [place for place in before if place in after]
@@ -210,11 +210,11 @@ def judge(golden: Sequence[Row], now: Sequence[Row], changed: Sequence[str] = ()
     return Verdict(1, text, details)
 
 
-def _plain(row: Row) -> Row:
+def _plain(row: GoldenRow) -> GoldenRow:
     return replace(row, dtype=row.dtype.removeprefix("torch."))
 
 
-def _factor(golden: Row, now: Row) -> float:
+def _factor(golden: GoldenRow, now: GoldenRow) -> float:
     """Return how many floors a value is away from the record; infinity where no rounding was seen to change it, and it did."""
     distance = golden.distance(now)
     if distance == 0 and golden.dtype == now.dtype:
@@ -231,7 +231,7 @@ def _how_many(both: Sequence[tuple[int, int, Key, str]], factors: Sequence[float
     ]
 
 
-def _first(before: Mapping[tuple[int, int, Key, str], Row], after: Mapping[tuple[int, int, Key, str], Row]) -> str:
+def _first(before: Mapping[tuple[int, int, Key, str], GoldenRow], after: Mapping[tuple[int, int, Key, str], GoldenRow]) -> str:
     """Say where a run is first beyond rounding, and how far."""
     moments = sorted({(step, rank) for step, rank, _, _ in before})
     for step, rank in moments:
@@ -243,7 +243,7 @@ def _first(before: Mapping[tuple[int, int, Key, str], Row], after: Mapping[tuple
     return "nowhere"
 
 
-def _run(rows: Mapping[tuple[int, int, Key, str], Row], step: int, rank: int) -> Run:
+def _run(rows: Mapping[tuple[int, int, Key, str], GoldenRow], step: int, rank: int) -> Run:
     """Return one step of a rank as a run; the module around another is told by its name."""
     found: Run = {}
     for row in rows.values():
@@ -287,7 +287,7 @@ def _cause(found: Difference, at_first: bool) -> str:
     return f"{'module ' if key.kind == 'module' else ''}{key}, {slot}"
 
 
-def _told(golden: Row, now: Row) -> str:
+def _told(golden: GoldenRow, now: GoldenRow) -> str:
     if golden.shape != now.shape or golden.dtype != now.dtype:
         return f"{golden.dtype} {list(golden.shape)} then, {now.dtype} {list(now.shape)} now"
     floor = (

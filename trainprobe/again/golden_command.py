@@ -16,7 +16,7 @@ import orjson
 import typer
 from rich.console import Console
 
-from trainprobe.again.golden import Row, judge, read_golden, rows_of_dump, with_floors, within_reach, write_golden
+from trainprobe.again.golden import GoldenRow, judge, read_golden, rows_of_dump, with_floors, within_reach, write_golden
 from trainprobe.comparison.files import write_csv, write_json, writing
 from trainprobe.comparison.terminal import show_verdict
 from trainprobe.config_check.compare import compare_packs
@@ -94,7 +94,7 @@ def check(
     return verdict.code
 
 
-def _table(rows: Sequence[Row], now: Sequence[Row]) -> Iterator[Sequence[Any]]:
+def _table(rows: Sequence[GoldenRow], now: Sequence[GoldenRow]) -> Iterator[Sequence[Any]]:
     after = {row.place: row for row in now}
     for row in rows:
         other = after.get(row.place)
@@ -113,7 +113,7 @@ def _script(words: Sequence[str] | None) -> list[str]:
 
 def run_script(
     script: Sequence[str], folder: Path, steps: int, ranks: int, more: Mapping[str, str]
-) -> tuple[list[Row], Path | None]:
+) -> tuple[list[GoldenRow], Path | None]:
     """Run the script under a plan; return what its first steps showed, and its configuration."""
     monitor = {"parameters": True, "gradients": True}
     plan = {"level": "L0", "summary": "both", "step": list(range(steps)), "sinks": ["dump"], "stacks": False}

@@ -11,7 +11,7 @@ from typing import Any
 
 from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor, gather
 from trainprobe.ckpt_compare.transforms import TRANSFORMS, lacking
-from trainprobe.engine.model_names import ADAPTER, TRAINED_WHOLE, NameMap, Rule, built_in, read_map
+from trainprobe.engine.model_names import ADAPTER, TRAINED_WHOLE, NameMap, NameRule, built_in, read_map
 from trainprobe.engine.storage.safe_files import read_text
 from trainprobe.errors import FormatError
 
@@ -130,7 +130,7 @@ def _adapted(names: NameMap, base: str) -> str:
     return base
 
 
-def _renamed(tensor: LogicalTensor, rule: Rule, match: re.Match[str], config: Mapping[str, Any]) -> list[LogicalTensor]:
+def _renamed(tensor: LogicalTensor, rule: NameRule, match: re.Match[str], config: Mapping[str, Any]) -> list[LogicalTensor]:
     fields = match.groupdict()
     found: list[tuple[LogicalTensor, list[int]]] = [(tensor, [])]
     for by in rule.by:

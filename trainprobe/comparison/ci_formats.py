@@ -25,7 +25,7 @@ _COMMANDS = {"failure": "error", "error": "error", "passed": "notice"}
 Outcome = Literal["passed", "failure", "error"]
 
 
-class Case(NamedTuple):
+class PipelineCase(NamedTuple):
     """One test of the pipeline. outcome: error where there is no answer. details: further lines."""
 
     name: str
@@ -34,9 +34,9 @@ class Case(NamedTuple):
     details: Sequence[str] = ()
 
 
-def case_of(name: str, code: int, sentence: str, details: Sequence[str] = (), passes: int = 1) -> Case:
+def case_of(name: str, code: int, sentence: str, details: Sequence[str] = (), passes: int = 1) -> PipelineCase:
     """Return the case of an exit code. passes: the highest one that is good; 3 is no answer."""
-    return Case(
+    return PipelineCase(
         name,
         "passed" if code <= passes else "error" if code == 3 else "failure",
         sentence,
@@ -44,7 +44,7 @@ def case_of(name: str, code: int, sentence: str, details: Sequence[str] = (), pa
     )
 
 
-def tell(verb: str, cases: Iterable[Case], junit: Path | None, github: bool) -> None:
+def tell(verb: str, cases: Iterable[PipelineCase], junit: Path | None, github: bool) -> None:
     """Write and print what was asked for. Raises OutputError where the file cannot be written.
 
     Annotations go to standard error, where a pipeline reads them as well, so that `--json` stays JSON.
@@ -63,7 +63,7 @@ def _escaped(text: str) -> str:
     return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
-def _junit(verb: str, cases: Sequence[Case]) -> bytes:
+def _junit(verb: str, cases: Sequence[PipelineCase]) -> bytes:
     counts = {kind: str(sum(case.outcome == word for case in cases)) for kind, word in _PLURALS.items()}
     root = ElementTree.Element("testsuites")
     suite = ElementTree.SubElement(root, "testsuite", {"name": f"trainprobe {verb}", "tests": str(len(cases)), **counts})

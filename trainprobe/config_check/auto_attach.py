@@ -9,13 +9,13 @@ from pathlib import Path
 
 from trainprobe.config_check.capture.hyperparameters import SettingsWatch
 from trainprobe.config_check.capture.on_import import ImportWatch
-from trainprobe.config_check.settings import Settings, make_settings
+from trainprobe.config_check.settings import CapturedSettings, make_settings
 from trainprobe.engine import at_start as python_start
 
 VARIABLE = "TRAINPROBE_CONFIG_CHECK"
 
 
-def environment_for(settings: Settings, scripts: list[str]) -> dict[str, str]:
+def environment_for(settings: CapturedSettings, scripts: list[str]) -> dict[str, str]:
     """Return the environment in which a command is captured."""
     chosen = {
         "output": str(settings.output.absolute()),
@@ -36,9 +36,9 @@ def at_start() -> None:
 
 def begin(watch: SettingsWatch) -> None:
     """Start to capture this process; it writes a pack only if it trains a model."""
-    from trainprobe.config_check.capture.recorder import Recorder
+    from trainprobe.config_check.capture.recorder import SettingsRecorder
 
-    recorder = Recorder(make_settings(json.loads(os.environ[VARIABLE])), watch)
+    recorder = SettingsRecorder(make_settings(json.loads(os.environ[VARIABLE])), watch)
     recorder.guard.run(recorder.start)
     recorder.guard.run(recorder.search)
     atexit.register(recorder.finish, wait=True)

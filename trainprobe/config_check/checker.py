@@ -10,11 +10,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from trainprobe.config_check.overwrite import refuse_foreign
-from trainprobe.config_check.settings import Settings, make_settings
+from trainprobe.config_check.settings import CapturedSettings, make_settings
 from trainprobe.errors import UsageError
 
 if TYPE_CHECKING:
-    from trainprobe.config_check.capture.recorder import Recorder
+    from trainprobe.config_check.capture.recorder import SettingsRecorder
 
 
 class ConfigChecker:
@@ -24,7 +24,7 @@ class ConfigChecker:
     ConfigChecker once there is a model. It captures `micro_steps` micro-steps, takes all its patches away and writes the pack.
     """
 
-    _recorder: ClassVar[Recorder | None] = None
+    _recorder: ClassVar[SettingsRecorder | None] = None
 
     @classmethod
     def apply_patches(cls, framework: str = "pytorch", *, fmk: str | None = None, **settings: Any) -> None:
@@ -35,9 +35,9 @@ class ConfigChecker:
         chosen = _with_environment(make_settings({"framework": fmk or framework, **settings}))
         cls.stop()
         if chosen.framework == "pytorch":
-            from trainprobe.config_check.capture.recorder import Recorder
+            from trainprobe.config_check.capture.recorder import SettingsRecorder
 
-            cls._recorder = Recorder(chosen)
+            cls._recorder = SettingsRecorder(chosen)
             cls._recorder.guard.run(cls._recorder.start)
 
     @classmethod
@@ -72,15 +72,15 @@ class ConfigChecker:
             **settings,
         }
         self.settings = _with_environment(make_settings(given))
-        self._own: Recorder | None = None
+        self._own: SettingsRecorder | None = None
         refuse_foreign(self.settings.output)
         if model is None or self.settings.framework != "pytorch":
             self._write_static(model)
             return
-        from trainprobe.config_check.capture.recorder import Recorder
+        from trainprobe.config_check.capture.recorder import SettingsRecorder
 
         started = type(self)._recorder
-        recorder = Recorder(self.settings) if started is None else started
+        recorder = SettingsRecorder(self.settings) if started is None else started
         if started is None:
             recorder.guard.run(recorder.start)
         elif started.micro:
@@ -122,7 +122,7 @@ class ConfigChecker:
         self.close()
 
 
-def _with_environment(settings: Settings) -> Settings:
+def _with_environment(settings: CapturedSettings) -> CapturedSettings:
     """Let TRAINPROBE_ON_ERROR decide what a fault of the tool does, as everywhere."""
     import dataclasses
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from trainprobe.comparison.ci_formats import Github, Junit, case_of, tell
 from trainprobe.comparison.terminal import say
 from trainprobe.config_check.capture.setting_files import KINDS
-from trainprobe.config_check.settings import Settings, make_settings
+from trainprobe.config_check.settings import CapturedSettings, make_settings
 from trainprobe.errors import UsageError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__, no_args_is_help=True)
@@ -50,14 +50,14 @@ def collect(
     return code
 
 
-def _static(settings: Settings) -> int:
+def _static(settings: CapturedSettings) -> int:
     from trainprobe.config_check.static_pack import write_static_pack
 
     write_static_pack(settings, "made from files: data, weights and randomness were not captured")
     return 0
 
 
-def _run(settings: Settings, command: list[str]) -> int:
+def _run(settings: CapturedSettings, command: list[str]) -> int:
     """Run a command under capture; its exit code is ours, and 3 where it trained nothing that could be captured."""
     from trainprobe.config_check.auto_attach import environment_for
     from trainprobe.config_check.pack_reader import rank_parts

@@ -22,7 +22,7 @@ WITHHELD = "(withheld)"
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
+class SettingNames:
     """The tables of `names.yaml`. settings: normalised name → (setting, label). variables: variable → (first name, label)."""
 
     settings: Mapping[str, tuple[str, str]]
@@ -98,7 +98,7 @@ def _ends_at_a_dot(key: str, parts: int) -> bool:
     return False
 
 
-def masked(key: str, value: Any, names: Names | None = None) -> Any:
+def masked(key: str, value: Any, names: SettingNames | None = None) -> Any:
     """Return the value without what must not leave the machine: secrets by name, by look, and passwords inside URLs."""
     names = names or load_names()
     if value not in (None, "", False, True) and not isinstance(value, int | float) and names.is_secret(key):
@@ -113,14 +113,14 @@ def masked(key: str, value: Any, names: Names | None = None) -> Any:
 
 
 @cache
-def load_names() -> Names:
+def load_names() -> SettingNames:
     """Read the tables once."""
     tree = yaml.safe_load((Path(__file__).parent / "names.yaml").read_text(encoding="utf-8"))
     settings = {n: (setting, row["label"]) for setting, row in tree["settings"].items() for n in [setting, *row["names"]]}
     variables = {n: (row["names"][0], row["label"]) for row in tree["variables"] for n in row["names"]}
     functions = {n: row[0] for row in tree["random_functions"] for n in row}
     packages = {kind: tuple(patterns) for kind, patterns in tree["packages"].items()}
-    return Names(
+    return SettingNames(
         settings,
         tuple(tree["places"]),
         frozenset(map(normalised, tree["by_rank_count"])),

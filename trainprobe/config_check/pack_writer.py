@@ -72,7 +72,7 @@ class PackWriter:
         self.notes: list[str] = []
         self.fault: BaseException | None = None
         self._head = {"world_size": world_size, "ranks": [rank], "captures": list(captures)}
-        self._members: dict[str, Member] = {}
+        self._members: dict[str, PackMember] = {}
         self._queue: list[tuple[str, Any, int]] = []
         self._wake = threading.Condition()
         self._closing = False
@@ -138,7 +138,7 @@ class PackWriter:
             batch, self._queue = self._queue, []
         for name, content, micro_steps in batch:
             try:
-                self._members[name] = Member(to_json(content() if callable(content) else content))
+                self._members[name] = PackMember(to_json(content() if callable(content) else content))
             except _FAULTS as fault:
                 self.note(f"{name} was not captured: {type(fault).__name__}: {fault}")
                 continue
@@ -149,7 +149,7 @@ class PackWriter:
         _write_members(self.path, self._members, head, compress=complete or self._closing)
 
 
-class Member:
+class PackMember:
     """The bytes of a member and their sha256, which is worked out once."""
 
     __slots__ = ("content", "sha256")
@@ -161,10 +161,10 @@ class Member:
 
 def write_zip(path: Path, members: Mapping[str, bytes], head: Mapping[str, Any]) -> None:
     """Write a pack at once and atomically: a temporary file beside it, then a rename."""
-    _write_members(path, {name: Member(content) for name, content in members.items()}, head, compress=True)
+    _write_members(path, {name: PackMember(content) for name, content in members.items()}, head, compress=True)
 
 
-def _write_members(path: Path, members: Mapping[str, Member], head: Mapping[str, Any], *, compress: bool) -> None:
+def _write_members(path: Path, members: Mapping[str, PackMember], head: Mapping[str, Any], *, compress: bool) -> None:
     manifest = {
         "format": FORMAT,
         "version": VERSION,

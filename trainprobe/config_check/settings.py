@@ -14,7 +14,7 @@ FRAMEWORKS = ("pytorch", "mindspore")
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class CapturedSettings:
     """Settings of a capture.
 
     output: the pack. micro_steps: how many micro-steps are captured. captures: which of the six. scripts: files whose settings
@@ -33,9 +33,9 @@ class Settings:
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
-def make_settings(given: Mapping[str, Any]) -> Settings:
+def make_settings(given: Mapping[str, Any]) -> CapturedSettings:
     """Return Settings of a mapping; PlanError names the key, the value and what was probably meant."""
-    known = [f.name for f in fields(Settings)]
+    known = [f.name for f in fields(CapturedSettings)]
     for key in given:
         if key not in known:
             raise PlanError(
@@ -59,7 +59,7 @@ def make_settings(given: Mapping[str, Any]) -> Settings:
         raise PlanError(f"config_check: framework: {made['framework']!r} is neither of {' and '.join(FRAMEWORKS)}")
     if made.get("on_error", "continue") not in ("continue", "raise"):
         raise PlanError(f"config_check: on_error: {made['on_error']!r} is neither continue nor raise")
-    return Settings(**made)
+    return CapturedSettings(**made)
 
 
 def _check_numbers(made: Mapping[str, Any]) -> None:

@@ -8,12 +8,12 @@ from trainprobe.config_check.capture.environment import capture_environment
 from trainprobe.config_check.capture.packages import capture_packages
 from trainprobe.config_check.capture.setting_files import read_settings
 from trainprobe.config_check.pack_writer import PackWriter
-from trainprobe.config_check.settings import Settings
+from trainprobe.config_check.settings import CapturedSettings
 
 _CAPTURES = ("environment", "packages", "hyperparameters")
 
 
-def write_static_pack(settings: Settings, note: str) -> Path:
+def write_static_pack(settings: CapturedSettings, note: str) -> Path:
     """Write environment, packages and the settings in `settings.scripts`, as far as `settings.captures` names them.
 
     Variables that a script exports are its own. Returns the path of the pack. Raises FormatError for a script that cannot be

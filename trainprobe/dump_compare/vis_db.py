@@ -26,7 +26,7 @@ from trainprobe.dump_compare.page.document import holds_nonfinite
 from trainprobe.dump_compare.page.tree import build_tree
 from trainprobe.dump_compare.pairing import RankPair
 from trainprobe.dump_compare.sheet import classic_name
-from trainprobe.dump_compare.vis_links import Link, links_of, matched
+from trainprobe.dump_compare.vis_links import VisLink, links_of, matched
 from trainprobe.engine.core.records import Call, Value
 from trainprobe.engine.core.step_data import entry_name, slots
 from trainprobe.engine.storage.dumps.entry_text import KEYS
@@ -77,7 +77,7 @@ class VisRank:
     micro_batches: int
     nodes: list[tuple[Any, ...]] = field(default_factory=list[tuple[Any, ...]])
     stacks: dict[str, str] = field(default_factory=dict[str, str])
-    links: tuple[list[Link], ...] = ()
+    links: tuple[list[VisLink], ...] = ()
 
 
 @dataclass

@@ -17,7 +17,7 @@ _TO_ONE = ("reduce", "gather")
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class VisLink:
     """A node that takes part. key: what is equal on all ranks that take part. way: send, receive, or send_receive.
 
     root: the rank that all others send to, or are sent from; None where all do both.
@@ -30,10 +30,10 @@ class Link:
     root: int | None = None
 
 
-def links_of(calls: Iterable[tuple[str, Call]], rank: int) -> list[Link]:
+def links_of(calls: Iterable[tuple[str, Call]], rank: int) -> list[VisLink]:
     """Return what one rank takes part in. calls: name of the node and call, in order."""
     counts: Counter[str] = Counter()
-    found: list[Link] = []
+    found: list[VisLink] = []
     for node, call in calls:
         if call.kind != "collective" or call.phase == "backward":
             continue
@@ -48,7 +48,7 @@ def links_of(calls: Iterable[tuple[str, Call]], rank: int) -> list[Link]:
             root = _number(call, "src" if name in _FROM_ONE else "dst") if name in (*_FROM_ONE, *_TO_ONE) else None
             sends = (name in _FROM_ONE) == (root == rank)
             way, key = "send_receive" if root is None else "send" if sends else "receive", f"{call.name} {group_ranks(call)}"
-        found.append(Link(node, rank, f"{key} {counts[key]}", way, root))
+        found.append(VisLink(node, rank, f"{key} {counts[key]}", way, root))
         counts[key] += 1
     return found
 
@@ -62,12 +62,12 @@ def _number(call: Call, name: str) -> int | None:
     return given if isinstance(given, int) and not isinstance(given, bool) else None
 
 
-def matched(links: Sequence[Link], indices: Mapping[tuple[int, str], str]) -> dict[tuple[int, str], str]:
+def matched(links: Sequence[VisLink], indices: Mapping[tuple[int, str], str]) -> dict[tuple[int, str], str]:
     """Return rank and node → the nodes of other ranks that it belongs to, as the page has it.
 
     links: of all ranks of one step and side. indices: rank and node → what the page shows of it there.
     """
-    by_key: dict[str, list[Link]] = defaultdict(list)
+    by_key: dict[str, list[VisLink]] = defaultdict(list)
     for link in links:
         by_key[link.key].append(link)
     found: dict[tuple[int, str], str] = {}

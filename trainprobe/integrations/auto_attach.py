@@ -39,7 +39,7 @@ FRAMEWORKS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class AttachedRun:
     """What a program is watched under. plan: a file, or None for the default plan. output: where it is written.
 
     earlier: the newest run in a folder of that name, which a training that is resumed goes on with. decided: that the folder is
@@ -52,7 +52,7 @@ class Run:
     decided: bool = True
 
 
-def environment_for(run: Run) -> dict[str, str]:
+def environment_for(run: AttachedRun) -> dict[str, str]:
     """Return the environment in which a program, and each Python process that it starts, is watched."""
     inherited = {name: value for name, value in python_start.environment_for(__name__).items() if name != EARLIER}
     return {

@@ -48,7 +48,7 @@ def attach(engine: Any, plan: PlanSource = None, **overrides: Any) -> Any:
     probe = Probe(loaded, place=place, rename=renaming(engine.module))
     try:
         probe.open(engine.module, engine.basic_optimizer)
-        loop_hooks = LoopHooks(probe, engine)
+        loop_hooks = EngineHooks(probe, engine)
         loop_hooks.go_on_from_checkpoint()
         loop_hooks.follow_update()
         loop_hooks.follow_steps()
@@ -105,19 +105,19 @@ def engine_of(trainer: Any) -> Any:
     return next((engine for engine in candidates if is_engine(engine)), None)
 
 
-def follow(probe: Probe | None, engine: Any) -> LoopHooks | None:
+def follow(probe: Probe | None, engine: Any) -> EngineHooks | None:
     """Let an open probe, to which a callback tells the steps, take what DeepSpeed holds; None where there is no engine.
 
     The callback calls `end()` of what is returned when training ends.
     """
     if probe is None or engine is None or _loop_hooks_of(engine) is not None:
         return None
-    loop_hooks = LoopHooks(probe, engine)
+    loop_hooks = EngineHooks(probe, engine)
     loop_hooks.follow_update()
     return loop_hooks
 
 
-class LoopHooks:
+class EngineHooks:
     """Stands around the methods of one engine and tells a probe what happens.
 
     `follow_update` tells where gradients and the update are, `follow_steps` also tells when a step begins and ends.
@@ -363,9 +363,9 @@ class LoopHooks:
         return run(*args, **kwargs)
 
 
-def _loop_hooks_of(engine: Any) -> LoopHooks | None:
+def _loop_hooks_of(engine: Any) -> EngineHooks | None:
     loop_hooks = getattr(vars(engine).get("_take_model_step"), "loop_hooks", None)
-    return loop_hooks if isinstance(loop_hooks, LoopHooks) and not loop_hooks.probe.closed else None
+    return loop_hooks if isinstance(loop_hooks, EngineHooks) and not loop_hooks.probe.closed else None
 
 
 def is_engine(engine: Any) -> bool:

@@ -13,7 +13,7 @@ _MPU = {"tp": ("tensor_model_parallel", "model_parallel"), "pp": ("pipeline_mode
 _EXPERT = re.compile(r"(.*\bdeepspeed_experts)\.(\d+)(.*)")
 
 
-class Layout:
+class DeepSpeedLayout:
     """The places of one engine's process and the replicas of its parameters; nothing here communicates.
 
     axes: axis → (index, size), those of size 1 left out. Experts lie across the ranks that share the dense parameters, so the

@@ -14,7 +14,7 @@ from typing import Any
 
 from trainprobe.engine.core.sources import Part
 from trainprobe.engine.geometry.shards import Shard
-from trainprobe.integrations.deepspeed_layout import Layout
+from trainprobe.integrations.deepspeed_layout import DeepSpeedLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class DeepSpeedSource:
         self.stepping: frozenset[int] | None = None
         self.before_clipping = False  # "before_step" comes before the optimizer's own gradients exist
         self.parameters = list(dict(engine.module.named_parameters()).values())
-        self.layout = Layout(engine)
+        self.layout = DeepSpeedLayout(engine)
 
     def parts(self, moment: str) -> Iterator[Part]:
         """Yield the parts that can be seen at `moment`; a parameter that other processes update has none of the optimizer's."""

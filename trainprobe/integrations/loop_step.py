@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainprobe.engine.capture.gradients import node_of, sequence_number
-from trainprobe.integrations.own_updates import Gradients, Weights
+from trainprobe.integrations.own_updates import OwnGradients, Weights
 
 _MOST = 100_000  # nodes of a graph that are looked at
 
 
 @dataclass(slots=True)
-class Step:
+class LoopStep:
     """What a step has seen so far.
 
     entry: id of the module whose call began it. weights: as they were then, until an optimizer of torch.optim was seen.
@@ -25,7 +25,7 @@ class Step:
 
     entry: int
     weights: Weights | None
-    gradients: Gradients | None = None
+    gradients: OwnGradients | None = None
     cleared: bool = False
     forwards: int = 0
     backward: bool = False

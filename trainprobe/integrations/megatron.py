@@ -103,7 +103,7 @@ def attach(
         probe.use_source(source)
         probe.open(chunks if len(chunks) > 1 else chunks[0], optimizer)
         probe.step_number = first_step - 1
-        probe.loop_hooks = LoopHooks(probe, chunks, optimizer, source)
+        probe.loop_hooks = ScheduleHooks(probe, chunks, optimizer, source)
     except BaseException:
         probe.close()
         raise
@@ -114,7 +114,7 @@ def attach(
 class MegatronProbe(Probe):
     """A probe on a Megatron training. loop_hooks: what calls its verbs."""
 
-    loop_hooks: LoopHooks | None = None
+    loop_hooks: ScheduleHooks | None = None
 
     def close(self) -> None:
         """Take everything off, write what is pending, and say what never came."""
@@ -124,7 +124,7 @@ class MegatronProbe(Probe):
         super().close()
 
 
-class LoopHooks:
+class ScheduleHooks:
     """Stands around the schedules, the reductions and the optimizer of one training and tells its probe what happens."""
 
     def __init__(self, probe: Probe, chunks: Sequence[Any], optimizer: Any, source: MegatronSource) -> None:
@@ -366,7 +366,7 @@ def _note_report(probe: Probe, report: Mapping[str, Any]) -> None:
             probe.note(name, value)
 
 
-def _keep_memories(training: Any, probe: Probe, loop_hooks: LoopHooks) -> None:
+def _keep_memories(training: Any, probe: Probe, loop_hooks: ScheduleHooks) -> None:
     """Write the memory of the rules next to the output with each checkpoint; a resumed run continues from it."""
     monitor, resumed = probe.monitor, getattr(training.get_args(), "iteration", 0)
     if monitor is None:

@@ -17,7 +17,7 @@ TIED = "embedding.word_embeddings.weight"
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldParameter:
     """A parameter of this process: its global name and the rectangle of the logical tensor that it is."""
 
     name: str
@@ -122,7 +122,7 @@ def renaming(models: Sequence[Any]) -> Rename:
 # ---- rectangles --------------------------------------------------------------------------------------------------------
 
 
-def held_parameters(models: Sequence[Any], axes: Axes) -> Iterator[Held]:
+def held_parameters(models: Sequence[Any], axes: Axes) -> Iterator[HeldParameter]:
     """Yield every parameter of bare model chunks once, in order.
 
     Under a pipeline the last stage's copy of a tied embedding carries the embedding's name: it is a replica of it over `pp`.
@@ -140,7 +140,7 @@ def held_parameters(models: Sequence[Any], axes: Axes) -> Iterator[Held]:
             tied = bool(getattr(parameter, "shared_embedding", False)) and "pp" in axes
             if tied and name == "output_layer.weight":
                 name = TIED
-            yield Held(name, parameter, rectangle(local, parameter, modules, axes, tied))
+            yield HeldParameter(name, parameter, rectangle(local, parameter, modules, axes, tied))
 
 
 def _grouped_number(modules: Mapping[str, Any], above: str, last: str) -> str:

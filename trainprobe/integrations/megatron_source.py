@@ -9,7 +9,7 @@ from typing import Any
 
 from trainprobe.engine.core.sources import Part
 from trainprobe.engine.geometry.shards import Shard
-from trainprobe.integrations.megatron_layout import Held, piece
+from trainprobe.integrations.megatron_layout import HeldParameter, piece
 
 REGION = "model-parallel-rng"  # Megatron's name
 
@@ -31,10 +31,10 @@ class MegatronSource:
     multiplied by. values_lag: after a step, values are gathered from the other processes only when the next forward needs them.
     """
 
-    def __init__(self, held: Sequence[Held], optimizer: Any) -> None:
+    def __init__(self, held: Sequence[HeldParameter], optimizer: Any) -> None:
         self.held = tuple(held)
         self.optimizers = innermost(optimizer)
-        self.reducing: tuple[Held, ...] = ()
+        self.reducing: tuple[HeldParameter, ...] = ()
         self.loss_scale = 1.0
         self.values_lag = _gathers_late(optimizer)
 
@@ -127,11 +127,11 @@ def _owned(optimizer: Any) -> Iterator[tuple[Any, Owned]]:
                 yield parameter, Owned(optimizer, parameter)
 
 
-def _shard(held: Held, owned: Owned) -> Shard:
+def _shard(held: HeldParameter, owned: Owned) -> Shard:
     return held.shard if owned.start is None or owned.end is None else piece(held.shard, owned.start, owned.end)
 
 
-def _gradient(held: Held, owned: Owned | None, slot: str) -> Iterator[Part]:
+def _gradient(held: HeldParameter, owned: Owned | None, slot: str) -> Iterator[Part]:
     """Yield the gradient as the optimizer sees it; a precision-aware one is handed `decoupled_grad`."""
     if owned is None or owned.start == owned.end is not None:
         return
@@ -141,7 +141,7 @@ def _gradient(held: Held, owned: Owned | None, slot: str) -> Iterator[Part]:
         yield Part(held.name, slot, grad, _shard(held, owned))
 
 
-def _state(held: Held, owned: Owned) -> Iterator[Part]:
+def _state(held: HeldParameter, owned: Owned) -> Iterator[Part]:
     """Yield the master weight, where there is one, and what the optimizer keeps for it."""
     shard = _shard(held, owned)
     if owned.main.dtype != held.parameter.dtype:

@@ -33,7 +33,7 @@ class Weights:
             return any(_differ(_sample(p), before) for p, before in self._before)
 
 
-class Gradients:
+class OwnGradients:
     """The smallest gradients of a model as the latest backward left them, to tell whether an update uses those before it.
 
     A program may run forward and backward first, to learn what fits into memory, and clear the gradients.

@@ -13,7 +13,7 @@ from trainprobe.engine.core.log_lines import say
 from trainprobe.engine.plan.loading import load_plan
 from trainprobe.engine.plan.model import Plan
 from trainprobe.errors import UsageError
-from trainprobe.integrations.auto_attach import Run, environment_for
+from trainprobe.integrations.auto_attach import AttachedRun, environment_for
 from trainprobe.integrations.output_folder import free_folder
 
 OPTIONS = ("--output", "-o", "--plan")
@@ -80,15 +80,15 @@ def _begins_with_plan(words: list[str]) -> bool:
     return named or (behind[:1] == ["--"] and not first.startswith("-") and not first.endswith(".py"))
 
 
-def _run(path: Path | None, plan: Plan, command: list[str]) -> Run:
+def _run(path: Path | None, plan: Plan, command: list[str]) -> AttachedRun:
     """Return where this run is written; print a line if an earlier run lies there."""
     folder = plan.output
     if plan.on_existing != "beside" or _has_several_nodes(command):
-        return Run(path, folder, decided=False)
+        return AttachedRun(path, folder, decided=False)
     free, earlier = free_folder(folder)
     if earlier is not None:
         say(f"{earlier} holds an earlier run: this one is written to {free}, unless it resumes that one from a checkpoint")
-    return Run(path, free, earlier)
+    return AttachedRun(path, free, earlier)
 
 
 def _has_several_nodes(command: list[str]) -> bool:

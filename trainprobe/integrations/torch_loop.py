@@ -41,10 +41,10 @@ from trainprobe.integrations.live_modules import (
 )
 from trainprobe.integrations.loop_gates import DRIVERS, Handle, backward_gate, driven, module_gates
 from trainprobe.integrations.loop_losses import Losses
-from trainprobe.integrations.loop_step import Step, may_be_two
+from trainprobe.integrations.loop_step import LoopStep, may_be_two
 from trainprobe.integrations.loop_words import ALL_JOINED, JOINED, NO_MODEL, NO_UPDATE, OWN_UPDATES, SKIPPED, no_update
 from trainprobe.integrations.output_folder import steps_to_go_on_from
-from trainprobe.integrations.own_updates import Gradients, Weights
+from trainprobe.integrations.own_updates import OwnGradients, Weights
 from trainprobe.integrations.session import Session, agreed
 from trainprobe.watching import PlanSource
 
@@ -98,7 +98,7 @@ class TorchLoop:
         self._owned: set[int] = set()  # ids of the model's modules
         self._parameters: dict[int, Any] = {}
         self._held: WeakKeyDictionary[Any, set[int]] = WeakKeyDictionary()  # the model's optimizers → ids of what they step
-        self._step: Step | None = None
+        self._step: LoopStep | None = None
         self._within: list[Any] = []  # what is taken off when the step ends
         self._updates = self._own_updates = self._trials = 0
         self._missed: set[int] = set()  # ids of the optimizers that stepped outside any step since the last one
@@ -221,7 +221,7 @@ class TorchLoop:
         self._open_gates()
         self._missed.clear()
         weights = None if self._updates else Weights(self._model)
-        step = self._step = Step(entry, weights, None if weights is None else Gradients(self._model))
+        step = self._step = LoopStep(entry, weights, None if weights is None else OwnGradients(self._model))
         collected = self.session.step_begins(self._number)
         step.since = sequence_number()  # the probe has looked at leaves, which makes nodes
         self._within.append(StepListener(after=self._stepped))  # after the probe's own, which look at the update
@@ -248,7 +248,7 @@ class TorchLoop:
             self.session.losses_begin_again()
         self.session.add_loss(loss)
 
-    def _watch_forwards(self, step: Step) -> None:
+    def _watch_forwards(self, step: LoopStep) -> None:
         """Within a step, look at each forward of the model whether it belongs to the next one."""
         step.follows = True
         self._within += map(Handle, module_gates(self._model, self._forward))
@@ -281,7 +281,7 @@ class TorchLoop:
         self._begin(id(module))
         return True
 
-    def _is_over(self, step: Step, module: int) -> bool:
+    def _is_over(self, step: LoopStep, module: int) -> bool:
         """Return whether the update of this step has been made when a module is called."""
         if self._losses.in_backward or self._updating is not None:  # recomputation, or a line search
             return False
@@ -479,6 +479,6 @@ class TorchLoop:
             self.session.probe.at_end(sentence)
 
 
-def _only_called(step: Step) -> bool:
+def _only_called(step: LoopStep) -> bool:
     """Tell whether nothing came behind the forward of a last step, in a program that no error has ended."""
     return not step.backward and not step.stepped and getattr(sys, "last_value", None) is None

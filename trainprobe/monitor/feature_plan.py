@@ -23,7 +23,7 @@ def _listed(value: object) -> object:
     return (value,) if isinstance(value, str) else value
 
 
-class Feature(BaseModel):
+class FeatureSection(BaseModel):
     """OBSERVER: the file of `engine.capture.features` that works it out, with the fields of the section other than `names`."""
 
     OBSERVER: ClassVar[str]
@@ -39,7 +39,7 @@ class Feature(BaseModel):
     _check_names = field_validator("names")(lambda cls, value: parse_names(value).patterns)  # pyright: ignore
 
 
-class AttentionSettings(Feature):
+class AttentionSettings(FeatureSection):
     """Entropy, largest logit and peak of attention, for each head."""
 
     OBSERVER: ClassVar[str] = "attention"
@@ -50,7 +50,7 @@ class AttentionSettings(Feature):
     """How many sequences of a batch are looked at, evenly spaced."""
 
 
-class WeightSettings(Feature):
+class WeightSettings(FeatureSection):
     """Spectral norm and stable rank of parameters of two and more dimensions."""
 
     OBSERVER: ClassVar[str] = "weight_spectra"
@@ -59,7 +59,7 @@ class WeightSettings(Feature):
     """Power iterations at each later step; the first step of a parameter makes 24."""
 
 
-class RouterSettings(Feature):
+class RouterSettings(FeatureSection):
     """Load, entropy and similarity of the routers of mixtures of experts."""
 
     OBSERVER: ClassVar[str] = "routers"
@@ -70,7 +70,7 @@ class RouterSettings(Feature):
     """How many experts a token gets, where neither the router's output nor the module tells it."""
 
 
-class FormatSettings(Feature):
+class FormatSettings(FeatureSection):
     """Shares of values that low-precision formats would lose, and how often each exponent is used."""
 
     OBSERVER: ClassVar[str] = "number_formats"
@@ -91,7 +91,7 @@ class FormatSettings(Feature):
     """Count the elements per power of two too; TensorBoard shows them as histograms."""
 
 
-class DeadUnitSettings(Feature):
+class DeadUnitSettings(FeatureSection):
     """Share of units that are silent for all tokens of a call."""
 
     OBSERVER: ClassVar[str] = "dead_units"
@@ -118,7 +118,7 @@ class Features(BaseModel):
     dead_units: Annotated[DeadUnitSettings, BeforeValidator(switch)] = DeadUnitSettings()
     """Share of silent units."""
 
-    def chosen(self) -> list[Feature]:
+    def chosen(self) -> list[FeatureSection]:
         """Return the sections of those that are worked out."""
         sections = [getattr(self, name) for name in type(self).model_fields]
         return [section for section in sections if section.on]

@@ -178,7 +178,7 @@ _OF_SLOTS = (  # the first that fits: how the slot begins or ends
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunSummary:
     """A run that is over, as one rank saw it.
 
     steps, collected: how many there were, and how many were looked at. cut_short: how many of the others an error or the end of
@@ -200,7 +200,7 @@ class Run:
     recorded: str = ""
 
 
-def end_line(run: Run, findings: Sequence[Finding]) -> str:
+def end_line(run: RunSummary, findings: Sequence[Finding]) -> str:
     """Return the line, without the tool's name. findings: of this rank; what other ranks wrote in this run is added."""
     found = [f for f in causes([*findings, *_of_other_ranks(run)]) if matters(f)]
     nothing = _nothing_found(run, findings)
@@ -209,7 +209,7 @@ def end_line(run: Run, findings: Sequence[Finding]) -> str:
     return f"{share}{_steps(run)}, {outcome}; {_where(run, bool(found))}"
 
 
-def _nothing_found(run: Run, findings: Sequence[Finding]) -> str:
+def _nothing_found(run: RunSummary, findings: Sequence[Finding]) -> str:
     if not run.judged:
         return "nothing judged (monitor=True and audit=True judge the steps)"
     if run.collected:
@@ -223,7 +223,7 @@ def _nothing_found(run: Run, findings: Sequence[Finding]) -> str:
     return "nothing judged" + (" (none of them is among the steps that the plan names)" if unnamed else "")
 
 
-def _steps(run: Run) -> str:
+def _steps(run: RunSummary) -> str:
     all_of_them = run.steps == run.collected
     seen = counted(run.steps, "step") + (" watched" if all_of_them else f", {run.collected} of them watched")
     seen += f", {run.cut_short} cut short" if run.cut_short else ""
@@ -237,7 +237,7 @@ def matters(finding: Finding) -> bool:
     return finding.severity != "info" and finding.rule not in OWN
 
 
-def _of_other_ranks(run: Run) -> list[Finding]:
+def _of_other_ranks(run: RunSummary) -> list[Finding]:
     """Return what the other ranks wrote since this run began; nothing where their files are elsewhere."""
     if run.place.world_size == 1 or not run.written:
         return []
@@ -258,7 +258,7 @@ def _since(found: Sequence[Finding]) -> str:
     return f", first at step {min(steps)}" if steps else ""
 
 
-def _where(run: Run, found: bool) -> str:
+def _where(run: RunSummary, found: bool) -> str:
     folder = shlex.quote(str(run.output))
     if not run.written:
         return "nothing was written to disk"

@@ -79,7 +79,7 @@ class RunLog:
 
 
 @dataclass(slots=True)
-class _Layout:
+class _StepLayout:
     """What the steps of one structure have in common: rows, counted from the first row of a step, and their series.
 
     values, features, scalars: the rows of each sort, values as a slice where they lie in one piece. step: the row of the step
@@ -110,7 +110,7 @@ class _Known:
 
     table: SeriesTable
     words: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
-    layouts: dict[bytes, _Layout] = field(default_factory=dict[bytes, _Layout])
+    layouts: dict[bytes, _StepLayout] = field(default_factory=dict[bytes, _StepLayout])
     addresses: dict[int, int] = field(default_factory=dict[int, int])
 
 
@@ -163,7 +163,7 @@ class _Segment:
             key = key * (len(self._words[name]) + 1) + self._codes[name] + 1
         return key * 4 + self._is_value * 2 + self._taken
 
-    def _layout(self, rows: slice) -> _Layout:
+    def _layout(self, rows: slice) -> _StepLayout:
         """Return the layout of a step, and number the addresses of its rows."""
         with_address = self._of(rows, self._has_address)
         addresses = np.zeros(rows.stop - rows.start, np.int64)
@@ -182,7 +182,7 @@ class _Segment:
         scalar_names = [self._words["name"][code] for code in self._codes["name"][scalars + rows.start].tolist()]
         featured = addresses[features].tolist()
         step_row, count = int(step[0]), len(names)
-        return _Layout(
+        return _StepLayout(
             as_slice(values), features, scalars, step_row, scalar_names, featured, at, addresses[values], count, there
         )
 
@@ -203,7 +203,7 @@ class _Segment:
             for phase, kind, name, slot, call, shape, dtype in zip(*words, calls, shapes, dtypes, strict=True)
         ]
 
-    def _frame(self, step: int, start: int, layout: _Layout) -> Frame:
+    def _frame(self, step: int, start: int, layout: _StepLayout) -> Frame:
         lie = layout.values
         here = slice(lie.start + start, lie.stop + start) if isinstance(lie, slice) else lie + start
         at, values = layout.at, self._statistics[here, : layout.statistics].reshape(-1)

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from trainprobe.comparison.ci_formats import Case, Github, Junit, tell
+from trainprobe.comparison.ci_formats import Github, Junit, PipelineCase, tell
 from trainprobe.engine.core.findings import in_folder, place_in_words, schema_text
 from trainprobe.engine.core.json_schema import prints
 from trainprobe.engine.core.records import Finding
@@ -77,7 +77,7 @@ def judge(
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
+class RunJudgement:
     """What is known of a run. short: what of it was not judged, in words. more: what further was not looked at."""
 
     findings: list[JudgedFinding]
@@ -92,7 +92,7 @@ class Judgement:
         return exit_code((one.finding for one in self.findings), bool(self.short))
 
 
-def judged(folder: Path, rules: str | None = None) -> Judgement:
+def judged(folder: Path, rules: str | None = None) -> RunJudgement:
     """Judge the record of a run. rules: as `--rules` has them. Raises FormatError where there is none, and PlanError."""
     chosen, absent = (read_rules(rules), ()) if rules is not None else rules_of_run(folder)
     recorded = [f for f in read_findings(folder) if rules is None or f.rule in chosen]
@@ -105,16 +105,16 @@ def judged(folder: Path, rules: str | None = None) -> Judgement:
         short = "nothing of this run was judged" + (
             "" if seen.values else ": no value was recorded that the rules could look at"
         )
-    return Judgement(all_findings(recorded, found), seen, chosen, short, (left_out(absent), unjudged))
+    return RunJudgement(all_findings(recorded, found), seen, chosen, short, (left_out(absent), unjudged))
 
 
-def _cases(folder: str, findings: Sequence[Finding], code: int, short: str) -> list[Case]:
+def _cases(folder: str, findings: Sequence[Finding], code: int, short: str) -> list[PipelineCase]:
     """Return a failure for each warning and error, and the case of the whole where there is none or the record falls short."""
     bad = [finding for finding in findings if finding.severity != "info"]
-    cases = [Case(f"{f.rule} ({place_in_words(f)})", "failure", f.message, [f.next] if f.next else []) for f in bad]
+    cases = [PipelineCase(f"{f.rule} ({place_in_words(f)})", "failure", f.message, [f.next] if f.next else []) for f in bad]
     if code == 3:
-        return [*cases, Case(folder, "error", short or "nothing could be compared")]
-    return cases or [Case(folder, "passed", "nothing found")]
+        return [*cases, PipelineCase(folder, "error", short or "nothing could be compared")]
+    return cases or [PipelineCase(folder, "passed", "nothing found")]
 
 
 def _judge_again(
@@ -153,7 +153,7 @@ def read_rules(text: str) -> dict[str, RuleOptions]:
     return make_rules(names)
 
 
-def _show(answer: Judgement) -> None:
+def _show(answer: RunJudgement) -> None:
     console, findings, seen = Console(highlight=False, soft_wrap=True), answer.findings, answer.seen
     for one in findings:
         finding, where = one.finding, place_in_words(one.finding)

@@ -83,7 +83,7 @@ def read_metrics(folder: Path) -> Iterator[MetricStep]:
 def is_metric_file(path: Path) -> bool:
     """Tell by the first line of a file whether `read_metrics` reads it."""
     try:
-        return _is_read(_Rows(path).columns)
+        return _is_read(_MetricRows(path).columns)
     except (csv.Error, FormatError):
         return False
 
@@ -100,7 +100,7 @@ def _execution_order(path: Path) -> tuple[str, int, int]:
 
 
 def _read_file(path: Path, reduced: bool) -> Iterator[Record]:
-    rows = _Rows(path)
+    rows = _MetricRows(path)
     columns = rows.columns
     if columns >= TIDY:
         yield from _read_tidy(rows, path)
@@ -110,7 +110,7 @@ def _read_file(path: Path, reduced: bool) -> Iterator[Record]:
         yield from _read_wide(rows, path, reduced, second=False)
 
 
-def _read_tidy(rows: _Rows, path: Path) -> Iterator[Record]:
+def _read_tidy(rows: _MetricRows, path: Path) -> Iterator[Record]:
     """Join neighbouring rows that differ in the statistic only."""
     address: tuple[str, ...] | None = None
     values: dict[str, float | int] = {}
@@ -133,7 +133,7 @@ def _read_tidy(rows: _Rows, path: Path) -> Iterator[Record]:
         yield _tidy_record(last, values, path, -1)
 
 
-class _Rows:
+class _MetricRows:
     """The rows of a file with the numbers of their lines; one that cannot be read, or that a cut has shortened, is left out."""
 
     def __init__(self, path: Path) -> None:
@@ -196,7 +196,7 @@ def _phase(kind: str, slot: str) -> Phase:
     return "optimizer" if slot.endswith("_after") or slot in ("update", "updated") else "forward"
 
 
-def _read_wide(rows: _Rows, path: Path, reduced: bool, *, second: bool) -> Iterator[Record]:
+def _read_wide(rows: _MetricRows, path: Path, reduced: bool, *, second: bool) -> Iterator[Record]:
     rank = rank_of(path)
     sort = path.name.rpartition("_")[0]
     for number, row in rows:

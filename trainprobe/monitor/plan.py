@@ -16,11 +16,11 @@ from trainprobe.monitor.rules import OPTIONAL, Patterns, RuleOptions, load_rule,
 Whole: TypeAlias = Annotated[int, Field(strict=True, ge=1)]
 
 
-class _Section(BaseModel):
+class _MonitorSection(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, arbitrary_types_allowed=True)
 
 
-class Collect(_Section):
+class Collect(_MonitorSection):
     """One kind of number that is collected. In a plan `true` and `false` stand for the defaults and for none."""
 
     on: bool = True
@@ -54,7 +54,7 @@ class Gradients(Collect):
     """The unreduced ones for each micro-batch."""
 
 
-class Actions(_Section):
+class Actions(_MonitorSection):
     """How findings leave the process."""
 
     console: bool = True
@@ -78,7 +78,7 @@ class Actions(_Section):
         return value
 
 
-class MonitorPlan(_Section):
+class MonitorPlan(_MonitorSection):
     """All settings of the monitor."""
 
     step: Annotated[tuple[int | str, ...], BeforeValidator(lambda v: v if isinstance(v, (list, tuple)) else (v,))] = ("all",)

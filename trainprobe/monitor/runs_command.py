@@ -25,7 +25,7 @@ NARROWEST = 80  # columns of a terminal
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ListedRun:
     """One run's folder. ranks: those of which anything is there, of `world_size`; bytes: of all its files.
 
     steps, fewest_steps: how many different ones the rank that has most of them logged, and the one that has fewest. findings:
@@ -103,7 +103,7 @@ def _find(folder: Path) -> Iterator[tuple[Path, list[Path]]]:
     yield from sorted(logs.items())
 
 
-def _describe(run: Path, logs: list[Path]) -> Run:
+def _describe(run: Path, logs: list[Path]) -> ListedRun:
     logged = [steps_of_log(log) for log in logs]
     steps = [{step for step, _ in each} for each in logged]
     of_all = set[int]().union(*steps)
@@ -112,7 +112,7 @@ def _describe(run: Path, logs: list[Path]) -> Run:
     ranks = len(logs) or max((len(list(step.glob("rank*"))) for step in dumped.values()), default=0)
     folders = {log if log.is_dir() else log.parent for log in logs} | {file.parent for file in run.glob(f"*/{FINDINGS_FILE}")}
     found = [finding for folder in sorted(folders) for finding in read_findings(folder)]
-    return Run(
+    return ListedRun(
         str(run),
         " + ".join(formats),
         ranks,

@@ -33,7 +33,7 @@ CREATE TABLE tag_target_mapping (tag_id INTEGER, target_id INTEGER);
 """
 
 
-class _Numbers:
+class _TrendNumbers:
     """Names in order, numbered from 1."""
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class TrendWriter:
 
     def __init__(self, database: sqlite3.Connection) -> None:
         self._database = database
-        self._metrics, self._targets = _Numbers(), _Numbers()
+        self._metrics, self._targets = _TrendNumbers(), _TrendNumbers()
         self._known: dict[Series, tuple[int, int, int] | None] = {}
         self._columns: dict[int, set[int]] = defaultdict(set)
         self.ranks: set[int] = set()

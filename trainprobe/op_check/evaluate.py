@@ -55,7 +55,7 @@ class Expectation:
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
+class EvaluationSteps:
     """How a kernel rounds. accumulate: u of what it calculates in; matrices: of the inputs of its products of matrices.
 
     walk: a sum's error is that of a random walk, which is smaller than what can be promised, for telling modes from bugs.
@@ -75,8 +75,8 @@ class Reference:
     steps: how a kernel rounds, float32 by default. Raises NotChecked where there is no reference.
     """
 
-    def __init__(self, case: Case, backward: bool = False, steps: Steps | None = None) -> None:
-        self._steps = steps or Steps()
+    def __init__(self, case: Case, backward: bool = False, steps: EvaluationSteps | None = None) -> None:
+        self._steps = steps or EvaluationSteps()
         self.autocast = autocast(case)
         self._run = Run(case, backward, self.autocast)
         recorded = case.results if backward else case.outputs
@@ -263,7 +263,7 @@ def _one_sided(error: Tensor, r: Tensor) -> float:
     return abs(up - down) / math.sqrt(up + down) if up + down else 0.0
 
 
-def expect(case: Case, *, backward: bool = False, steps: Steps | None = None) -> Expectation:
+def expect(case: Case, *, backward: bool = False, steps: EvaluationSteps | None = None) -> Expectation:
     """Return what the call's outputs, or with `backward` what its gradients should be, with all of the noise.
 
     steps: how a kernel rounds, float32 by default. Raises NotChecked where there is no reference.

@@ -31,7 +31,7 @@ _MANY = 0.125  # of the rows: where so many are off, the whole is judged
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ProductPart:
     """One result of a call, by some of its rows. index: which result. rows: of the result, flattened to a matrix.
 
     shape: of the result. smaller: the call that gives these rows alone, as the result `place` of it.
@@ -81,7 +81,7 @@ _ARGUMENTS = {  # operator → the names of a, b and what is added in its formul
 }
 
 
-def parts(case: Case, backward: bool) -> list[Part] | None:
+def parts(case: Case, backward: bool) -> list[ProductPart] | None:
     """Return the results of a large product by some of their rows; None where the call has to be judged whole."""
     product = _product(case)
     if product is None:
@@ -116,16 +116,16 @@ def _product(case: Case) -> _Product | None:
     return _Product(a, b, added, given, (names[0], names[1], names[2]), bool(turned))
 
 
-def _of_result(case: Case, product: _Product, y: Tensor) -> Part | None:
+def _of_result(case: Case, product: _Product, y: Tensor) -> ProductPart | None:
     rows = _rows(y.reshape(-1, y.shape[-1]), product.a, product.b, product.added)
     if rows is None:
         return None
     flat = y.reshape(-1, y.shape[-1])[rows]
     smaller = product.call(case, product.a[rows], product.b, product.added)
-    return Part(0, rows, y.shape, replace(smaller, outputs=[flat], gradients=None, results=()), 0)
+    return ProductPart(0, rows, y.shape, replace(smaller, outputs=[flat], gradients=None, results=()), 0)
 
 
-def _of_gradients(case: Case, product: _Product) -> list[Part] | None:
+def _of_gradients(case: Case, product: _Product) -> list[ProductPart] | None:
     given = case.gradients or ()
     if len(given) != 1 or given[0] is None or given[0].ndim < 2:
         return None
@@ -133,7 +133,7 @@ def _of_gradients(case: Case, product: _Product) -> list[Part] | None:
     if edges is None or len(edges) < len(case.results):
         return None
     tensors = case.tensors()
-    found: list[Part] = []
+    found: list[ProductPart] = []
     g = given[0].reshape(-1, given[0].shape[-1])
     for index, (result, edge) in enumerate(zip(case.results, edges, strict=False)):
         if result is None or edge is None:
@@ -146,21 +146,21 @@ def _of_gradients(case: Case, product: _Product) -> list[Part] | None:
     return found or None
 
 
-def _of_gradient(case: Case, product: _Product, g: Tensor, index: int, which: int, result: Tensor) -> Part | None:
+def _of_gradient(case: Case, product: _Product, g: Tensor, index: int, which: int, result: Tensor) -> ProductPart | None:
     """Return a gradient by some of its rows. which: of a, b and what is added."""
     a, b, added = product.a, product.b, product.added
     place = _order(product)[which]
     if which == 2:  # a sum over all rows of g, which one column of a and one row of b are enough for
         smaller = product.call(case, a[:, :1], b[:1], added)
         rows = torch.zeros(1, dtype=torch.int64)
-        return _part(Part(index, rows, result.shape, smaller, place), g, result)
+        return _part(ProductPart(index, rows, result.shape, smaller, place), g, result)
     matrix = result.reshape(-1, result.shape[-1])
     if which == 0:
         rows = _rows(matrix, g, b.mT, None)
         if rows is None:
             return None
         smaller = product.call(case, a[rows], b, added)
-        return _part(Part(index, rows, result.shape, smaller, place), g[rows], matrix[rows])
+        return _part(ProductPart(index, rows, result.shape, smaller, place), g[rows], matrix[rows])
     left, right = (g.mT, a) if product.turned else (a.mT, g)
     rows = _rows(matrix, left, right, None) if matrix.shape[0] >= 4 * ROWS else torch.arange(matrix.shape[0])
     if rows is None:
@@ -168,9 +168,9 @@ def _of_gradient(case: Case, product: _Product, g: Tensor, index: int, which: in
     if product.turned:
         added = None if added is None else added[rows]
         smaller = product.call(case, a, b[:, rows], added)
-        return _part(Part(index, rows, result.shape, smaller, place), g[:, rows], matrix[rows])
+        return _part(ProductPart(index, rows, result.shape, smaller, place), g[:, rows], matrix[rows])
     smaller = product.call(case, a[:, rows], b[rows], added)
-    return _part(Part(index, rows, result.shape, smaller, place), g, matrix[rows])
+    return _part(ProductPart(index, rows, result.shape, smaller, place), g, matrix[rows])
 
 
 def _order(product: _Product) -> list[int]:
@@ -179,7 +179,7 @@ def _order(product: _Product) -> list[int]:
     return [names.index(n) if n in names else -1 for n in product.names]
 
 
-def _part(part: Part, g: Tensor, result: Tensor) -> Part:
+def _part(part: ProductPart, g: Tensor, result: Tensor) -> ProductPart:
     smaller = part.smaller
     count = len(smaller.tensors())
     results = [result if i == part.place else None for i in range(count)]
@@ -224,7 +224,7 @@ def _blocks(b: Tensor) -> Iterator[tuple[slice, Tensor]]:
         yield columns, b[:, columns].to(torch.float64)
 
 
-def told(found: Sequence[Part]) -> str:
+def told(found: Sequence[ProductPart]) -> str:
     """Return how much was judged, in words."""
     sizes = [f"{len(p.rows)} of {p.shape[:-1].numel()} rows" for p in found if len(p.shape) > 1]
     return f"{', '.join(sizes)} exactly, the others by sums with random signs" if sizes else ""

@@ -11,7 +11,7 @@ import torch
 from trainprobe.op_check.autocast import takes_mixed_formats
 from trainprobe.op_check.cases import Case, NotChecked, Tensor, mapped
 from trainprobe.op_check.causes import threads_that_kept_sums_in_16_bits
-from trainprobe.op_check.evaluate import Expected, Steps, expect
+from trainprobe.op_check.evaluate import EvaluationSteps, Expected, expect
 from trainprobe.op_check.functions import api
 from trainprobe.op_check.judge import FLIPPED, GROSS, ONE_SIDED, Judgement, judge, scaled
 from trainprobe.op_check.measure import bounds
@@ -117,15 +117,15 @@ def _rounded_inside(
     """Recognise results whose errors are as large, and as unbiased, as those of a cheaper format inside."""
     unit = UNIT.get(y.dtype, 0.0)
     if unit >= 2.0**-11:
-        steps, text = Steps(accumulate=unit, walk=True), _inside(case, y.dtype)
+        steps, text = EvaluationSteps(accumulate=unit, walk=True), _inside(case, y.dtype)
     elif (
         y.dtype == torch.float32 and backward and takes_mixed_formats(case)
     ):  # threads add up in 16 bits, and their sums in float32
         low = case.tensors()[0].dtype
-        steps = Steps(accumulate=UNIT[low], walk=True)
+        steps = EvaluationSteps(accumulate=UNIT[low], walk=True)
         text = _inside(case, low)
     elif y.dtype == torch.float32 and api(case.name) in _PRODUCTS:
-        steps, text = Steps(matrices=2.0**-11, walk=True), _TF32
+        steps, text = EvaluationSteps(matrices=2.0**-11, walk=True), _TF32
     else:
         return None
     looser = expect(case, backward=backward, steps=steps).results[index]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainprobe.errors import OutputError, UsageError
-from trainprobe.integrations.auto_attach import Run, environment_for
+from trainprobe.integrations.auto_attach import AttachedRun, environment_for
 
 _LAYOUT = re.compile(r"(?P<name>[\w.-]+)=(?P<ranks>\d+)(?:\s+(?P<arguments>.*))?", re.DOTALL)
 _FOR_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -75,7 +75,7 @@ def run_layout(layout: ScriptLayout, script: Sequence[str], plan: Path, output: 
     words = [word.format(ranks=layout.ranks) for word in shlex.split(launcher)]
     if words[0] == "torchrun":
         words[:1] = [sys.executable, "-m", "torch.distributed.run"]
-    environment = {name: text for name, text in environment_for(Run(plan, folder)).items() if name not in _FOR_RANKS}
+    environment = {name: text for name, text in environment_for(AttachedRun(plan, folder)).items() if name not in _FOR_RANKS}
     with (folder / LOG).open("wb") as log:
         try:
             done = subprocess.run(

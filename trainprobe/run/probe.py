@@ -192,9 +192,9 @@ class Probe(EngineProbe):
         self.console.line(" ".join((f"{line}.", *self.sentences)) if self.sentences else line)
 
     def _end_line(self) -> str:
-        from trainprobe.monitor.findings import Run, end_line
+        from trainprobe.monitor.findings import RunSummary, end_line
 
-        run = Run(
+        run = RunSummary(
             steps=self.begun,
             collected=self.collected,
             cut_short=self.cut_short,

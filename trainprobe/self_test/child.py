@@ -16,7 +16,7 @@ from pathlib import Path
 import orjson
 
 from trainprobe.errors import ProbeError
-from trainprobe.self_test.result import Result
+from trainprobe.self_test.result import CheckResult
 
 RESULTS, WORK = "results.jsonl", "work"
 _ON_A_DEVICE = (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError, OSError, NotImplementedError)
@@ -35,11 +35,11 @@ def main() -> int:
         import torch_npu  # noqa: F401  # pyright: ignore[reportUnusedImport]
     import torch
 
-    from trainprobe.self_test.checks import Machine, checks
+    from trainprobe.self_test.checks import TestedMachine, checks
 
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.set_num_threads(1 if how == "quick" else min(4, os.cpu_count() or 1))
-    machine = Machine(device, how == "quick", folder / WORK)
+    machine = TestedMachine(device, how == "quick", folder / WORK)
     with (folder / RESULTS).open("ab") as file:
         for name, check in checks(machine):
             file.write(orjson.dumps({"begins": name}) + b"\n")
@@ -49,7 +49,9 @@ def main() -> int:
                 result = check(machine)
             except _FAILS as error:
                 sentence = (str(error).strip().splitlines() or [""])[0][:500]
-                result = Result(name, "FAIL", f"{type(error).__name__}: {sentence}", traceback.format_exc().splitlines()[-12:])
+                result = CheckResult(
+                    name, "FAIL", f"{type(error).__name__}: {sentence}", traceback.format_exc().splitlines()[-12:]
+                )
             result = replace(result, seconds=round(time.perf_counter() - begin, 3))
             file.write(orjson.dumps(asdict(result), default=str) + b"\n")
             file.flush()

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from trainprobe.errors import MissingExtra, OutputError, UsageError
 from trainprobe.self_test.child import RESULTS
-from trainprobe.self_test.result import Result
+from trainprobe.self_test.result import CheckResult
 
 DEVICES = ("cpu", "cuda", "npu")
 _LARGEST_LOG = 1 << 20
@@ -53,9 +53,9 @@ def self_test(
     return int(counts["FAIL"] > 0)
 
 
-def run_child(device: str, quick: bool, folder: Path, limit: int, console: Console) -> list[Result]:
+def run_child(device: str, quick: bool, folder: Path, limit: int, console: Console) -> list[CheckResult]:
     """Run the checks in a process of their own, print what they say and return it."""
-    results: list[Result] = []
+    results: list[CheckResult] = []
     for result in results_of(device, quick, folder, limit):
         results.append(result)
         for line in result.lines():
@@ -63,7 +63,7 @@ def run_child(device: str, quick: bool, folder: Path, limit: int, console: Conso
     return results
 
 
-def results_of(device: str, quick: bool, folder: Path, limit: float) -> Iterator[Result]:
+def results_of(device: str, quick: bool, folder: Path, limit: float) -> Iterator[CheckResult]:
     """Run the checks in a process of their own and yield what each says as it ends; limit: in seconds.
 
     Where the process ends early, the check it was in fails.
@@ -79,7 +79,7 @@ def results_of(device: str, quick: bool, folder: Path, limit: float) -> Iterator
                 told = orjson.loads(line)
                 begun = told.get("begins", "")
                 if not begun:
-                    yield Result(**told)
+                    yield CheckResult(**told)
             read = len(lines)
             if not ended and time.monotonic() > end:
                 child.kill()
@@ -90,10 +90,10 @@ def results_of(device: str, quick: bool, folder: Path, limit: float) -> Iterator
         late = f"did not answer within {limit:g} seconds and was ended"
         how = late if child.returncode == -9 else f"ended with {child.returncode}"
         shown = (folder / "log.txt").read_bytes()[-_LARGEST_LOG:].decode("utf-8", "replace").splitlines()
-        yield Result(begun or "start", "FAIL", f"the process {how}", shown[-12:])
+        yield CheckResult(begun or "start", "FAIL", f"the process {how}", shown[-12:])
 
 
-def write_zip(target: Path, text: str, results: list[Result], folder: Path) -> None:
+def write_zip(target: Path, text: str, results: list[CheckResult], folder: Path) -> None:
     """Write the report as text and as JSON, and the log of the checks."""
     from dataclasses import asdict
 

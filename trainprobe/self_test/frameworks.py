@@ -8,10 +8,10 @@ import sys
 from importlib import metadata
 from typing import TYPE_CHECKING
 
-from trainprobe.self_test.result import Result
+from trainprobe.self_test.result import CheckResult
 
 if TYPE_CHECKING:
-    from trainprobe.self_test.checks import Machine
+    from trainprobe.self_test.checks import TestedMachine
 
 _LIMIT = 300  # seconds
 _TRANSFORMERS = """
@@ -71,17 +71,17 @@ def installed() -> list[str]:
     return [name for name in (*PROGRAMS, *_NAMED) if version_of(name)]
 
 
-def check_framework(name: str, machine: Machine) -> Result:
+def check_framework(name: str, machine: TestedMachine) -> CheckResult:
     """Train two steps under a framework with the tool's callback, in a process of its own, and look for the dump."""
     check, version = f"framework {name}", version_of(name)
     if machine.quick or name not in PROGRAMS:
         why = "--quick does not start it" if name in PROGRAMS else "installed; the self-test has no program for it"
-        return Result(check, "not run", f"{name} {version}: {why}")
+        return CheckResult(check, "not run", f"{name} {version}: {why}")
     program, devices = PROGRAMS[name]
     if machine.device not in devices:
-        return Result(check, "not run", f"{name} {version} has no device {machine.device}")
+        return CheckResult(check, "not run", f"{name} {version} has no device {machine.device}")
     if name == "transformers" and importlib.util.find_spec("accelerate") is None:
-        return Result(check, "not run", f"{name} {version}: its Trainer needs accelerate")
+        return CheckResult(check, "not run", f"{name} {version}: its Trainer needs accelerate")
     folder = machine.folder / name
     folder.mkdir()
     try:
@@ -94,13 +94,13 @@ def check_framework(name: str, machine: Machine) -> Result:
             cwd=folder,
         )
     except subprocess.TimeoutExpired:
-        return Result(check, "FAIL", f"{name} {version} did not end within {_LIMIT} seconds")
+        return CheckResult(check, "FAIL", f"{name} {version} did not end within {_LIMIT} seconds")
     dumps = sorted((folder / "out").glob("step*/rank0/dump.json"))
     if done.returncode or not dumps:
-        return Result(
+        return CheckResult(
             check, "FAIL", f"{name} {version} ended with {done.returncode}, {len(dumps)} dumps", done.stderr.splitlines()[-15:]
         )
-    return Result(check, "pass", f"{name} {version}: {len(dumps)} steps dumped")
+    return CheckResult(check, "pass", f"{name} {version}: {len(dumps)} steps dumped")
 
 
 def version_of(package: str) -> str:

@@ -11,7 +11,7 @@ SHOWN = {"pass": "pass   ", "FAIL": "FAIL   ", "not run": "not run"}
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class CheckResult:
     """One check. sentence: what was found, with the figures. details: more lines. numbers: what was measured, by name."""
 
     check: str

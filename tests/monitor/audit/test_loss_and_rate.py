@@ -8,9 +8,9 @@ from torch import nn
 
 import trainprobe
 from trainprobe.engine.core.records import Place
-from trainprobe.monitor.audit.evidence import AuditHistory, Evidence, Streak, Tensors
+from trainprobe.monitor.audit.evidence import AuditHistory, Evidence, Streak, TensorsOfStep
 from trainprobe.monitor.audit.facts import Facts
-from trainprobe.monitor.audit.facts.model import Training
+from trainprobe.monitor.audit.facts.model import TrainingState
 from trainprobe.monitor.audit.facts.updates import BaseRate, Progress, UpdateCounts, UsedGroups
 from trainprobe.monitor.audit.plan import validate
 from trainprobe.monitor.audit.relations import reached_rate, schedulers_stepped
@@ -213,8 +213,8 @@ def test_a_group_that_a_schedule_by_hand_leaves_out_is_found(tmp_path, how):
 def evidence(rate, *, base=1e-3, unstepped=True, progress, step=70, history=None):
     """Return evidence of a step that updated at a rate."""
     used = UsedGroups(rates=(rate,), bases=(BaseRate(0, base, unstepped),), progress=progress)
-    facts = Facts(Training(ordinal=step), UpdateCounts(1), used)
-    return Evidence(step, Place(), facts, Tensors(), validate(True), history=history or standing(rate))
+    facts = Facts(TrainingState(ordinal=step), UpdateCounts(1), used)
+    return Evidence(step, Place(), facts, TensorsOfStep(), validate(True), history=history or standing(rate))
 
 
 def standing(rate, looks=5, peak=None):

@@ -11,7 +11,7 @@ from benchmarks.bugs.modern_loops import Diffusion, Distilled, Patches, Streamed
 from benchmarks.bugs.token_loops import MainGradients, Policy, Routed, ScaledTwice, Translator
 from tests.monitor.audit.trained import assert_found, assert_found_on_two_ranks, findings
 from trainprobe.engine.core.records import Place
-from trainprobe.monitor.audit.evidence import Evidence, Tensors
+from trainprobe.monitor.audit.evidence import Evidence, TensorsOfStep
 from trainprobe.monitor.audit.facts import Facts
 from trainprobe.monitor.audit.facts.calls import TrainingCalls
 from trainprobe.monitor.audit.facts.gradients import Backwards, Clip, ClippedGradients, Reduction, Reductions, UsedGradients
@@ -225,7 +225,7 @@ def test_another_divisor_of_all_gradients_is_told_and_the_factor_of_a_loop_that_
     peers = tuple(Peer(rank, {"dp": rank}, numbers, {}, (), {}, told) for rank in range(2))
     place, over = Place(0, 2, {"dp": (0, 2)}), {name: frozenset({"dp"}) for name in names}
     memory = {"reduced_gradients": (0.5, 1, 3)}
-    about = Evidence(9, place, facts, Tensors(), AuditPlan(), peers=peers, replicated=over, memory=memory)
+    about = Evidence(9, place, facts, TensorsOfStep(), AuditPlan(), peers=peers, replicated=over, memory=memory)
     found = reduced_gradients.check(about)
     assert [f.site.name for f in found] == ["a"] * alarms
 
@@ -235,5 +235,5 @@ def test_a_mean_that_the_last_micro_batch_happens_to_equal_is_not_taken_for_it_a
     """On two ranks nobody knows whether two micro-batches or two ranks are averaged over."""
     place = Place(0, 2, {"dp": (0, 2)})
     facts = Facts(TrainingCalls((1, 2)), UsedGradients(differentiated=losses), UpdateCounts(1))
-    evidence = Evidence(9, place, facts, Tensors(), AuditPlan(), scalars={"loss": reported})
+    evidence = Evidence(9, place, facts, TensorsOfStep(), AuditPlan(), scalars={"loss": reported})
     assert ["last of 2 micro-batches" in f.message for f in reported_loss.check(evidence)] == [True] * alarms

@@ -17,9 +17,9 @@ import trainprobe
 from tests.distributed.launch import launch
 from trainprobe.engine.core.records import Place
 from trainprobe.monitor.audit.capture.set_up import model_facts
-from trainprobe.monitor.audit.evidence import Evidence, Tensors
+from trainprobe.monitor.audit.evidence import Evidence, TensorsOfStep
 from trainprobe.monitor.audit.facts import Facts
-from trainprobe.monitor.audit.facts.model import ModelFacts, Training
+from trainprobe.monitor.audit.facts.model import ModelFacts, TrainingState
 from trainprobe.monitor.audit.facts.updates import BufferStates, UpdateCounts
 from trainprobe.monitor.audit.messages import key_of
 from trainprobe.monitor.audit.peers import Peer
@@ -190,12 +190,12 @@ def test_an_average_whose_statistics_stand_still_is_found(tmp_path, how):
 def on_two_ranks(name, apart, **more):
     """Return evidence of rank 0, where a buffer was equal on both ranks at first."""
     model = ModelFacts(**more)
-    facts = Facts(Training(model, model), UpdateCounts(1), BufferStates({name: 1}))
+    facts = Facts(TrainingState(model, model), UpdateCounts(1), BufferStates({name: 1}))
     peer = Peer(0, {"dp": 0}, {}, {}, (), {key_of(name, "begun"): (1, 0.0)}, {}, {})
     other = replace(peer, rank=1, axes={"dp": 1}, rows={key_of(name, "begun"): (2 if apart else 1, 0.0)})
     place = Place(0, 2, {"dp": (0, 2)})
     known = {f"begun {name}": frozenset({"dp"})}
-    return Evidence(23, place, facts, Tensors(), validate(True), peers=(peer, other), replicated=known)
+    return Evidence(23, place, facts, TensorsOfStep(), validate(True), peers=(peer, other), replicated=known)
 
 
 def test_a_codebook_that_each_rank_keeps_by_itself_is_found():
@@ -219,11 +219,11 @@ def test_buffers_that_are_alike_or_may_differ_are_no_finding(healthy):
 @pytest.mark.parametrize(("rank", "rules"), [(0, ["untouched_between_steps"]), (1, [])])
 def test_running_statistics_that_a_wrapper_hands_over_before_a_forward_are_judged_where_they_come_from(rank, rules):
     name, counts = "n.running_mean", UpdateCounts(1)
-    before = Facts(Training(ordinal=0), counts, BufferStates({name: 0}, {name: 1}))
-    now = Facts(Training(ordinal=1), counts, BufferStates({name: 3}))
+    before = Facts(TrainingState(ordinal=0), counts, BufferStates({name: 0}, {name: 1}))
+    now = Facts(TrainingState(ordinal=1), counts, BufferStates({name: 3}))
     place = Place(rank, 2, {"dp": (rank, 2)})
-    earlier = Evidence(0, place, before, Tensors(), validate(True))
-    found = untouched_between_steps.check(Evidence(1, place, now, Tensors(), validate(True), before=earlier))
+    earlier = Evidence(0, place, before, TensorsOfStep(), validate(True))
+    found = untouched_between_steps.check(Evidence(1, place, now, TensorsOfStep(), validate(True), before=earlier))
     assert [finding.rule for finding in found] == rules
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainprobe.monitor.audit.evidence import Tensors
+from trainprobe.monitor.audit.evidence import TensorsOfStep
 from trainprobe.monitor.audit.facts.model import ParameterFact
 from trainprobe.monitor.audit.messages import decode, encode
 from trainprobe.monitor.audit.peers import GradientShare, Peer
@@ -91,7 +91,7 @@ def test_a_message_comes_back_as_it_was_sent():
     assert {axis: index for axis, index in back.axes.items() if index} == {"dp": 1, "etp": 1}
 
 
-class Numbers(Tensors):
+class Numbers(TensorsOfStep):
     """The numbers of a few tensors, of which all but those in `constant` vary."""
 
     def __init__(self, constant):

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import trainprobe
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.records import Place
-from trainprobe.monitor.audit.evidence import Evidence, Tensors
+from trainprobe.monitor.audit.evidence import Evidence, TensorsOfStep
 from trainprobe.monitor.audit.facts import Facts
 from trainprobe.monitor.audit.observers.weight_samples import WeightSamples
 from trainprobe.monitor.audit.plan import AuditPlan
@@ -92,7 +92,7 @@ def test_a_write_between_steps_that_are_not_audited_is_found_at_its_step(how, tm
 def test_an_average_over_ranks_is_no_fault_and_is_one_in_a_process_alone():
     for ranks, copies, severity in ((1, False, "warning"), (2, False, "info"), (2, True, "warning")):
         write = Write(14, 15, ("a", "b", "c"), 4, copies=copies)
-        seen = Evidence(23, Place(0, ranks), Facts(RestingWeights((write,))), Tensors(), AuditPlan())
+        seen = Evidence(23, Place(0, ranks), Facts(RestingWeights((write,))), TensorsOfStep(), AuditPlan())
         assert [f.severity for f in check(seen)] == [severity]
 
 

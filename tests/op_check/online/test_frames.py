@@ -16,9 +16,17 @@ import trainprobe
 from trainprobe.engine.core.records import Opaque
 from trainprobe.op_check.check import check
 from trainprobe.op_check.judge import Judgement
-from trainprobe.op_check.online.frames import Decoder, Frame, FrameError, Kind, encode
+from trainprobe.op_check.online.frames import Decoder, FrameError, Kind, WireFrame, encode
 from trainprobe.op_check.online.judging import CallJudge
-from trainprobe.op_check.online.messages import CannotSend, Verdict, Welcome, call_frame, judgements_as_json, read, read_call
+from trainprobe.op_check.online.messages import (
+    CallVerdict,
+    CannotSend,
+    Welcome,
+    call_frame,
+    judgements_as_json,
+    read,
+    read_call,
+)
 from trainprobe.op_check.online.reports import Report
 from trainprobe.op_check.recorded import RecordedRank
 from trainprobe.op_check.training import HeldValues
@@ -27,11 +35,11 @@ MOST = 1 << 20
 
 
 @pytest.fixture(scope="module")
-def sent(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, RecordedRank, Frame]]:
+def sent(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, RecordedRank, WireFrame]]:
     """The calls of a small step, each with what the training has of it and as a frame."""
     from trainprobe import Probe
 
-    kept: list[tuple[Any, RecordedRank, Frame]] = []
+    kept: list[tuple[Any, RecordedRank, WireFrame]] = []
     probe = Probe(level="off", op_check=True, console=False, output=tmp_path_factory.mktemp("frames"))
     judging = probe.program("op_check")
 
@@ -58,7 +66,7 @@ def sent(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, RecordedRa
     return kept
 
 
-def test_a_call_is_the_same_on_the_other_side(sent: list[tuple[Any, RecordedRank, Frame]]) -> None:
+def test_a_call_is_the_same_on_the_other_side(sent: list[tuple[Any, RecordedRank, WireFrame]]) -> None:
     assert len(sent) > 10
     for unit, recorded, frame in sent:
         (arrived,) = Decoder(MOST).feed(encode(frame) + frame.payload)
@@ -72,7 +80,7 @@ def test_a_call_is_the_same_on_the_other_side(sent: list[tuple[Any, RecordedRank
             assert check(ours, backward).judgements == check(theirs, backward).judgements
 
 
-def test_frames_come_in_any_pieces(sent: list[tuple[Any, RecordedRank, Frame]]) -> None:
+def test_frames_come_in_any_pieces(sent: list[tuple[Any, RecordedRank, WireFrame]]) -> None:
     data = b"".join(encode(frame) + frame.payload for *_, frame in sent[:3])
     decoder = Decoder(MOST)
     found = [frame for i in range(0, len(data), 7) for frame in decoder.feed(data[i : i + 7])]
@@ -80,7 +88,9 @@ def test_frames_come_in_any_pieces(sent: list[tuple[Any, RecordedRank, Frame]]) 
     assert decoder.between_frames
 
 
-def test_a_thousand_mutated_frames_are_refused_or_judged(sent: list[tuple[Any, RecordedRank, Frame]], tmp_path: Any) -> None:
+def test_a_thousand_mutated_frames_are_refused_or_judged(
+    sent: list[tuple[Any, RecordedRank, WireFrame]], tmp_path: Any
+) -> None:
     """Half of them have right checksums, so that what stands behind the checksums is reached."""
     draw = random.Random(0)
     judge = CallJudge(Report(tmp_path, "run", 0), 0, None, "", MOST)
@@ -94,7 +104,7 @@ def test_a_thousand_mutated_frames_are_refused_or_judged(sent: list[tuple[Any, R
             change_a_leaf(draw, header)
             if turn % 8 == 1 and payload:
                 mutate(draw, payload)
-            head = bytearray(encode(Frame(frame.kind, header, bytes(payload))))
+            head = bytearray(encode(WireFrame(frame.kind, header, bytes(payload))))
         else:
             head = bytearray(encode(frame))
             mutate(draw, payload if turn % 4 == 0 and payload else head)
@@ -181,22 +191,22 @@ def test_lengths_are_refused_before_anything_is_held() -> None:
     ],
 )
 def test_what_a_call_must_not_say_is_refused(
-    sent: list[tuple[Any, RecordedRank, Frame]], change: dict[str, Any], why: str
+    sent: list[tuple[Any, RecordedRank, WireFrame]], change: dict[str, Any], why: str
 ) -> None:
     frame = sent[0][2]
     with pytest.raises(FrameError, match=why):
-        read_call(Frame(Kind.CALL, {**frame.header, **change}, frame.payload), 0)
+        read_call(WireFrame(Kind.CALL, {**frame.header, **change}, frame.payload), 0)
 
 
-def test_deep_and_foreign_arguments_are_refused_on_both_sides(sent: list[tuple[Any, RecordedRank, Frame]]) -> None:
+def test_deep_and_foreign_arguments_are_refused_on_both_sides(sent: list[tuple[Any, RecordedRank, WireFrame]]) -> None:
     unit, recorded, frame = sent[0]
     deep: Any = []
     for _ in range(40):
         deep = [deep]
     with pytest.raises(FrameError, match="nested more than"):
-        read_call(Frame(Kind.CALL, {**frame.header, "args": deep}, frame.payload), 0)
+        read_call(WireFrame(Kind.CALL, {**frame.header, "args": deep}, frame.payload), 0)
     with pytest.raises(FrameError, match="cannot be written as JSON"):
-        encode(Frame(Kind.PING, {"x": object()}))
+        encode(WireFrame(Kind.PING, {"x": object()}))
     unit.call.kwargs = {"x": Opaque("thing", object())}
     with pytest.raises(CannotSend, match="an argument of type object is not sent"):
         call_frame(0, 0, unit, HeldValues(0) if not unit.call.args else recorded._store)  # pyright: ignore[reportArgumentType]
@@ -205,12 +215,12 @@ def test_deep_and_foreign_arguments_are_refused_on_both_sides(sent: list[tuple[A
 
 def test_verdicts_keep_infinities_and_nan() -> None:
     judgements = [Judgement("bug", "far", float("inf"), (1, 2), float("nan"), 2.0, share=0.5, count=3), Judgement("exact")]
-    frame = Frame(Kind.VERDICT, {"number": 3, "judgements": judgements_as_json(judgements), "source": "formula"})
+    frame = WireFrame(Kind.VERDICT, {"number": 3, "judgements": judgements_as_json(judgements), "source": "formula"})
     (arrived,) = Decoder(0).feed(encode(frame))
-    checked = read(arrived, Verdict).checked("forward")
+    checked = read(arrived, CallVerdict).checked("forward")
     assert repr(checked.judgements) == repr(judgements)
     with pytest.raises(FrameError, match="a VERDICT frame"):
-        Verdict(number=1, judgements=[{"outcome": "fine"}]).checked("forward")
+        CallVerdict(number=1, judgements=[{"outcome": "fine"}]).checked("forward")
 
 
 def test_mutated_frames_of_a_server_are_refused_or_read() -> None:
@@ -219,18 +229,18 @@ def test_mutated_frames_of_a_server_are_refused_or_read() -> None:
     verdict = {"number": 3, "judgements": judgements_as_json(judgements), "source": "formula", "nearer": "the server's"}
     outcomes = {"refused": 0, "read": 0}
     for turn in range(1000):
-        kind, header, model = draw.choice([(Kind.VERDICT, verdict, Verdict), (Kind.WELCOME, {"window": 9}, Welcome)])
+        kind, header, model = draw.choice([(Kind.VERDICT, verdict, CallVerdict), (Kind.WELCOME, {"window": 9}, Welcome)])
         header = orjson.loads(orjson.dumps(header))
         if turn % 2:
             change_a_leaf(draw, header)
-        data = bytearray(encode(Frame(kind, header)))
+        data = bytearray(encode(WireFrame(kind, header)))
         if not turn % 2:
             mutate(draw, data)
         try:
             for arrived in Decoder(0).feed(bytes(data)):
                 found = read(arrived, model)
                 outcomes["read"] += 1
-                if isinstance(found, Verdict):
+                if isinstance(found, CallVerdict):
                     found.checked("forward")
         except FrameError:
             outcomes["refused"] += 1
@@ -250,7 +260,7 @@ def test_a_call_that_asks_for_more_memory_than_there_is_is_not_run(tmp_path: Any
     }
     from safetensors.torch import save
 
-    call = read_call(Frame(Kind.CALL, orjson.loads(orjson.dumps(header)), save({"0": torch.ones(1)})), 0)
+    call = read_call(WireFrame(Kind.CALL, orjson.loads(orjson.dumps(header)), save({"0": torch.ones(1)})), 0)
     verdict = CallJudge(Report(tmp_path, "run", 0), 0, None, "", 1 << 30)(call)
     assert (
         verdict.judgements[0]["reason"]

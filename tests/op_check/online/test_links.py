@@ -26,7 +26,7 @@ import trainprobe
 from trainprobe.errors import StopTraining
 from trainprobe.op_check.online import certs
 from trainprobe.op_check.online.credentials import context
-from trainprobe.op_check.online.frames import Decoder, Frame, Kind, encode
+from trainprobe.op_check.online.frames import Decoder, Kind, WireFrame, encode
 
 OPS = ["gelu", "linear"]
 SERVER = [sys.executable, "-m", "trainprobe", "op-check", "serve", "--patience", "3", "--device", "cpu"]
@@ -253,7 +253,7 @@ def vanishes(connection: socket.socket) -> None:
 def lies(connection: socket.socket) -> None:
     """Judges a call that was never sent."""
     greet(connection)
-    connection.sendall(encode(Frame(Kind.VERDICT, {"number": 4711})))
+    connection.sendall(encode(WireFrame(Kind.VERDICT, {"number": 4711})))
 
 
 def floods(connection: socket.socket) -> None:
@@ -265,7 +265,7 @@ def greet(connection: socket.socket) -> None:
     decoder = Decoder(0)
     while not list(decoder.feed(connection.recv(4096))):
         pass
-    connection.sendall(encode(Frame(Kind.WELCOME, {"window": 1 << 20})))
+    connection.sendall(encode(WireFrame(Kind.WELCOME, {"window": 1 << 20})))
 
 
 @pytest.mark.parametrize(
@@ -362,8 +362,8 @@ def test_a_server_bears_garbage_and_half_open_connections(server: Serving, keys:
     held = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(3)]  # say nothing, not even TLS
     with socket.create_connection(("127.0.0.1", server.port)) as plain:
         plain.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
-    hello = encode(Frame(Kind.HELLO, {"run": "odd", "rank": 0}))
-    call = encode(Frame(Kind.CALL, {"number": 1}))
+    hello = encode(WireFrame(Kind.HELLO, {"run": "odd", "rank": 0}))
+    call = encode(WireFrame(Kind.CALL, {"number": 1}))
     huge = b"TPOC\x01\x04\x00\x00\x00\x00\x00\x02\x00\x00\x00\x00\xff\xff\xff\xff" + b"\x00" * 8
     mutated = [bytes(b ^ (i == at) for i, b in enumerate(hello)) for at in range(0, len(hello), 12)]
     for data in (b"\x00" * 5000, call, huge, hello + huge, hello + hello, hello + call[:20], *mutated):
@@ -371,7 +371,7 @@ def test_a_server_bears_garbage_and_half_open_connections(server: Serving, keys:
             connection.sendall(data)
     with raw(server, keys / "training") as connection:  # a call that says too little has a verdict: not checked
         connection.sendall(hello + call)
-        decoder, found = Decoder(0), list[Frame]()
+        decoder, found = Decoder(0), list[WireFrame]()
         while len(found) < 2:
             found += decoder.feed(connection.recv(65536))
     assert [frame.kind for frame in found] == [Kind.WELCOME, Kind.VERDICT]
@@ -446,7 +446,7 @@ def test_a_reference_that_is_killed_and_comes_back_goes_on_judging(
         assert reported["code"] == 3  # the first server took some calls with it
         assert re.search(r", \d+ more were made and did not arrive$", reported["verdict"])
         with raw(second[0], keys / "fresh") as connection:
-            connection.sendall(encode(Frame(Kind.HELLO, {"run": "back", "rank": 1})))
+            connection.sendall(encode(WireFrame(Kind.HELLO, {"run": "back", "rank": 1})))
             (refused,) = Decoder(0).feed(connection.recv(4096))
         assert refused.header == {"reason": "this server judges ranks 0, 2, 3 alone (its --ranks)"}
         weights, probe = train(op_check={**settings, "wait": 5.0}, output=tmp_path / "revoked")

@@ -20,7 +20,7 @@ LOADER_SETTINGS = (
 _MOST = 16  # loaders that are kept
 
 
-class LoaderWatch:
+class LoaderCapture:
     """Sees every DataLoader that is made, and which of them are iterated."""
 
     def __init__(self, patches: Patches, guard: Guard) -> None:

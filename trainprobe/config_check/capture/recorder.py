@@ -24,7 +24,7 @@ from trainprobe.config_check.capture.dataset import capture_inputs, signature_of
 from trainprobe.config_check.capture.environment import capture_environment
 from trainprobe.config_check.capture.hyperparameters import SettingsWatch, is_scripted
 from trainprobe.config_check.capture.labels import LabelWatch, with_labels, with_target
-from trainprobe.config_check.capture.loaders import LoaderWatch
+from trainprobe.config_check.capture.loaders import LoaderCapture
 from trainprobe.config_check.capture.loop_calls import LoopWatch
 from trainprobe.config_check.capture.model_state import is_compiled, model_state, scripted_modules
 from trainprobe.config_check.capture.optimizers import OptimizerWatch
@@ -38,7 +38,7 @@ from trainprobe.config_check.capture.weights import capture_weights, named_tenso
 from trainprobe.config_check.merge import merge_ranks
 from trainprobe.config_check.pack import AT_FIRST_LAYER, AT_MODEL
 from trainprobe.config_check.pack_writer import PackWriter
-from trainprobe.config_check.settings import Settings
+from trainprobe.config_check.settings import CapturedSettings
 from trainprobe.engine.arrays.without_dispatch import without_dispatch
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.naming import chunks_of, in_training
@@ -48,10 +48,10 @@ from trainprobe.errors import FormatError, OutputError
 _MOST_NAMED = 3  # modules in a note
 
 
-class Recorder:
+class SettingsRecorder:
     """One capture of one process. `start` before the model is made, `attach` once it exists, `finish` at the end."""
 
-    def __init__(self, settings: Settings, settings_watch: SettingsWatch | None = None) -> None:
+    def __init__(self, settings: CapturedSettings, settings_watch: SettingsWatch | None = None) -> None:
         self.settings = settings
         self.guard = Guard(settings.on_error)
         self.guard.farewell = "the config check stopped, everything else goes on"
@@ -64,7 +64,7 @@ class Recorder:
         self._settings_watch = settings_watch or SettingsWatch()
         self._settings_watch.on_model = self.offer
         self._optimizers = OptimizerWatch(self._late_patches, self.guard)
-        self._loaders = LoaderWatch(self._late_patches, self.guard)
+        self._loaders = LoaderCapture(self._late_patches, self.guard)
         self._loop = LoopWatch(self.guard)
         self._labels = LabelWatch(self._late_patches, self.guard, self._quietly, self._trains, self._take_target)
         self._data: Any = None  # of the last micro-step, as it is to be written
@@ -85,7 +85,7 @@ class Recorder:
         self._scripts: list[dict[str, Any]] = []
         self.adopt(settings)
 
-    def adopt(self, settings: Settings) -> None:
+    def adopt(self, settings: CapturedSettings) -> None:
         """Take settings that came after the start; captures that were not started stay off."""
         if self.settings is not settings and "randomness" not in self.settings.captures:
             settings = replace(settings, captures=tuple(c for c in settings.captures if c != "randomness"))

@@ -17,7 +17,7 @@ from trainprobe.dump_compare.dump_side import STATISTICS, Side
 from trainprobe.dump_compare.layouts.joined import RankPart
 from trainprobe.dump_compare.layouts.operators import is_plumbing
 from trainprobe.dump_compare.layouts.rank_boxes import box_of
-from trainprobe.dump_compare.layouts.topology import ParallelLayout, Position, expert_position_of, layout_of, position_of
+from trainprobe.dump_compare.layouts.topology import ParallelLayout, RankPosition, expert_position_of, layout_of, position_of
 from trainprobe.engine.core.naming import ROOT
 from trainprobe.engine.core.records import Call, Value
 from trainprobe.engine.core.step_data import parameter_name, slots
@@ -196,7 +196,7 @@ def owner_of(parameter: str) -> str:
     return parameter.rpartition(".")[0] or ROOT
 
 
-def _whole_name(name: str, position: Position, table: CallTable) -> tuple[str, int]:
+def _whole_name(name: str, position: RankPosition, table: CallTable) -> tuple[str, int]:
     """Return the name without the number of a virtual stage, and which stage of the whole pipeline it is of."""
     sizes = table.layout.sizes
     chunk = _CHUNK.match(name) if sizes.get("vpp", 1) > 1 else None

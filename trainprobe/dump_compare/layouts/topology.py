@@ -13,7 +13,7 @@ MODEL_AXES = ("pp", "tp")  # ranks along these hold other parts of the model, or
 
 
 @dataclass(frozen=True, slots=True)
-class Position:
+class RankPosition:
     """Where a rank stands on the axes that tell ranks apart. data: index on each of DATA_AXES; an absent axis has index 0."""
 
     data: tuple[int, ...]
@@ -42,13 +42,13 @@ def layout_of(place: Place) -> ParallelLayout:
     return ParallelLayout(place.world_size, {axis: size for axis, (_, size) in sorted(place.axes.items()) if size > 1})
 
 
-def position_of(place: Place) -> Position:
+def position_of(place: Place) -> RankPosition:
     """Return where a rank stands."""
     index = {axis: place.axes.get(axis, (0, 1))[0] for axis in (*DATA_AXES, *MODEL_AXES)}
-    return Position(tuple(index[axis] for axis in DATA_AXES), index["pp"], index["tp"])
+    return RankPosition(tuple(index[axis] for axis in DATA_AXES), index["pp"], index["tp"])
 
 
-def expert_position_of(place: Place) -> Position:
+def expert_position_of(place: Place) -> RankPosition:
     """Return where a rank stands for an expert, which is split over other ranks where there is an axis `etp`.
 
     Megatron counts ranks over tensor-parallel ranks of experts first, then over experts, then over those that share an expert.
@@ -59,7 +59,7 @@ def expert_position_of(place: Place) -> Position:
     (tensor, split), (_, experts) = place.axes["etp"], place.axes.get("ep", (0, 1))
     stages = place.axes.get("pp", (0, 1))[1]
     share = place.rank % (place.world_size // stages) // (split * experts)
-    return Position((share, *(0 for _ in DATA_AXES[1:])), dense.stage, tensor)
+    return RankPosition((share, *(0 for _ in DATA_AXES[1:])), dense.stage, tensor)
 
 
 def other_layouts(a: tuple[int, Place], b: tuple[int, Place]) -> bool:

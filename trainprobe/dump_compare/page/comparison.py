@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.judge import Judged
-from trainprobe.dump_compare.page.write import PackedRank, Shown, pack_rank, write_page
+from trainprobe.dump_compare.page.write import PackedRank, ShownPair, pack_rank, write_page
 from trainprobe.dump_compare.pairing import RankPair
 from trainprobe.dump_compare.results import Compared, DumpsVerdict
 
@@ -26,5 +26,5 @@ def write_comparison(ranks: Sequence[Compared], verdict: DumpsVerdict, paths: tu
         first = next(i for i, other in enumerate(ranks) if other is rank), place
     sentence = verdict.sentence[:1].upper() + verdict.sentence[1:]
     title = f"{paths[0].name or paths[0]} and {paths[1].name or paths[1]}"
-    shown = Shown(title, sentence, verdict.details, verdict.code, [str(path) for path in paths], first)
+    shown = ShownPair(title, sentence, verdict.details, verdict.code, [str(path) for path in paths], first)
     return write_page(shown, [rank.made["page"] for rank in ranks], target)

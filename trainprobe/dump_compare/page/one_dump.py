@@ -10,7 +10,7 @@ from rich.console import Console
 
 from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.judge import Judged
-from trainprobe.dump_compare.page.write import PackedRank, Shown, pack_rank, write_page
+from trainprobe.dump_compare.page.write import PackedRank, ShownPair, pack_rank, write_page
 from trainprobe.dump_compare.pairing import CallPair, ranks_of
 from trainprobe.engine.core.words import counted
 from trainprobe.engine.storage.step_counts import shortfall
@@ -44,7 +44,7 @@ def show(
     details += filter(None, [shortfall(dump, sink="dump")])
     sentence = "; ".join([*details, sentence])
     target = output or (dump if dump.is_dir() else dump.parent) / "dump.html"
-    page = write_page(Shown(str(dump), sentence, [], 0, [str(dump)]), packed, target, "-o")
+    page = write_page(ShownPair(str(dump), sentence, [], 0, [str(dump)]), packed, target, "-o")
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"{page} ({page.stat().st_size / 1e6:.1f} MB)", markup=False)
     for line in details:

@@ -31,7 +31,7 @@ class PackedRank:
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class ShownPair:
     """What stands above the tree.
 
     sentence, details, code: the verdict of a comparison (see verdict); of one dump, what it is. paths: of A and B, or of
@@ -57,12 +57,12 @@ def _pack(document: Any) -> str:
     return packed(orjson.dumps(document))
 
 
-def write_page(shown: Shown, ranks: Sequence[PackedRank], path: Path, option: str = "--html") -> Path:
+def write_page(shown: ShownPair, ranks: Sequence[PackedRank], path: Path, option: str = "--html") -> Path:
     """Write the page to `path` and return it; the file appears whole or not at all. Raises OutputError."""
     return write_text(path, _render(shown, ranks), option)
 
 
-def _render(shown: Shown, ranks: Sequence[PackedRank]) -> str:
+def _render(shown: ShownPair, ranks: Sequence[PackedRank]) -> str:
     head = {
         "paths": list(shown.paths),
         "first": shown.first,

@@ -37,7 +37,7 @@ class HostArray:
 
 
 @dataclass(frozen=True, slots=True)
-class HostCopy:
+class CopiedTensor:
     """Row-major bytes of a tensor that nobody changes, with the dtype as text and the shape."""
 
     dtype: str
@@ -170,7 +170,7 @@ def host_array(t: Any) -> HostArray:
     return HostArray(str(t.dtype), tuple(t.shape), needs, t.asnumpy())
 
 
-def copy_out(t: Any) -> HostCopy:
+def copy_out(t: Any) -> CopiedTensor:
     """Return a copy on the host; waits for the device."""
     array = host_array(t)
-    return HostCopy(array.dtype, array.shape, np.ascontiguousarray(array.data).tobytes())
+    return CopiedTensor(array.dtype, array.shape, np.ascontiguousarray(array.data).tobytes())

@@ -13,7 +13,7 @@ import torch
 from trainprobe.engine.arrays.torch_arrays import TorchStatsRows, local_of, native_code, reason_without_statistics
 from trainprobe.engine.arrays.torch_extras import Extra, StatsRowsWithExtras, bin_counts, exponent_counts
 from trainprobe.engine.arrays.torch_extras import quantiles as quantiles_at
-from trainprobe.engine.arrays.torch_rows import Transfer
+from trainprobe.engine.arrays.torch_rows import TorchTransfer
 from trainprobe.engine.arrays.triton_rows import refusals
 from trainprobe.engine.arrays.without_dispatch import without_dispatch
 from trainprobe.engine.core.records import Opaque
@@ -74,10 +74,10 @@ class TorchLibrary:
             return self._edges, result
         return exponent_edges(result, dtype)
 
-    def to_host(self, tensors: Sequence[Any]) -> Transfer:
+    def to_host(self, tensors: Sequence[Any]) -> TorchTransfer:
         """Begin to bring small tensors to the host, in one transfer a device; waits for nothing where the device allows it."""
         with without_dispatch():
-            return Transfer(tensors)
+            return TorchTransfer(tensors)
 
     def is_tensor(self, x: Any) -> bool:
         """Tell whether x is a tensor, subclasses included."""

@@ -100,7 +100,7 @@ class DeviceRows:
         return partials, np.ascontiguousarray(host[:, _WIDTH]).view(np.uint64), host[:, _WIDTH + 1].tolist()
 
 
-class Transfer:
+class TorchTransfer:
     """Tensors on their way to the host as bits, in one transfer a device.
 
     The bytes of a device are copied behind all that its current stream does, into pinned memory that belongs to this transfer
@@ -157,8 +157,8 @@ def _pinned(n: int) -> Tensor | None:
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[npt.NDArray[Any]]:
-    """Bring tensors to the host as bits, in one transfer a device, and wait for them (see `Transfer`)."""
-    return Transfer(tensors).arrays()
+    """Bring tensors to the host as bits, in one transfer a device, and wait for them (see `TorchTransfer`)."""
+    return TorchTransfer(tensors).arrays()
 
 
 def _plain(t: Tensor) -> Tensor:

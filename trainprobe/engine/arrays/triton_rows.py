@@ -40,7 +40,7 @@ Key = tuple[torch.dtype, int]  # a dtype, and the flags that the kernels handle
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class KernelKind:
     """How a dtype is read. size: bytes. sort: see triton_kernels. tiny: the smallest normal number, 0 where there is none."""
 
     name: str
@@ -56,10 +56,10 @@ _SORTS = {
 }
 
 
-def _kind(dtype: torch.dtype) -> Kind:
+def _kind(dtype: torch.dtype) -> KernelKind:
     name = str(dtype).rpartition(".")[2]
     tiny = SMALLEST_NORMAL.get(dtype.to_real() if dtype.is_complex else dtype, 0.0)
-    return Kind(name, dtype.itemsize, _SORTS.get(name, 0), tiny)
+    return KernelKind(name, dtype.itemsize, _SORTS.get(name, 0), tiny)
 
 
 KINDS = {dtype: _kind(dtype) for dtype in REDUCED}
@@ -102,7 +102,7 @@ class Jobs:
         self.rows.append(row)
         return True
 
-    def table(self, kind: Kind) -> tuple[npt.NDArray[np.int64], int]:
+    def table(self, kind: KernelKind) -> tuple[npt.NDArray[np.int64], int]:
         """Return the columns of the jobs, int64 [14, jobs] (triton_kernels), and how many chunks they have."""
         sizes = {count: chunk_of(count, kind) for count in {*self.counts}}  # few: weights and their gradients have one size
         chunks = [sizes[count] for count in self.counts]
@@ -143,38 +143,38 @@ def _layout(shape: Sequence[int], strides: Sequence[int], ordered: bool) -> tupl
     return (*(size for size, _ in kept[1:]), *(stride for _, stride in kept), 1)
 
 
-def chunk_constants(kind: Kind, flags: int) -> dict[str, Any]:
+def chunk_constants(kind: KernelKind, flags: int) -> dict[str, Any]:
     """Return what `reduce_chunks` is compiled for."""
     rows = _ROWS[kind.sort]
     return {"kind": kind.name, "size": kind.size, "sort": kind.sort, "tiny": kind.tiny, "flags": flags, "rows": rows}
 
 
-def merge_constants(kind: Kind, flags: int) -> dict[str, Any]:
+def merge_constants(kind: KernelKind, flags: int) -> dict[str, Any]:
     """Return what `merge_parts` is compiled for."""
     return {"sort": kind.sort, "flags": flags, "levels": _MERGE_LEVELS}
 
 
-def chunk_options(kind: Kind, flags: int) -> dict[str, Any]:
+def chunk_options(kind: KernelKind, flags: int) -> dict[str, Any]:
     """Return how `reduce_chunks` is compiled: registers that would leave a multiprocessor too few threads are bounded."""
     many = kind.sort == 0 and flags & CHECKSUM and (kind.size == 1 or (kind.size == 2 and flags & STATS))
     return {**OPTIONS, "maxnreg": 128} if many else OPTIONS
 
 
-def chunk_of(count: int, kind: Kind) -> int:
+def chunk_of(count: int, kind: KernelKind) -> int:
     """Return elements a program, which follow from the length alone: enough programs for a device, few parts to merge."""
     packed = max(4 // kind.size, 1) if kind.sort == 0 else 1
     least, most = 4 * _ROWS[kind.sort] * packed * _LEAST, 4 * _ROWS[kind.sort] * 256
     return min(least << (max(count - 1, 0) // (least * _PARTS)).bit_length(), most)
 
 
-def _mode(address: int, layout: tuple[int, ...], kind: Kind) -> int:
+def _mode(address: int, layout: tuple[int, ...], kind: KernelKind) -> int:
     """Return how the kernels read a tensor by its strides: 3 where 16 bytes at once, else 1."""
     _, _, n3, s0, s1, s2, s3, _ = layout
     together = 16 // kind.size
     return 1 if kind.sort or address % 16 or s3 != 1 or any(number % together for number in (n3, s0, s1, s2)) else 3
 
 
-def launch(jobs: Jobs, kind: Kind, flags: int, device: torch.device) -> None:
+def launch(jobs: Jobs, kind: KernelKind, flags: int, device: torch.device) -> None:
     """Reduce tensors of one dtype into their rows by two launches; waits for nothing."""
     from trainprobe.engine.arrays import triton_kernels
 

@@ -64,7 +64,7 @@ class StatesTap(Tap):
     where that is another.
     """
 
-    shard_of: ShardOf
+    shard_of: ShardOf | None
     named: Mapping[int, str]
 
     def unscaling(self) -> Callable[[StepData], None] | None:

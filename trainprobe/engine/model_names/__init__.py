@@ -45,7 +45,7 @@ _OPTIONAL = re.compile(r"\\\[(.+?)\\\]")
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class NameRule:
     """One line of a name map."""
 
     pattern: re.Pattern[str]
@@ -63,11 +63,11 @@ class NameMap:
     family: str
     signature: tuple[re.Pattern[str], ...]
     strip: tuple[str, ...]
-    rules: tuple[Rule, ...]
+    rules: tuple[NameRule, ...]
     order: tuple[re.Pattern[str], ...] = ()
     outside: tuple[str, ...] = ()
-    kinds: dict[str, tuple[bool, tuple[Rule, ...]]] = field(
-        default_factory=dict[str, tuple[bool, tuple[Rule, ...]]], compare=False, repr=False
+    kinds: dict[str, tuple[bool, tuple[NameRule, ...]]] = field(
+        default_factory=dict[str, tuple[bool, tuple[NameRule, ...]]], compare=False, repr=False
     )
 
     def stripped(self, name: str) -> str:
@@ -80,7 +80,7 @@ class NameMap:
                     name, changed = name[len(prefix) :], True
         return name
 
-    def kind_of(self, name: str) -> tuple[bool, tuple[Rule, ...]]:
+    def kind_of(self, name: str) -> tuple[bool, tuple[NameRule, ...]]:
         """Return whether a name may be an adapter's, and the rules that may match it: a million names are of a few kinds."""
         kind = ".".join(["0" if part.isdecimal() else part for part in name.split(".")])
         found = self.kinds.get(kind)
@@ -139,7 +139,7 @@ def _extended(made: NameMap, base: str, where: str) -> NameMap:
     )  # fmt: skip
 
 
-def _rules(entry: Any, where: str) -> list[Rule]:
+def _rules(entry: Any, where: str) -> list[NameRule]:
     """Return the rules of one entry, one for each pattern that `from` lists."""
     if not isinstance(entry, dict) or not _strings(entry.get("from")):
         raise FormatError(f"{where} is {entry!r}: it needs `from`, the pattern of the names that it matches")
@@ -150,7 +150,7 @@ def _rules(entry: Any, where: str) -> list[Rule]:
         if name not in TRANSFORM_NAMES:
             raise FormatError(f"{where} ({sources[0]}) wants transform {name!r}{did_you_mean(name, list(TRANSFORM_NAMES))}")
     made = [
-        Rule(_compile(source, where), to, by, bool(entry.get("vocabulary")), entry.get("when", ""), bool(entry.get("drop")))
+        NameRule(_compile(source, where), to, by, bool(entry.get("vocabulary")), entry.get("when", ""), bool(entry.get("drop")))
         for source in sources
     ]
     for rule in made:

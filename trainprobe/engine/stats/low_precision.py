@@ -24,7 +24,7 @@ from trainprobe.engine.stats.exponents import first_past
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
+class LowPrecisionFormat:
     """smallest: t. largest: m. middle: between m and the next step. even: the last bit of m is not set."""
 
     smallest: float
@@ -33,12 +33,12 @@ class Format:
     even: bool
 
 
-FORMATS: dict[str, Format] = {
-    "fp4_e2m1": Format(2.0**-1, 6.0, 7.0, even=False),
-    "fp8_e4m3": Format(2.0**-9, 448.0, 464.0, even=True),
-    "fp8_e5m2": Format(2.0**-16, 57344.0, 61440.0, even=False),
-    "fp16": Format(2.0**-24, 65504.0, 65520.0, even=False),
-    "bf16": Format(2.0**-133, (2 - 2.0**-7) * 2.0**127, (2 - 2.0**-8) * 2.0**127, even=False),
+FORMATS: dict[str, LowPrecisionFormat] = {
+    "fp4_e2m1": LowPrecisionFormat(2.0**-1, 6.0, 7.0, even=False),
+    "fp8_e4m3": LowPrecisionFormat(2.0**-9, 448.0, 464.0, even=True),
+    "fp8_e5m2": LowPrecisionFormat(2.0**-16, 57344.0, 61440.0, even=False),
+    "fp16": LowPrecisionFormat(2.0**-24, 65504.0, 65520.0, even=False),
+    "bf16": LowPrecisionFormat(2.0**-133, (2 - 2.0**-7) * 2.0**127, (2 - 2.0**-8) * 2.0**127, even=False),
 }
 
 
@@ -57,7 +57,7 @@ def lost(array: npt.NDArray[Any], name: str, scale: float = 1.0) -> tuple[int, i
     return int(under.sum()), int(over.sum())
 
 
-def limits_of(formats: Sequence[Format], scale: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def limits_of(formats: Sequence[LowPrecisionFormat], scale: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Return the smallest magnitudes that do not underflow and that overflow, format by format, [k, 2 · formats].
 
     scale: positive, float32 [k], or float64 [k] for elements of that dtype; the result has its dtype.
@@ -75,7 +75,7 @@ def limits_under(formats: tuple[str, ...], scale: float, dtype: str) -> npt.NDAr
     return limits_of([FORMATS[name] for name in formats], np.array([scale], dtype))
 
 
-def amax_scale(largest: npt.NDArray[Any], form: Format) -> npt.NDArray[Any]:
+def amax_scale(largest: npt.NDArray[Any], form: LowPrecisionFormat) -> npt.NDArray[Any]:
     """Return the largest number of a format over the largest magnitudes [k], in their dtype: at most its largest; 1 for 0."""
     with np.errstate(divide="ignore", over="ignore"):
         factor = np.minimum(largest.dtype.type(form.largest) / largest, np.finfo(largest.dtype).max)

@@ -15,7 +15,7 @@ from trainprobe.engine.core.findings import Cause, Count, cause_of, counted_all
 from trainprobe.engine.core.gathering import Payload
 from trainprobe.engine.core.guard import Part, simply
 from trainprobe.engine.core.records import TOLD, Finding, Place, StepData
-from trainprobe.monitor.audit.evidence import AuditHistory, Evidence, Tensors, tensors_of
+from trainprobe.monitor.audit.evidence import AuditHistory, Evidence, TensorsOfStep, tensors_of
 from trainprobe.monitor.audit.facts import Facts
 from trainprobe.monitor.audit.facts.calls import RandomFingerprints, TrainingCalls
 from trainprobe.monitor.audit.facts.gradients import Projections, Reductions
@@ -109,7 +109,7 @@ class Audit:
 
     def late(self, facts: Facts, step: int, place: Place) -> list[Finding]:
         """Judge what was seen after the last audited step: evaluations, and writes to weights."""
-        return self.judge(Evidence(step, place, facts, Tensors(), self.plan), ("evaluation", "written_between_steps"))
+        return self.judge(Evidence(step, place, facts, TensorsOfStep(), self.plan), ("evaluation", "written_between_steps"))
 
     def exchanges(self, step: int, world_size: int) -> bool:
         """Tell whether the ranks are compared at a step: the same answer on every rank."""
@@ -166,7 +166,7 @@ class Audit:
         if any("fingerprints" in load_relation(name).COST for name in due) or self.last is None:
             self.last = replace(evidence, before=None)
         else:
-            self.last = replace(self.last, step=evidence.step, facts=facts, tensors=Tensors(), scalars=evidence.scalars)
+            self.last = replace(self.last, step=evidence.step, facts=facts, tensors=TensorsOfStep(), scalars=evidence.scalars)
         return evidence
 
     def _shared_rows(self, draft: Evidence) -> Rows:
@@ -176,7 +176,7 @@ class Audit:
         ]
         return {key: row for rows in rows_of_relations for key, row in rows.items()}
 
-    def _take_resharded(self, facts: Facts, tensors: Tensors, step_data: StepData) -> Resharded | None:
+    def _take_resharded(self, facts: Facts, tensors: TensorsOfStep, step_data: StepData) -> Resharded | None:
         """Return what was loaded before this step, where ranks or cuts are others than when this rank saved."""
         saves = facts.of(Saves)
         pieces, world = as_pieces(held(tensors), saves.loaded or {}), step_data.place.world_size

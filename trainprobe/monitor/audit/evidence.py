@@ -15,7 +15,7 @@ from trainprobe.engine.stats.partials import column
 from trainprobe.monitor.audit.facts import Facts, T
 from trainprobe.monitor.audit.facts.calls import DependentScalars, TrainingCalls
 from trainprobe.monitor.audit.facts.gradients import UsedGradients
-from trainprobe.monitor.audit.facts.model import ModelFacts, Training
+from trainprobe.monitor.audit.facts.model import ModelFacts, TrainingState
 from trainprobe.monitor.audit.facts.saves import Save
 from trainprobe.monitor.audit.facts.updates import BufferStates, UpdateCounts, UsedGroups
 from trainprobe.monitor.audit.peers import Key, Peer
@@ -30,7 +30,7 @@ HALF_UNITS = {"bfloat16": 2.0**-8, "float16": 2.0**-11}  # how far a number is f
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Tensors:
+class TensorsOfStep:
     """The numbers of every tensor of every parameter in one step: (name, slot) → row; arrays [rows].
 
     Slots: value, main_value, grad_unclipped, grad, exp_avg …, and each but gradients with `_after` behind it for after the
@@ -88,7 +88,7 @@ class Tensors:
         return found
 
 
-def tensors_of(step_data: StepData) -> Tensors:
+def tensors_of(step_data: StepData) -> TensorsOfStep:
     """Return what a collected step says about parameters around the optimizer step."""
     rows: dict[Key, int] = {}
     dtypes: dict[Key, str] = {}
@@ -108,7 +108,7 @@ def tensors_of(step_data: StepData) -> Tensors:
             if shard is not None:
                 replicas[call.name, slot] = frozenset(shard["replicas"])
                 pieces[call.name, slot] = _rectangle(shard)
-    return Tensors(rows, step_data.partials, step_data.checksums, dtypes, replicas, tuple(names), pieces)
+    return TensorsOfStep(rows, step_data.partials, step_data.checksums, dtypes, replicas, tuple(names), pieces)
 
 
 def _rectangle(shard: Mapping[str, Any]) -> str:
@@ -154,7 +154,7 @@ class Evidence:
     """This rank."""
     facts: Facts
     """What the observers established: ask by `of`."""
-    tensors: Tensors
+    tensors: TensorsOfStep
     """Parameters, gradients and optimizer states around the update."""
     plan: AuditPlan
     """The `audit` section of the plan."""
@@ -190,7 +190,7 @@ class Evidence:
     @property
     def model(self) -> ModelFacts:
         """The model as it is now."""
-        return self.of(Training).model
+        return self.of(TrainingState).model
 
     @property
     def batches(self) -> tuple[int, ...]:
@@ -200,12 +200,12 @@ class Evidence:
     @property
     def set_up(self) -> ModelFacts:
         """The model as it was set up."""
-        return self.of(Training).set_up
+        return self.of(TrainingState).set_up
 
     @property
     def ordinal(self) -> int:
         """How many steps had begun with this one."""
-        return self.of(Training).ordinal
+        return self.of(TrainingState).ordinal
 
     def remembered(self, relation: str, otherwise: Any) -> Any:
         """Return what a relation returned from `remember` at the audited step before; `otherwise` at the first one."""

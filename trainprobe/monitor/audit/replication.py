@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from trainprobe.monitor.audit.evidence import Tensors
+from trainprobe.monitor.audit.evidence import TensorsOfStep
 from trainprobe.monitor.audit.facts.model import ParameterFact
 from trainprobe.monitor.audit.peers import GradientShare, Peer
 
@@ -60,7 +60,7 @@ def _learned(key: int, share: GradientShare, learned: Mapping[int, frozenset[str
     return learned[share.value] & learned[key] if share.doubted else learned[share.value]
 
 
-def constants_with_matrices(parameters: Sequence[ParameterFact], seen: Tensors) -> dict[str, list[str]]:
+def constants_with_matrices(parameters: Sequence[ParameterFact], seen: TensorsOfStep) -> dict[str, list[str]]:
     """Return name of each vector of one number throughout → matrices in the same module that have as many rows.
 
     Such a bias, all zeros at first, looks the same on ranks that split the matrix by its rows, each holding a part of it.

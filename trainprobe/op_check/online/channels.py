@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trainprobe.engine.storage.safe_files import read_bounded, write_whole
-from trainprobe.op_check.online.frames import LONGEST_HEADER, PREFIX_BYTES, Decoder, Frame, FrameError, encode
+from trainprobe.op_check.online.frames import LONGEST_HEADER, PREFIX_BYTES, Decoder, FrameError, WireFrame, encode
 
 _PIECE = 1 << 18
 _LINGER_S = 1.0
@@ -48,11 +48,11 @@ class Channel(Protocol):
     @property
     def progress(self) -> float: ...
 
-    async def send(self, frame: Frame) -> None:
+    async def send(self, frame: WireFrame) -> None:
         """Send a frame. Raises OSError, TimeoutError where the other side takes nothing for `patience` seconds."""
         ...
 
-    async def receive(self) -> Frame:
+    async def receive(self) -> WireFrame:
         """Return the next frame. Raises OSError, EOFError at the end, FrameError."""
         ...
 
@@ -180,7 +180,7 @@ class StreamChannel:
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
         self._decoder = Decoder(0)
-        self._frames: list[Frame] = []
+        self._frames: list[WireFrame] = []
         self._sending = asyncio.Lock()
 
     @property
@@ -192,7 +192,7 @@ class StreamChannel:
         """See Channel."""
         self._decoder.most = most
 
-    async def send(self, frame: Frame) -> None:
+    async def send(self, frame: WireFrame) -> None:
         """See Channel."""
         head = encode(frame)
         async with self._sending:
@@ -201,7 +201,7 @@ class StreamChannel:
                 await self.stream.write(frame.payload[start : start + _PIECE])
                 self.stream.progress = time.monotonic()
 
-    async def receive(self) -> Frame:
+    async def receive(self) -> WireFrame:
         """See Channel."""
         while not self._frames:
             self._frames.extend(self._decoder.feed(await self.stream.read()))
@@ -237,12 +237,12 @@ class FolderChannel:
         """See Channel."""
         self._most = most
 
-    async def send(self, frame: Frame) -> None:
+    async def send(self, frame: WireFrame) -> None:
         """See Channel."""
         write_whole(self._outbox / _file(self._written), encode(frame) + frame.payload)
         self._written += 1
 
-    async def receive(self) -> Frame:
+    async def receive(self) -> WireFrame:
         """See Channel."""
         path = self._inbox / _file(self._read)
         wait = 0.02

@@ -56,7 +56,7 @@ class Kind(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class WireFrame:
     """One frame. header: its JSON object. payload: a safetensors file, empty but in a CALL."""
 
     kind: Kind
@@ -64,7 +64,7 @@ class Frame:
     payload: bytes = b""
 
 
-def encode(frame: Frame) -> bytes:
+def encode(frame: WireFrame) -> bytes:
     """Return a frame as bytes, without its payload, which follows. Raises FrameError for a header that is too long."""
     try:
         header = orjson.dumps(frame.header)
@@ -88,7 +88,7 @@ class Decoder:
         self.most = most
         self._bytes = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[Frame]:
+    def feed(self, data: bytes) -> Iterator[WireFrame]:
         """Yield the frames that are complete now. Raises FrameError; nothing can be fed after that."""
         self._bytes += data
         while (frame := self._next()) is not None:
@@ -99,7 +99,7 @@ class Decoder:
         """Return whether no part of a frame is waiting for the rest."""
         return not self._bytes
 
-    def _next(self) -> Frame | None:
+    def _next(self) -> WireFrame | None:
         held = self._bytes
         known = min(len(held), len(MAGIC))
         if bytes(held[:known]) != MAGIC[:known]:
@@ -118,7 +118,7 @@ class Decoder:
         if checks != found:
             raise FrameError(f"a {kind.name} frame does not have the checksum that it names")
         del held[:end]
-        return Frame(kind, _object(kind, header), payload)
+        return WireFrame(kind, _object(kind, header), payload)
 
     def _lengths(self) -> tuple[Kind, int, int]:
         _, version, kind, zero, header, payload = _PREFIX.unpack_from(self._bytes)

@@ -16,7 +16,7 @@ from trainprobe.op_check.dump import DumpChecked, RankCheck, Row
 from trainprobe.op_check.execution import run_here
 from trainprobe.op_check.functions import function
 from trainprobe.op_check.judge import Judgement, Tolerance
-from trainprobe.op_check.online.messages import SentCall, Verdict, judgements_as_json
+from trainprobe.op_check.online.messages import CallVerdict, SentCall, judgements_as_json
 from trainprobe.op_check.online.reports import Report
 from trainprobe.op_check.pairs import nearer
 
@@ -40,21 +40,23 @@ class CallJudge:
         self._check = RankCheck(DumpChecked(), (0, rank), tolerance)
         self._numbers: dict[int, int] = {}  # id of a row of this step → the number of its call
 
-    def __call__(self, call: SentCall) -> Verdict:
+    def __call__(self, call: SentCall) -> CallVerdict:
         """Judge a call. What the reference cannot do is a verdict too: not checked. Raises OutputError."""
-        found: Verdict | Exception = attempt(self._judged, call, otherwise=lambda fault: fault)
+        found: CallVerdict | Exception = attempt(self._judged, call, otherwise=lambda fault: fault)
         if isinstance(found, OutputError):
             raise found
-        return found if isinstance(found, Verdict) else self._not_checked(call, f"the reference failed: {fault_text(found)}")
+        return (
+            found if isinstance(found, CallVerdict) else self._not_checked(call, f"the reference failed: {fault_text(found)}")
+        )
 
-    def _not_checked(self, call: SentCall, why: str) -> Verdict:
+    def _not_checked(self, call: SentCall, why: str) -> CallVerdict:
         judgements, unit = [Judgement("not checked", why)], call.unit
         checked = Checked("backward" if unit.direction == "backward" else "forward", judgements)
         row = Row(call.step, self._rank, unit.entry, unit.call.name, unit.module, checked)
         self.report.add(row, call.recorded, None, "")
-        return Verdict(number=call.number, judgements=judgements_as_json(judgements))
+        return CallVerdict(number=call.number, judgements=judgements_as_json(judgements))
 
-    def _judged(self, call: SentCall) -> Verdict:
+    def _judged(self, call: SentCall) -> CallVerdict:
         if call.step != self._step:
             self._step = call.step
             self._check = RankCheck(DumpChecked(), (call.step, self._rank), self._tolerance)
@@ -64,11 +66,11 @@ class CallJudge:
             return self._not_checked(call, too_large)
         row, new = self._check.add(call.recorded, call.unit)
         if not new:
-            return Verdict(number=call.number, equal_to=self._numbers[id(row)])
+            return CallVerdict(number=call.number, equal_to=self._numbers[id(row)])
         self._numbers[id(row)] = call.number
         here, text = self._here(call, row)
         self.report.add(row, call.recorded, here, text)
-        return Verdict(
+        return CallVerdict(
             number=call.number,
             judgements=judgements_as_json(row.checked.judgements),
             source=row.checked.source,

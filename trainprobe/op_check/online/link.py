@@ -18,8 +18,18 @@ from trainprobe.engine.core.records import Finding, Place, StepData
 from trainprobe.op_check.dump import Row
 from trainprobe.op_check.online.channels import Channel, first_of
 from trainprobe.op_check.online.credentials import LINK_ERRORS, explained, is_about_certificates
-from trainprobe.op_check.online.frames import Frame, FrameError, Kind
-from trainprobe.op_check.online.messages import CannotSend, Hello, Sent, Verdict, Welcome, call_frame, nbytes_of, read, write
+from trainprobe.op_check.online.frames import FrameError, Kind, WireFrame
+from trainprobe.op_check.online.messages import (
+    CallVerdict,
+    CannotSend,
+    Hello,
+    Sent,
+    Welcome,
+    call_frame,
+    nbytes_of,
+    read,
+    write,
+)
 from trainprobe.op_check.recorded import RecordedRank, Unit
 from trainprobe.op_check.training import RULE, Chosen, HeldValues, Verdicts
 
@@ -183,11 +193,11 @@ class Link:
                 quiet = quiet + 1 if time.monotonic() - channel.progress >= self._patience else 0
                 if quiet >= _QUIET:
                     raise
-                await channel.send(Frame(Kind.PING, {}))
+                await channel.send(WireFrame(Kind.PING, {}))
                 continue
             quiet = 0
             if frame.kind == Kind.VERDICT:
-                self._take(read(frame, Verdict))
+                self._take(read(frame, CallVerdict))
             elif frame.kind == Kind.BYE:
                 return
             elif frame.kind == Kind.REFUSED:
@@ -233,7 +243,7 @@ class Link:
         self.sent += 1
         await channel.send(frame)
 
-    def _take(self, verdict: Verdict) -> None:
+    def _take(self, verdict: CallVerdict) -> None:
         pending = self._pending.get(verdict.number)
         if pending is None:
             raise FrameError(f"{self._server} judged call {verdict.number}, which was not sent")
@@ -288,6 +298,6 @@ class Link:
         self.findings.append(Finding(RULE, "warning", message, place=self._place, next=advice))
 
 
-def _reason(frame: Frame) -> str:
+def _reason(frame: WireFrame) -> str:
     reason = frame.header.get("reason")
     return reason[:500] if isinstance(reason, str) else "it does not say why"

@@ -20,7 +20,7 @@ from trainprobe.engine.stats.partials import PARTIALS
 from trainprobe.engine.storage.dumps.tensor_files import SAFETENSORS_DTYPES, SavedTensor, plain_dtype
 from trainprobe.op_check.check import Checked
 from trainprobe.op_check.judge import Judgement
-from trainprobe.op_check.online.frames import Frame, FrameError, Kind
+from trainprobe.op_check.online.frames import FrameError, Kind, WireFrame
 from trainprobe.op_check.recorded import RecordedRank, Unit
 from trainprobe.op_check.training import HeldValues
 
@@ -54,7 +54,7 @@ class Welcome(_Message):
     here: Annotated[str, Field(max_length=50)] = ""
 
 
-class Verdict(_Message):
+class CallVerdict(_Message):
     """The judgements of one call. equal_to: the number of an earlier call with the same bits, which has them.
 
     same_inputs: an earlier entry that had these inputs and gave another result. here: what the same inputs gave on the
@@ -94,7 +94,7 @@ class SentCall:
     nbytes: int
 
 
-def read(frame: Frame, model: type[Message]) -> Message:
+def read(frame: WireFrame, model: type[Message]) -> Message:
     """Return the header of a frame as a message. Raises FrameError, which names each key and its value."""
     try:
         return model.model_validate(frame.header)
@@ -104,9 +104,9 @@ def read(frame: Frame, model: type[Message]) -> Message:
         raise FrameError(f"a {frame.kind.name} frame: {where}: {problem['msg']}") from None
 
 
-def write(kind: Kind, message: _Message) -> Frame:
+def write(kind: Kind, message: _Message) -> WireFrame:
     """Return a message as a frame."""
-    return Frame(kind, message.model_dump(exclude_defaults=True))
+    return WireFrame(kind, message.model_dump(exclude_defaults=True))
 
 
 def judgements_as_json(judgements: Sequence[Judgement]) -> list[dict[str, Any]]:
@@ -134,7 +134,7 @@ class CannotSend(Exception):  # noqa: N818  (named for what it says)
     """A call that cannot be written as a frame; the text says why."""
 
 
-def call_frame(number: int, step: int, unit: Unit, values: HeldValues) -> Frame:
+def call_frame(number: int, step: int, unit: Unit, values: HeldValues) -> WireFrame:
     """Return a call as a frame. Raises CannotSend where a value is not held or has no place in a safetensors file."""
     places: dict[int, int] = {}
     listed: list[dict[str, Any]] = []
@@ -167,7 +167,7 @@ def call_frame(number: int, step: int, unit: Unit, values: HeldValues) -> Frame:
     for value in listed:
         value["tensor"] = names.get(value["tensor"]) if value["tensor"] is not None else None
     try:
-        return Frame(Kind.CALL, header, save({names[key]: t for key, t in tensors.items()}))
+        return WireFrame(Kind.CALL, header, save({names[key]: t for key, t in tensors.items()}))
     except (safetensors.SafetensorError, ValueError, KeyError) as error:
         raise CannotSend(f"its tensors cannot be written: {error}") from None
 
@@ -239,7 +239,7 @@ class _CallHeader(_Message):
     values: list[_SentValue]
 
 
-def read_call(frame: Frame, rank: int) -> SentCall:
+def read_call(frame: WireFrame, rank: int) -> SentCall:
     """Return the call of a CALL frame. Raises FrameError for anything that is not as `call_frame` writes it."""
     header = read(frame, _CallHeader)
     for text in (header.entry, header.name):
@@ -261,12 +261,12 @@ def read_call(frame: Frame, rank: int) -> SentCall:
     return SentCall(header.number, header.step, RecordedRank(step, held), unit, nbytes_of(frame))
 
 
-def nbytes_of(frame: Frame) -> int:
+def nbytes_of(frame: WireFrame) -> int:
     """Return the bytes of a frame's payload as both sides count them against the window."""
     return len(frame.payload) + _ROUND_IT
 
 
-def _held(frame: Frame) -> HeldValues:
+def _held(frame: WireFrame) -> HeldValues:
     try:
         tensors = load(frame.payload) if frame.payload else {}
     except (safetensors.SafetensorError, KeyError, ValueError, TypeError, RuntimeError) as error:

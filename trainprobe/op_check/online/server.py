@@ -17,13 +17,13 @@ from trainprobe.engine.core.guard import fault_text
 from trainprobe.op_check.judge import Judgement, Tolerance
 from trainprobe.op_check.online.channels import TO_SERVER, Channel, FolderChannel, Stream, StreamChannel, cancelled, first_of
 from trainprobe.op_check.online.credentials import LINK_ERRORS, explained
-from trainprobe.op_check.online.frames import Frame, FrameError, Kind
+from trainprobe.op_check.online.frames import FrameError, Kind, WireFrame
 from trainprobe.op_check.online.judging import CallJudge
 from trainprobe.op_check.online.messages import (
+    CallVerdict,
     Hello,
     Sent,
     SentCall,
-    Verdict,
     Welcome,
     judgements_as_json,
     nbytes_of,
@@ -62,7 +62,7 @@ class _Session:
     hello: Hello
     judge: CallJudge
     task: asyncio.Task[None] | None
-    calls: deque[Frame] = field(default_factory=deque[Frame])
+    calls: deque[WireFrame] = field(default_factory=deque[WireFrame])
     held: int = 0
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     bye: Sent | None = None
@@ -171,7 +171,7 @@ class Server:
         why = self._why_not(hello)
         if why:
             self._say(f"rank {hello.rank} of {hello.run} was refused: {why}")
-            await channel.send(Frame(Kind.REFUSED, {"reason": why}))
+            await channel.send(WireFrame(Kind.REFUSED, {"reason": why}))
             await channel.linger()
             return None
         before = self._sessions.get(key)
@@ -209,14 +209,14 @@ class Server:
                     raise FrameError(f"the training sent more than the {self._window} bytes that it was granted")
                 session.calls.append(frame)
             elif frame.kind == Kind.PING:
-                await channel.send(Frame(Kind.PONG, {}))
+                await channel.send(WireFrame(Kind.PONG, {}))
             elif frame.kind == Kind.BYE:
                 session.bye = read(frame, Sent)
             else:
                 raise FrameError(f"the training sent a {frame.kind.name} frame, which only a server sends")
             session.wake.set()
 
-    async def _next(self, channel: Channel) -> Frame:
+    async def _next(self, channel: Channel) -> WireFrame:
         quiet = _QUIET * self._settings.patience
         while True:
             try:
@@ -235,12 +235,12 @@ class Server:
                 await channel.send(write(Kind.VERDICT, verdict))
             if session.bye is not None:
                 session.judge.report.end(session.bye.model_dump())
-                await channel.send(Frame(Kind.BYE, {"report": session.judge.report.sentence()[:1000]}))
+                await channel.send(WireFrame(Kind.BYE, {"report": session.judge.report.sentence()[:1000]}))
                 return
             session.wake.clear()
             await session.wake.wait()
 
-    def _verdict(self, frame: Frame, session: _Session) -> Verdict:
+    def _verdict(self, frame: WireFrame, session: _Session) -> CallVerdict:
         """Judge a call; one that cannot be read is not checked, with the reason. Raises FrameError where it has no number."""
         try:
             call: SentCall = read_call(frame, session.hello.rank)
@@ -250,7 +250,7 @@ class Server:
                 raise
             text = f"what arrived of it cannot be read: {why}"
             session.judge.report.add_unread(text)
-            return Verdict(number=number, judgements=judgements_as_json([Judgement("not checked", text)]))
+            return CallVerdict(number=number, judgements=judgements_as_json([Judgement("not checked", text)]))
         return session.judge(call)
 
     def _leave(self, session: _Session) -> None:

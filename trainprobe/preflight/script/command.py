@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from trainprobe.comparison.ci_formats import Case, Github, Junit, case_of, tell
+from trainprobe.comparison.ci_formats import Github, Junit, PipelineCase, case_of, tell
 from trainprobe.comparison.files import write_json
 from trainprobe.comparison.terminal import say
 from trainprobe.engine.at_start.door import VARIABLE as DOOR
@@ -149,6 +149,6 @@ def _told(report: Report, json: Path | None, junit: Path | None, github: bool) -
     say(console, verdict.sentence, verdict.colours[verdict.code])
     if json is not None:
         write_json(report.as_json(), json)
-    cases = [Case(line.name, "failure" if line.status == BROKEN else "passed", str(line)) for line in report.lines]
+    cases = [PipelineCase(line.name, "failure" if line.status == BROKEN else "passed", str(line)) for line in report.lines]
     tell("preflight", cases if verdict.code < 3 else [case_of(sys.argv[0], 3, verdict.sentence)], junit, github)
     return verdict.code

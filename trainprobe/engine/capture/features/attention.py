@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trainprobe.engine.capture.features.feature import Quiet, Surroundings, whole, without_autograd
+from trainprobe.engine.capture.features.feature import QuietFeature, Surroundings, whole, without_autograd
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.tape import Tape
 
@@ -34,7 +34,7 @@ _UNSEEN = (
 )
 
 
-class AttentionFeature(Quiet):
+class AttentionFeature(QuietFeature):
     """See the module text.
 
     rows: how many queries of a sequence, and sequences: how many of a batch are looked at.

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from trainprobe.engine.capture.features.feature import Quiet, Surroundings, tensors_of, whole
+from trainprobe.engine.capture.features.feature import QuietFeature, Surroundings, tensors_of, whole
 
 
-class DeadUnits(Quiet):
+class DeadUnits(QuietFeature):
     """See the module text."""
 
     def __init__(self, around: Surroundings, *, every: int = 1, limit: float = 0.0) -> None:

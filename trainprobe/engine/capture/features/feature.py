@@ -234,10 +234,10 @@ class FeatureTap(Tap):
         self._left_out[f"{type(look.__self__).__name__} left out {where}: {fault_text(fault)}"] = None
 
 
-def feature_in(file: str) -> type[Quiet]:
+def feature_in(file: str) -> type[QuietFeature]:
     """Return the feature that a file of this folder holds."""
     module = importlib.import_module(f"{__package__}.{file}")
-    kinds = (kind for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, Quiet))
+    kinds = (kind for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, QuietFeature))
     return next(kind for kind in kinds if kind.__module__ == module.__name__)
 
 
@@ -267,7 +267,7 @@ class without_autograd:  # noqa: N801 - used like a function
         self._functions.__exit__(*error)
 
 
-class Quiet:
+class QuietFeature:
     """What a kind of feature does where it has nothing to do; `_tape` is the tape of the step, or None.
 
     Its file holds one such class, whose further arguments are the fields of its section of the plan.

@@ -17,18 +17,18 @@ import torch
 from torch import Tensor
 
 from trainprobe.engine.arrays.torch_exponents import CountedMagnitudes, OnHost, Spread
-from trainprobe.engine.capture.features.feature import Quiet, Surroundings, tensors_of, whole, without_autograd
+from trainprobe.engine.capture.features.feature import QuietFeature, Surroundings, tensors_of, whole, without_autograd
 from trainprobe.engine.capture.gradients import edge_of
 from trainprobe.engine.core.held_parameters import parameters_in
 from trainprobe.engine.stats.histogram import exponent_range
-from trainprobe.engine.stats.low_precision import FORMATS, Format, amax_scale, limits_of, limits_under
+from trainprobe.engine.stats.low_precision import FORMATS, LowPrecisionFormat, amax_scale, limits_of, limits_under
 from trainprobe.engine.tape import Tape
 
 F64 = npt.NDArray[np.float64]
 Scale = float | Literal["amax"]
 
 
-class FormatFeature(Quiet):
+class FormatFeature(QuietFeature):
     """See the module text. slots: among output, grad_output, value, grad."""
 
     def __init__(
@@ -201,7 +201,7 @@ def _finish(counted: Iterable[CountedFormats]) -> None:
             each.finish()
 
 
-def _scale_of(largest: Any, form: Format) -> Any:
+def _scale_of(largest: Any, form: LowPrecisionFormat) -> Any:
     """Return the scale "amax" of tensors whose largest finite magnitudes these are: `amax_scale`, or the same on the device."""
     if not isinstance(largest, Tensor):
         return amax_scale(largest, form)

@@ -21,14 +21,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from trainprobe.engine.arrays.torch_extras import tally
-from trainprobe.engine.capture.features.feature import Quiet, Surroundings, tensors_of, whole
+from trainprobe.engine.capture.features.feature import QuietFeature, Surroundings, tensors_of, whole
 from trainprobe.engine.tape import Tape
 
 _CHOICES = ("top_k", "topk", "num_experts_per_tok", "moe_router_topk", "k")
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
-class RouterFeature(Quiet):
+class RouterFeature(QuietFeature):
     """See the module text. top_k: how many experts a token gets, where neither output nor module tells it."""
 
     def __init__(self, around: Surroundings, *, every: int = 1, top_k: int | None = None) -> None:

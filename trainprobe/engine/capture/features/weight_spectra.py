@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainprobe.engine.capture.features.feature import Quiet, Surroundings, whole
+from trainprobe.engine.capture.features.feature import QuietFeature, Surroundings, whole
 from trainprobe.engine.core.held_parameters import parameters_in
 from trainprobe.engine.tape import Tape
 
 FIRST = 24
 
 
-class WeightSpectra(Quiet):
+class WeightSpectra(QuietFeature):
     """See the module text. iterations: how many at each later step."""
 
     def __init__(

@@ -24,7 +24,7 @@ BARE = ("NaN", "Infinity", "-Infinity")
 _NO_NUMBERS = "".join(f', "{key}": null' for key in KEYS.values())
 
 
-class Document(NamedTuple):
+class DumpText(NamedTuple):
     """The entries of a collected step as the inside of a JSON object, their names and their calls."""
 
     text: bytes
@@ -65,11 +65,11 @@ class EntryText:
             self._whole_numbers = _numbers_text(self._step_data, self._tokens)
         return self._whole_numbers
 
-    def document(self) -> Document:
+    def document(self) -> DumpText:
         """Return all entries as the inside of a JSON object; see `entries`."""
         whole = list(self.entries())
         text = ",".join(f"\n  {quote(name)}: {entry}" for name, entry, _ in whole)
-        return Document(text.encode("utf-8", "replace"), [name for name, _, _ in whole], [call for _, _, call in whole])
+        return DumpText(text.encode("utf-8", "replace"), [name for name, _, _ in whole], [call for _, _, call in whole])
 
     def entries(self) -> Iterator[tuple[str, str, Call]]:
         """Yield (entry name, JSON text, call) in execution order.

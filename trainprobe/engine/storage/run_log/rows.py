@@ -69,7 +69,7 @@ class Rows:
 
     def batch(self, steps: Sequence[tuple[int, StepData]]) -> pa.RecordBatch:
         """Return the rows of some steps of one rank, each with the time at which it came, in microseconds since 1970."""
-        table = _Table()
+        table = _RowTable()
         for when, step_data in steps:
             layout = layout_of(step_data).derived(self, lambda step_data=step_data: self._layout(step_data))
             self._time = max(self._time + 1, when)  # no two steps have the same, which tells them apart
@@ -129,7 +129,7 @@ class Rows:
         return codes
 
 
-class _Table:
+class _RowTable:
     """The columns of a batch while steps are added to it."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ import orjson
 from trainprobe.engine.core.records import Finding, Place, StepData
 from trainprobe.engine.core.step_layout import layout_of
 from trainprobe.engine.plan.model import Plan
-from trainprobe.engine.storage.dumps.entry_text import Document, EntryText, construct_text, dumps, fragment, stacks
+from trainprobe.engine.storage.dumps.entry_text import DumpText, EntryText, construct_text, dumps, fragment, stacks
 from trainprobe.engine.storage.dumps.header import about_calls, header, states_text
 from trainprobe.engine.storage.dumps.layout import (
     CONSTRUCT_FILE,
@@ -157,7 +157,7 @@ class DumpSink:
             return [(DEBUG_FILE, whole)]
         return [(DUMP_FILE, whole), (STACK_FILE, fixed.stacks), (CONSTRUCT_FILE, fixed.construct)]
 
-    def _fixed(self, step_data: StepData, document: Document) -> _Fixed:
+    def _fixed(self, step_data: StepData, document: DumpText) -> _Fixed:
         """Return what the steps of this layout have in common; it depends on level and framework too."""
         known: dict[tuple[str, str], _Fixed] = layout_of(step_data).derived(self, dict)
         key = step_data.level, step_data.framework

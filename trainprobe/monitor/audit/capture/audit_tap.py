@@ -17,7 +17,7 @@ from trainprobe.engine.stats.partials import CHECKSUM, STATS
 from trainprobe.engine.tape import Tape
 from trainprobe.monitor.audit.capture.set_up import model_facts
 from trainprobe.monitor.audit.facts import Facts
-from trainprobe.monitor.audit.facts.model import ModelFacts, Training
+from trainprobe.monitor.audit.facts.model import ModelFacts, TrainingState
 from trainprobe.monitor.audit.facts.updates import Progress
 from trainprobe.monitor.audit.observers import Audited, Observers
 
@@ -132,14 +132,14 @@ class AuditTap(Tap):
         assert self._set_up is not None
         model = self._facts()
         model = model if self._audited.modes is None else replace(model, modes=self._audited.modes)
-        return Facts(Training(self._set_up, model, self._audited.run.ordinal), *self._observers.facts(step_data))
+        return Facts(TrainingState(self._set_up, model, self._audited.run.ordinal), *self._observers.facts(step_data))
 
     def late_evaluations(self) -> Facts | None:
         """Return facts of evaluations after the last audited step, or None when there were none."""
         late = self._observers.late()
         if self._set_up is None or not late:
             return None
-        return Facts(Training(self._set_up, self._set_up), *late)
+        return Facts(TrainingState(self._set_up, self._set_up), *late)
 
     def _facts(self) -> ModelFacts:
         audited = self._audited

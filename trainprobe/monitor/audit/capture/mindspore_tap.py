@@ -27,7 +27,7 @@ from trainprobe.engine.tape import Tape
 from trainprobe.monitor.audit.facts import Facts
 from trainprobe.monitor.audit.facts.calls import Evaluation, RandomFingerprints, TrainingCalls
 from trainprobe.monitor.audit.facts.gradients import Backwards
-from trainprobe.monitor.audit.facts.model import ModelFacts, ParameterFact, Training
+from trainprobe.monitor.audit.facts.model import ModelFacts, ParameterFact, TrainingState
 from trainprobe.monitor.audit.facts.updates import ParameterGroup, Progress, UpdateCounts, UsedGroups
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ class CellAuditTap(Tap):
         assert self._set_up is not None
         batches, self._batches = self._batches, []
         return Facts(
-            Training(self._set_up, self._facts(self._states.optimizers()), self._run.ordinal),
+            TrainingState(self._set_up, self._facts(self._states.optimizers()), self._run.ordinal),
             TrainingCalls(
                 batches=tuple(joined([_checksum(step_data, value) for value in values]) for values in batches),
                 whole_numbers=any(_whole(value) for values in batches for value in values),
@@ -157,7 +157,7 @@ class CellAuditTap(Tap):
         found = self._take_evaluations()
         if not found or self._set_up is None:
             return None
-        return Facts(Training(self._set_up, self._set_up), TrainingCalls(evaluations=found))
+        return Facts(TrainingState(self._set_up, self._set_up), TrainingCalls(evaluations=found))
 
     def _take_evaluations(self) -> tuple[Evaluation, ...]:
         taken, self._evaluations = tuple(self._evaluations), []

@@ -62,7 +62,7 @@ class ModelFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Training:
+class TrainingState:
     """The training as a whole, at this step."""
 
     set_up: ModelFacts = field(default_factory=ModelFacts)

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.core.words import and_more
-from trainprobe.monitor.audit.evidence import Evidence, Tensors
+from trainprobe.monitor.audit.evidence import Evidence, TensorsOfStep
 from trainprobe.monitor.audit.facts.saves import Save, Saves
 from trainprobe.monitor.audit.facts.updates import BufferStates
 from trainprobe.monitor.audit.peers import Key
@@ -74,7 +74,7 @@ def _compare(evidence: Evidence, saved: Mapping[Key, int], now: Mapping[Key, int
     ]
 
 
-def came_back(saves: Sequence[Save], seen: Tensors) -> Save | None:
+def came_back(saves: Sequence[Save], seen: TensorsOfStep) -> Save | None:
     """Return the save that was loaded, as far as the tensors tell: at least a quarter of it is there again."""
     now = held(seen)
     candidates = [(in_common(saved.tensors, now), saved) for saved in saves]
@@ -82,7 +82,7 @@ def came_back(saves: Sequence[Save], seen: Tensors) -> Save | None:
     return saved if share >= ENOUGH else None
 
 
-def held(seen: Tensors) -> dict[Key, int]:
+def held(seen: TensorsOfStep) -> dict[Key, int]:
     """Return the fingerprints of all that was there before the update, gradients left out."""
     return {key: checksum for key in seen.rows if (checksum := seen.checksum(*key)) is not None and not _is_new(key)}
 

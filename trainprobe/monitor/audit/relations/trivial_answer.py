@@ -33,24 +33,24 @@ class Look(NamedTuple):
     counts: tuple[float, ...]
 
 
-class Seen(NamedTuple):
+class SeenAnswers(NamedTuple):
     """norms: of each parameter at the first audited step. looks: the last ones."""
 
     norms: dict[str, float]
     looks: tuple[Look, ...]
 
 
-def remember(evidence: Evidence) -> Seen:
+def remember(evidence: Evidence) -> SeenAnswers:
     """Return what the losses were at the last audited steps."""
     norms = {name: evidence.tensors.number(name, "value", "norm") for name in evidence.tensors.with_slot("value")}
-    known: Seen = evidence.remembered("trivial_answer", Seen(norms, ()))
+    known: SeenAnswers = evidence.remembered("trivial_answer", SeenAnswers(norms, ()))
     calls = evidence.of(LossCalls).losses
     call = calls[0] if len(calls) == 1 and _is_judged(calls[0]) else None
     if call is None or evidence.ordinal <= _EARLY:
         return known
     counts = call.classes[: len(call.classes) // 2]
     look = Look(evidence.ordinal, call.classes[-1] / max(1.0, sum(counts)), counts)
-    return Seen(known.norms, (*known.looks, look)[-_LOOKS:])
+    return SeenAnswers(known.norms, (*known.looks, look)[-_LOOKS:])
 
 
 def check(evidence: Evidence) -> list[Finding]:
@@ -85,7 +85,7 @@ def _is_judged(call: LossCall) -> bool:
     return one_a_row and len(call.classes) > 2 and len(call.classes) <= 2 * _MOST_CLASSES + 1 and call.smoothing == 0
 
 
-def _moved(evidence: Evidence, seen: Seen) -> bool:
+def _moved(evidence: Evidence, seen: SeenAnswers) -> bool:
     """Tell whether the norm of a parameter has changed enough since the first audited step."""
     now = evidence.tensors
     return any(abs(now.number(name, "value", "norm") - was) > _MOVED * was for name, was in seen.norms.items() if was > 0)

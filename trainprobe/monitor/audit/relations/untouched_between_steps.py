@@ -23,7 +23,7 @@ from typing import Any
 
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.core.words import and_more, plural
-from trainprobe.monitor.audit.evidence import Evidence, Tensors, averaged_parameters, is_part_of, untrained_parameters
+from trainprobe.monitor.audit.evidence import Evidence, TensorsOfStep, averaged_parameters, is_part_of, untrained_parameters
 from trainprobe.monitor.audit.facts.gradients import UsedGradients
 from trainprobe.monitor.audit.facts.updates import BufferStates, UpdateCounts, UsedGroups
 
@@ -148,7 +148,7 @@ def _is_about_the_same(evidence: Evidence, before: Evidence, name: str) -> bool:
 def _are_clamped(evidence: Evidence, before: Evidence, names: list[str]) -> bool:
     """Tell whether all that changed was cut off at two bounds, which several tensors share or which differ by the sign."""
 
-    def sides(tensors: Tensors, slot: str) -> list[tuple[float, float]]:
+    def sides(tensors: TensorsOfStep, slot: str) -> list[tuple[float, float]]:
         return [(tensors.number(name, slot, "min"), tensors.number(name, slot, "max")) for name in names]
 
     was, now = sides(before.tensors, "value_after"), sides(evidence.tensors, "value")

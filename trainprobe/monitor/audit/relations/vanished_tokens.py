@@ -24,7 +24,7 @@ STAGE = "data"
 _LOOKS, _FEWEST = 4, 8
 
 
-class Seen(NamedTuple):
+class SeenTokens(NamedTuple):
     """looks: how many. total: the most tokens of one. least: [tokens] the fewest of each, of looks with any. absent: [tokens]
     looks in a row without it.
     """
@@ -35,20 +35,20 @@ class Seen(NamedTuple):
     absent: npt.NDArray[np.int32]
 
 
-def remember(evidence: Evidence) -> Seen | None:
+def remember(evidence: Evidence) -> SeenTokens | None:
     """Return what is known of each token with this step."""
-    known: Seen | None = evidence.remembered("vanished_tokens", None)
+    known: SeenTokens | None = evidence.remembered("vanished_tokens", None)
     counts = evidence.of(GivenNumbers).tokens
     if not counts.sum():
         return known
     if known is None or len(known.least) != len(counts):
-        return Seen(1, float(counts.sum()), counts, np.zeros(len(counts), np.int32))
+        return SeenTokens(1, float(counts.sum()), counts, np.zeros(len(counts), np.int32))
     if counts.sum() < known.total / 2:
         return known
     absent = np.where(counts > 0, 0, known.absent + 1)
     frequent = (known.looks >= _LOOKS) & (known.least >= _FEWEST)
     least = np.where((counts == 0) & frequent, known.least, np.minimum(known.least, counts))
-    return Seen(known.looks + 1, max(known.total, float(counts.sum())), least, absent)
+    return SeenTokens(known.looks + 1, max(known.total, float(counts.sum())), least, absent)
 
 
 def check(evidence: Evidence) -> list[Finding]:
