@@ -394,11 +394,11 @@ def test_a_training_that_is_killed_does_not_hold_the_server(server: Serving, key
     server.wait_for("listening on")
     code = (
         "import ssl, socket, sys, time; from pathlib import Path\n"
-        "from trainprobe.op_check.online.frames import Frame, Kind, encode\n"
+        "from trainprobe.op_check.online.frames import WireFrame, Kind, encode\n"
         "tls = ssl.create_default_context(cafile=sys.argv[2] + '/ca.pem')\n"
         "tls.load_cert_chain(sys.argv[2] + '/cert.pem', sys.argv[2] + '/key.pem')\n"
         "s = tls.wrap_socket(socket.create_connection(('127.0.0.1', int(sys.argv[1]))), server_hostname='127.0.0.1')\n"
-        "s.sendall(encode(Frame(Kind.HELLO, {'run': 'killed', 'rank': 5})))\n"
+        "s.sendall(encode(WireFrame(Kind.HELLO, {'run': 'killed', 'rank': 5})))\n"
         "s.recv(1); print('here', flush=True); time.sleep(99)\n"
     )
     command = [sys.executable, "-c", code, str(server.port), str(keys / "training")]
