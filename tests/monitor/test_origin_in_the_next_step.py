@@ -112,7 +112,7 @@ def test_a_training_has_the_same_bits_where_every_forward_pass_is_asked_for(tmp_
     @contextmanager
     def watch(model, optimizer):
         with trainprobe.watch(model, optimizer, output=tmp_path / "out") as probe:
-            probe.parts.forward_at.update(range(0, 100, 2))
+            probe.taps.forward_at.update(range(0, 100, 2))
             yield probe
 
     assert differences(train(case), train(case, watch=watch)) == []
