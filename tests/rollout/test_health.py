@@ -136,3 +136,12 @@ def test_a_fault_of_a_training_is_named(name):
 
 def test_a_healthy_training_has_no_finding():
     assert run(healthy()[0]) == []
+
+
+def test_rewards_that_are_all_equal_turn_no_pair_round():
+    given = batch()
+    given["rewards"] = torch.full_like(given["rewards"], 0.5)
+    given["advantages"] = torch.zeros_like(given["advantages"])
+    got = numbers(given)
+    assert (got["flat_groups"], got["against_reward"]) == (1, 0)
+    assert all(math.isfinite(number) for number in got.values())

@@ -208,7 +208,7 @@ def _of_rewards(columns: Mapping[str, Any], groups: Any) -> dict[str, Any]:
     in_group = pair.any(1)
     in_varied = (pair & varied[None, :]).any(1) | varied
     flat = in_group & ~in_varied
-    numbers["flat_groups"] = flat.sum() / in_group.sum()
+    numbers["flat_groups"] = flat.sum() / in_group.sum().clamp(min=1)
     if advantages is None:
         return numbers
     norm = numbers["advantage"].clamp(min=1e-30)
@@ -216,7 +216,7 @@ def _of_rewards(columns: Mapping[str, Any], groups: Any) -> dict[str, Any]:
     numbers["off_centre"] = means.masked_fill(~in_varied, 0.0).abs().max() / norm
     numbers["off_blocks"] = _off_blocks(advantages) / norm
     unlike = higher & (advantages[:, None] < advantages[None, :] - 1e-3 * norm)
-    numbers["against_reward"] = unlike.sum() / higher.sum()
+    numbers["against_reward"] = unlike.sum() / higher.sum().clamp(min=1)
     differ = (pair & flat[:, None] & (rewards[:, None] != rewards[None, :])).any(1)
     same = ~(pair & (advantages[:, None] != advantages[None, :])).any(1)
     numbers["at_equal_rewards"] = advantages.abs().masked_fill(~(flat & (differ | same)), 0.0).max()

@@ -5,8 +5,10 @@ import random
 
 import numpy as np
 import pytest
+import torch
 from frames_by_hand import Bench, grads, noisy, output, weight
 
+import trainprobe
 from trainprobe.engine.core.records import Site
 
 
@@ -193,6 +195,32 @@ def test_a_rate_that_has_been_rising_is_told_as_the_cause_of_a_spike():
     (found,) = bench.found
     assert found.site.name == "loss"
     assert "The learning rate lr has risen to " in found.message and "learning rate" in found.next
+
+
+def test_another_optimizer_has_a_rate_of_its_own(tmp_path):
+    """As in DeepXDE, whose L-BFGS of rate 1 goes on behind Adam of rate 0.001."""
+    torch.manual_seed(0)
+    model, x, y = torch.nn.Linear(4, 1), torch.randn(32, 4), torch.randn(32, 1)
+    loss_of = torch.nn.functional.mse_loss
+    optimizer: torch.optim.Optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    options = {"console": False, "sinks": [], "audit": False}
+    with trainprobe.watch(model, optimizer, level="off", monitor=True, output=tmp_path, **options) as probe:
+        for step in range(60):
+            if step == 40:
+                optimizer = torch.optim.LBFGS(model.parameters(), lr=1.0)
+
+            def closure(optimizer=optimizer):
+                optimizer.zero_grad()
+                loss = loss_of(model(x), y)
+                loss.backward()
+                return loss
+
+            with probe.step():
+                optimizer.step(closure)
+        probe.flush()
+        (found,) = [f for f in probe.findings if f.rule == "spike"]
+    assert (found.severity, found.step, found.site.name) == ("info", 40, "lr")
+    assert "when another optimizer took the place of the first" in found.message
 
 
 @pytest.mark.parametrize("kind", ["restarts", "warm-up", "cut"])

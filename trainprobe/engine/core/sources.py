@@ -78,6 +78,7 @@ class PlainSource:
     flat: Mapping[int, list[FlatSlice]] = field(default_factory=dict[int, list[FlatSlice]])
     others: set[int] = field(default_factory=set[int])
     shard_of: ShardOf | None = None
+    _replaced: int = field(default=0, init=False, repr=False)
     _masters: tuple[Any, dict[int, Any]] = field(default=((), {}), init=False, repr=False)
 
     def learn(self, optimizer: Any) -> None:
@@ -93,7 +94,9 @@ class PlainSource:
         def stays(known: Any) -> bool:
             return own.isdisjoint(_held(known)) or not groups.isdisjoint(map(id, _groups(known)))
 
-        self.optimizers = [*filter(stays, self.optimizers), optimizer]
+        staying = [*filter(stays, self.optimizers)]
+        self._replaced += len(staying) < len(self.optimizers)
+        self.optimizers = [*staying, optimizer]
 
     def step_of(self, optimizer: Any) -> None:
         """Leave out, from now on, what other optimizers than this one own: they step at another moment of the same step."""
@@ -177,8 +180,8 @@ class PlainSource:
                 yield Part(flat_slice.name, slot, tensor)
 
     def scalars(self) -> Mapping[str, float]:
-        """Return the learning rate of each parameter group."""
-        out: dict[str, float] = {}
+        """Return the learning rate of each parameter group, and which optimizer steps where it took the place of another."""
+        out: dict[str, float] = {"optimizer": 1.0 + self._replaced} if self._replaced else {}
         for i, optimizer in enumerate(self.optimizers):
             for j, group in enumerate(optimizer.param_groups):
                 lr = group.get("lr")

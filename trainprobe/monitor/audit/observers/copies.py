@@ -142,7 +142,7 @@ class Copies(Observer):
         optimizers = self._audited.optimizers
         states = (state for optimizer in optimizers for _, state in getattr(optimizer, "state", {}).items())  # Megatron's too
         ours = {id(value) for state in states if isinstance(state, dict) for value in state.values()}
-        ours |= {id(p.grad) for model in self._models.values() for p in model.parameters() if p.grad is not None}
+        ours |= {id(p.grad) for model in self._models.values() for p in model.parameters() if p.is_leaf and p.grad is not None}
         tensors = tuple(one for one in others if id(one) not in ours)
         del others  # a list that holds them too
         for model in self._models.values():
