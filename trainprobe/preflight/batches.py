@@ -148,6 +148,19 @@ class Batch:
         at = torch.searchsorted(known, tokens)
         return torch.where(where, known[(at + step) % len(known)], tokens)
 
+    def with_other_last(self) -> Batch:
+        """Return a batch whose last row has the inputs of the first, larger where they are no tokens, and no target in time."""
+        changed: dict[int, Tensor] = {}
+        for i in self.by_row:
+            is_label = i == self.roles.get("labels")
+            if is_label and self.text_labels is None:
+                continue
+            changed[i] = x = self.leaves[i].clone()
+            x[-1] = IGNORED if is_label else x[0]
+            if x.is_floating_point():  # what is taken from the largest row is seen
+                x[-1] += 2 * x.abs().max()
+        return self.with_leaves(changed)
+
     def padded(self, columns: int, left: bool) -> Batch:
         """Return a batch with so many more columns of padding: the mask is 0 there and labels are ignored."""
         tokens, mask = self.of("tokens"), self.of("mask")

@@ -22,11 +22,11 @@ _ATTENTION = {"scaled_dot_product_attention": 4, "multi_head_attention_forward":
 
 
 class Quiet(TorchFunctionMode):
-    """Turns dropout off and counts what is called. names: function → calls."""
+    """Turns dropout off and counts what is called. names: function → calls. wide: whether casts to float32 go to float64."""
 
-    def __init__(self, dropout: bool = False) -> None:
+    def __init__(self, dropout: bool = False, wide: bool = False) -> None:
         super().__init__()
-        self.dropout = dropout
+        self.dropout, self.wide = dropout, wide
         self.names: Counter[str] = Counter()
         self.dtypes: dict[str, set[torch.dtype]] = {}
 
@@ -41,6 +41,10 @@ class Quiet(TorchFunctionMode):
                 args = tuple(0.0 if type(a) is float else a for a in args)
             if name in _ATTENTION:
                 args, named = _without_dropout(args, named, _ATTENTION[name])
+        if self.wide:
+            func = torch.Tensor.double if name == "float" else func
+            args = tuple(torch.float64 if a is torch.float32 else a for a in args)
+            named = {key: torch.float64 if a is torch.float32 else a for key, a in named.items()}
         out = func(*args, **named)
         if isinstance(out, torch.Tensor) and out.is_floating_point():
             self.dtypes.setdefault(name, set()).add(out.dtype)

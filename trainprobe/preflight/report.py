@@ -23,7 +23,9 @@ class Line:
     figures: dict[str, float] = field(default_factory=dict)
     """The numbers behind the text; distances are relative to the larger of both sides."""
     name: str = ""
-    """The property: split, padding, causality, rows, gradient, start, determinism, precision, update or input."""
+    """The property: split, padding, causality, rows, gradient, start, determinism, precision, update, input or overfit."""
+    passes: int = 0
+    """How often the step was run for it, forward or forward and backward."""
 
     @property
     def colour(self) -> str:
@@ -61,11 +63,11 @@ class Report:
     lines: Sequence[Line]
     """One for each property, in the order of their value."""
     passes: int = 0
-    """How often the step was run."""
+    """How often the step was run in all."""
     seconds: float = 0.0
     """How long that took."""
     floor: float = 0.0
-    """Relative distance of two gradients of the same step, with another order of sums."""
+    """What is rounding: relative distance of two gradients with another order of sums, if it was needed, at least a unit."""
 
     @property
     def broken(self) -> list[Line]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import isfinite
 from typing import Any
 
@@ -20,8 +22,10 @@ from trainprobe.errors import UsageError
 from trainprobe.preflight.batches import Batch
 from trainprobe.preflight.modes import RANDOM, Quiet, Reordered
 
+Step = Callable[[Any, list[Any]], Any]
 _MOST_NODES = 200  # of autograd's graph behind the logits
 MARGIN = 32  # times the measured floor
+GRADIENT, LOSS, LOGITS = range(3)  # places in `Subject.floors`
 _DROPS = (
     "dropout",
     "alphadropout",
@@ -71,7 +75,7 @@ class Subject:
         batch: Any,
         guard: TrainingGuard,
         *,
-        step: Callable[[Any, list[Any]], Any] | None = None,
+        step: Step | None = None,
         micro_batches: int = 1,
         optimizers: Sequence[Any] = (),
     ) -> None:
@@ -80,23 +84,41 @@ class Subject:
         self.step, self.micro_batches, self.optimizers = step, micro_batches, list(optimizers)
         self.names = {id(module): name or "the model" for name, module in model.named_modules()}
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.passes = 0
+        self.rows_run = Counter[str]()  # property → rows that were run for it
+        self.now = "at the start"
         self.deadline = float("inf")
         self.base = Seen(0.0)
+        self.twice, self.repeats = 0.0, True  # distance of two runs from one state, and whether it is none
+        self.order_is_free = False  # whether it was seen that the order of the rows does not matter
         self.draws = ""  # the functions whose random numbers change the step, dropout apart
-        self.floor = self.loss_floor = self.logits_floor = 0.0
 
     def measure(self) -> None:
-        """Run the step as it is, and with another order of sums: how far both are apart is what rounding does here."""
+        """Run the step as it is, and once more from what a checkpoint would bring back."""
         self.base = self.run()
         drawn = self.guard.drawn()
         if not self.base.finite:
             return
+        again = self.run(rewind=False)
+        self.twice = apart(self.base, again)
+        self.repeats = self.twice == 0 and again.loss == self.base.loss
         if drawn and self.differs(self.run(seed=1)):
             self.draws = ", ".join(sorted(RANDOM & self.base.names.keys())) or "outside of torch's functions"
+
+    @cached_property
+    def floors(self) -> tuple[float, float, float]:
+        """What another order of sums changes, relative: gradients, loss, logits. It is run where it is asked for first."""
         again = attempt(lambda: self.run(modes=Reordered()), otherwise=lambda _: None) or self.run(self.reversed_rows())
-        self.floor, self.loss_floor = apart(self.base, again), relative(self.base.loss, again.loss)
-        self.logits_floor = distance(self.base.logits, again.logits) if _alike(self.base.logits, again.logits) else 0.0
+        alike = _alike(self.base.logits, again.logits)
+        gap = distance(self.base.logits, again.logits) if alike else 0.0
+        return apart(self.base, again), relative(self.base.loss, again.loss), gap
+
+    @cached_property
+    def other_row(self) -> tuple[Batch, Seen, bool]:
+        """The batch with another last row, whose labels in time are ignored; its run, and whether that is finite."""
+        other = self.batch.with_other_last()
+        seen = self.run(other)
+        finite, seen.gradients = seen.finite, {}
+        return other, seen, finite
 
     def reversed_rows(self) -> Batch:
         """Return the batch from its last row to its first."""
@@ -108,15 +130,18 @@ class Subject:
         kinds = {p.dtype for p in self.parameters.values()} | {x.dtype for x in [self.base.logits] if x is not None}
         return max((torch.finfo(kind).eps for kind in kinds if kind.is_floating_point), default=1e-7)
 
-    def tolerance(self, measured: float) -> float:
-        """Return what a relative distance may be: a multiple of the floor, which is at least the resolution of the dtype."""
-        return MARGIN * max(measured, self.eps)
+    def beyond(self, gap: float, what: int = GRADIENT, times: float = 1.0) -> bool:
+        """Tell whether a relative distance is more than rounding: so many times the tolerance, a multiple of the floor.
+
+        what: GRADIENT, LOSS or LOGITS. The floor is at least the resolution of the dtype, and is measured where that is passed.
+        """
+        margin = MARGIN * times
+        return gap > margin * self.eps and gap > margin * self.floors[what]
 
     def differs(self, seen: Seen) -> bool:
         """Tell whether the gradients or losses of a run differ from those of the base by more than rounding."""
-        base = self.base
-        return relative(base.loss, seen.loss) > self.tolerance(self.loss_floor) or (
-            bool(seen.gradients) and apart(base, seen) > self.tolerance(self.floor)
+        return self.beyond(relative(self.base.loss, seen.loss), LOSS) or (
+            bool(seen.gradients) and self.beyond(apart(self.base, seen))
         )
 
     def run(
@@ -130,13 +155,15 @@ class Subject:
         training: bool | None = None,
         modes: AbstractContextManager[Any] | None = None,
         outputs: bool = False,
+        wide: bool = False,
     ) -> Seen:
         """Run the step once and return what it gave.
 
         rewind: None leaves all state as it is, False the attributes of modules.
         dropout: leave it on. training: mode of the model, by default its own. outputs: keep those of all modules.
+        wide: whether the model is in float64, and all casts to float32 are casts to it.
         """
-        self.passes += 1
+        self.rows_run[self.now] += (batch or self.batch).rows or 1
         if rewind is not None:
             self.guard.rewind(attributes=rewind)
         self.guard.clear_gradients()
@@ -145,7 +172,7 @@ class Subject:
         if seed is not None:
             self.guard.reseed(seed)
         reductions: dict[str, torch.dtype] = {}
-        quiet, watch = Quiet(dropout), _Watch(self.names, (batch or self.batch).rows, outputs)
+        quiet, watch = Quiet(dropout, wide), _Watch(self.names, (batch or self.batch).rows, outputs)
         with ExitStack() as stack:
             stack.enter_context(_paths_kept(self.model) if not dropout else nullcontext())
             stack.enter_context(watch)
@@ -163,25 +190,21 @@ class Subject:
         value, unit = float(loss.detach()), abs(float(loss.detach())) * torch.finfo(loss.dtype).eps
         return watch.seen(Seen(value, gradients, None, None, [], set(), dict(quiet.names), quiet.dtypes, reductions, unit))
 
-    def accumulate(self, micros: list[Batch]) -> tuple[float | None, dict[str, Tensor]]:
+    def accumulate(self, step: Step, micros: list[Batch]) -> tuple[float | None, dict[str, Tensor]]:
         """Run the micro-batches as the trainer does: the loss that it reports and the gradients that it leaves."""
-        self.passes += len(micros)
+        self.rows_run[self.now] += self.batch.rows or 1
         self.guard.rewind()
         self.guard.clear_gradients()
         with as_tested(self.model):
-            reported = (self.step or self._mean_of)(self.model, [micro.tree() for micro in micros])
+            reported = step(self.model, [micro.tree() for micro in micros])
         gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
         self.guard.clear_gradients()
         value = attempt(scalar_of, reported.detach(), otherwise=lambda _: None) if isinstance(reported, Tensor) else reported
         return (None if value is None else float(value)), gradients
 
-    def _mean_of(self, model: Any, micros: list[Any]) -> float:
-        total = 0.0
-        for micro in micros:
-            part = scalar_of(self.loss(model, micro)) / len(micros)
-            differentiate(part, self.parameters.values())
-            total += float(part.detach())
-        return total
+    def passes(self, name: str) -> int:
+        """Return how often the step was run for a property, forward or forward and backward; micro-batches make one pass."""
+        return round(self.rows_run[name] / (self.batch.rows or 1))
 
     def in_time(self) -> bool:
         """Return whether the budget of seconds is not yet used."""
@@ -199,7 +222,7 @@ class Subject:
             left, right = (attempt(same, z, side, otherwise=lambda _: None) for side, z in enumerate((x, y)))
             if left is None or right is None or not _alike(left, right):
                 continue
-            if distance(left, right) > self.tolerance(self.logits_floor):
+            if self.beyond(distance(left, right), LOGITS):
                 return name
         return ""
 

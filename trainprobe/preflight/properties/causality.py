@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from trainprobe.preflight.report import Line, broken, holds, not_applicable
-from trainprobe.preflight.subject import Seen, Subject, distance
+from trainprobe.preflight.subject import LOGITS, Seen, Subject, distance
 
 MOST = 0.9  # share of the targets that are a neighbouring token of the batch
 
@@ -47,9 +47,9 @@ def _given_targets(subject: Subject) -> Line | None:
     if seen.logits is None or seen.logits.shape != logits.shape:
         return None
     gap = distance(logits[:, : edge + 1], seen.logits[:, : edge + 1])
-    if gap <= subject.tolerance(subject.logits_floor):
-        return holds("no target reaches its own prediction")
-    return broken("the decoder is given the target that it predicts: labels are not shifted to the right", gap=gap)
+    if subject.beyond(gap, LOGITS):
+        return broken("the decoder is given the target that it predicts: labels are not shifted to the right", gap=gap)
+    return holds("no target reaches its own prediction")
 
 
 def _are_next(subject: Subject, tokens: Tensor) -> bool:
@@ -108,10 +108,9 @@ def _documents(subject: Subject, tokens: Tensor) -> Line | None:
     if begins is None:
         return None
     number = begins.cumsum(1)
-    for changed, looked_at in ((number == 0, number > 0), (number == number.amax(1, keepdim=True), number == 0)):
-        place, gap = _changed(subject, tokens, changed & (number.amax(1, keepdim=True) > 0), looked_at)
-        if gap is not None:
-            return broken(f"a document of a packed row changes another document, first in {place or 'the logits'}", gap=gap)
+    place, gap = _changed(subject, tokens, (number == 0) & (number.amax(1, keepdim=True) > 0), number > 0)
+    if gap is not None:
+        return broken(f"a document of a packed row changes another document, first in {place or 'the logits'}", gap=gap)
     return holds("later tokens change nothing before them, packed documents nothing in each other")
 
 
@@ -143,7 +142,7 @@ def _changed(subject: Subject, tokens: Tensor, where: Tensor, looked_at: Tensor)
     if after is None or after.shape != before.shape or not bool(at.any()):
         return "", None
     gap = distance(before[at], after[at])
-    if gap <= subject.tolerance(subject.logits_floor):
+    if not subject.beyond(gap, LOGITS):
         return "", None
 
     def same(x: Tensor, _: int) -> Tensor | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from trainprobe.preflight.batches import Batch
 from trainprobe.preflight.report import Line, broken, holds, not_applicable
 from trainprobe.preflight.subject import Subject, distance, relative
 
@@ -16,8 +17,7 @@ def examine(subject: Subject) -> Line:
     batch = subject.batch
     if batch.rows < 2:
         return not_applicable(batch.no_rows or "the batch has one row")
-    others = {i for role, i in batch.roles.items() if role in _NO_CONTENT}
-    content = [i for i in batch.by_row if i not in others and batch.leaves[i].dim() > 1]
+    content = content_of(batch)
     unused = [batch.paths[i] for i in content if _is_unused(subject, i)]
     if unused:
         return broken(f"{unused[0]} is not used: rows that are given that of another row have the same outputs")
@@ -29,6 +29,12 @@ def examine(subject: Subject) -> Line:
     if (labels := batch.text_labels) is not None:
         told.append(f"{float((labels < 0).double().mean()):.0%} of the targets ignored")
     return holds(", ".join(told)) if told else not_applicable("no tensor of the batch has content besides its labels")
+
+
+def content_of(batch: Batch) -> list[int]:
+    """Return the places of the tensors that are neither labels nor say where something is."""
+    others = {i for role, i in batch.roles.items() if role in _NO_CONTENT}
+    return [i for i in batch.by_row if i not in others and batch.leaves[i].dim() > 1]
 
 
 def _is_unused(subject: Subject, i: int) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from trainprobe.preflight.report import Line, broken, by_design, holds, not_applicable
-from trainprobe.preflight.subject import Seen, Subject, apart, distance
+from trainprobe.preflight.subject import LOGITS, Seen, Subject, apart, distance
 
 _SHARED = ("batchnorm", "batch_norm")
 _CAPACITY = ("moe", "router", "expert", "gate", "switch")
@@ -20,35 +20,23 @@ def examine(subject: Subject) -> Line:
         return not_applicable(batch.no_rows or "the batch has one row")
     if subject.draws:
         return not_applicable(f"the step draws random numbers ({subject.draws}), other ones for each row")
-    turned = subject.run(subject.reversed_rows())
-    if subject.differs(turned):
+    if not subject.order_is_free and subject.differs(turned := subject.run(subject.reversed_rows())):
         factor = turned.loss / subject.base.loss if subject.base.loss else float("nan")
         text = f"the order of the rows matters: reversed, the loss is {factor:.4g} times as large"
         return broken(f"{text} and the gradient is off by {apart(subject.base, turned):.2g} of its norm", factor=factor)
-    last = batch.rows - 1
-    inputs = [i for i in batch.by_row if i != batch.roles.get("labels")]
-    other = batch.with_leaves({i: _with_last(batch.leaves[i]) for i in inputs})
-    seen = subject.run(other)
-    if not seen.finite:
+    last, (other, seen, finite) = batch.rows - 1, subject.other_row
+    if not finite:
         other = batch.take([*range(last), 0])
         seen = subject.run(other)
     before, after = _by_row(subject.base.logits, batch.rows), _by_row(seen.logits, batch.rows)
     if before is None or after is None or before.shape != after.shape:
         return holds("their order does not matter; no output has rows, so what one does to another was not seen")
     gap = distance(before[:last], after[:last])
-    if gap > subject.tolerance(subject.logits_floor):
+    if subject.beyond(gap, LOGITS):
         return _coupled(subject, other, gap)
     if _compared(subject, seen):
         return by_design("the loss compares rows with each other; outputs of rows are independent")
     return holds("their order does not matter, and one changes nothing in another")
-
-
-def _with_last(x: Tensor) -> Tensor:
-    changed = x.clone()
-    changed[-1] = x[0]
-    if x.is_floating_point():  # a row of another size: what is taken from the largest one is seen
-        changed[-1] += 2 * x.abs().max()
-    return changed
 
 
 def _by_row(x: Tensor | None, rows: int) -> Tensor | None:
@@ -83,4 +71,4 @@ def _compared(subject: Subject, seen: Seen) -> bool:
     if not size:
         return False
     factor = float((a * b).sum()) / size
-    return distance(a * factor, b) > 100 * subject.tolerance(subject.logits_floor)
+    return subject.beyond(distance(a * factor, b), LOGITS, times=100)

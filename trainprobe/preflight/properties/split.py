@@ -11,7 +11,7 @@ from torch import Tensor
 from trainprobe.engine.core.words import counted
 from trainprobe.preflight.batches import IGNORED, Batch
 from trainprobe.preflight.report import Line, broken, by_design, holds, not_applicable
-from trainprobe.preflight.subject import Seen, Subject, apart, dot, relative
+from trainprobe.preflight.subject import LOSS, Seen, Subject, apart, dot, relative
 
 CLOSE = 1e-3  # relative, of weights that are read off gradients
 
@@ -26,14 +26,14 @@ def examine(subject: Subject) -> Line:
     if subject.draws:
         return not_applicable(f"the step draws random numbers ({subject.draws}), other ones for each micro-batch")
     micros = subject.batch.split(count)
-    reported, gradients = subject.accumulate(micros)
-    whole, sum_of = subject.base, Seen(subject.base.loss, gradients)
-    if (gap := apart(whole, sum_of)) <= subject.tolerance(subject.floor):
+    parts, whole = [] if subject.step else [subject.run(micro) for micro in micros], subject.base
+    reported, gradients = subject.accumulate(subject.step, micros) if subject.step else _mean_of(parts)
+    if not subject.beyond(gap := apart(whole, Seen(whole.loss, gradients))):
         return _reported(subject, micros, reported, gap)
-    parts = [subject.run(micro) for micro in micros]
+    parts = parts or [subject.run(micro) for micro in micros]
     right, left_over = _weights(whole.gradients, parts)
     actual, _ = _weights(gradients, parts)
-    if left_over > 10 * subject.tolerance(subject.floor):
+    if subject.beyond(left_over, times=10):
         return by_design(f"no weights of {count} micro-batches give the gradient of the batch: its rows change each other")
     factors = [a / r if r else float("inf") for a, r in zip(actual, right, strict=True)]
     figures = {f"factor_{i}": f for i, f in enumerate(factors)}
@@ -45,8 +45,16 @@ def examine(subject: Subject) -> Line:
     return broken(f"{_sentence(factors, actual, right, micros)}{also}", gap=gap, **figures)
 
 
+def _mean_of(parts: list[Seen]) -> tuple[float, dict[str, Tensor]]:
+    gradients = dict[str, Tensor]()
+    for part in parts:
+        for name, gradient in part.gradients.items():
+            gradients[name] = gradients.get(name, 0.0) + gradient / len(parts)
+    return sum(part.loss for part in parts) / len(parts), gradients
+
+
 def _reported(subject: Subject, micros: list[Batch], reported: float | None, gap: float) -> Line:
-    if reported is None or relative(reported, subject.base.loss) <= 100 * subject.tolerance(subject.loss_floor):
+    if reported is None or not subject.beyond(relative(reported, subject.base.loss), LOSS, times=100):
         return holds(f"{len(micros)} micro-batches give the gradient of the batch", gap=gap)
     losses = [subject.run(micro, backward=False).loss for micro in micros]
     share = reported / subject.base.loss

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from math import log
+from math import isfinite, log
 from typing import Any
 
-import torch
 from torch.nn.functional import cross_entropy
 
 from trainprobe.engine.core.words import and_more
@@ -85,8 +84,11 @@ def _optimizers(subject: Subject) -> Line | None:
 
 
 def _evaluation(subject: Subject) -> Line | None:
+    subject.run(training=False, backward=False, dropout=True)
+    if not subject.guard.drawn():
+        return None
     runs = [subject.run(training=False, backward=False, dropout=True, seed=seed, outputs=True) for seed in (0, 1)]
-    if relative(runs[0].loss, runs[1].loss) == 0 or not torch.isfinite(torch.tensor(runs[0].loss)):
+    if relative(runs[0].loss, runs[1].loss) == 0 or not isfinite(runs[0].loss):
         return None
     place = subject.first_difference(runs[0], runs[1], lambda x, _: x)
     where = f", first in {place}" if place else ""

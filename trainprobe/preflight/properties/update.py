@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from trainprobe.engine.core.words import and_more
 from trainprobe.preflight.report import Line, broken, holds, not_applicable
-from trainprobe.preflight.subject import Subject
+from trainprobe.preflight.subject import LOSS, Subject, relative
 
 
 def examine(subject: Subject) -> Line:
@@ -47,7 +45,7 @@ def _judged(subject: Subject, before: dict[str, Any], rates: dict[int, float]) -
             f"the optimizer goes uphill: its step raises the loss by {predicted:.3g} to first order", predicted=predicted
         )
     change = after.loss - base.loss
-    if not torch.isfinite(torch.tensor(after.loss)) or change > subject.tolerance(subject.loss_floor) * abs(base.loss):
+    if not change <= 0 and subject.beyond(relative(after.loss, base.loss), LOSS):
         text = (
             f"the loss of this batch rises from {base.loss:.4g} to {after.loss:.4g} in one step, {predicted:.3g} was expected"
         )

@@ -43,6 +43,7 @@ def preflight_script(
     seconds: Annotated[float, typer.Option(help="After which no further property begins.")] = 60.0,
     only: Annotated[list[str] | None, typer.Option(help="A property to test; may be given again.")] = None,
     skip: Annotated[list[str] | None, typer.Option(help="A property to leave out; may be given again.")] = None,
+    overfit: Annotated[bool, typer.Option(help="Train on the batch for 20 steps, which are undone.")] = False,
     json: Annotated[Path | None, typer.Option(help="File for the answer (docs/preflight.schema.json).")] = None,
     junit: Junit = None,
     github: Github = False,
@@ -57,7 +58,7 @@ def preflight_script(
         script.pop(0)
     if not script:
         raise UsageError("nothing to run: give the script, as in `trainprobe preflight train.py --lr 3e-4`")
-    options = {"only": only or (), "skip": skip or (), "seconds": seconds}
+    options = {"only": only or (), "skip": skip or (), "seconds": seconds, "overfit": overfit}
     checked(only or (), skip or ())
     first = next((i for i, word in enumerate(script) if word.endswith(".py") and Path(word).is_file()), 0)
     if first:
@@ -88,7 +89,7 @@ def preflight_script(
 def _launched(launcher: list[str], script: list[str], options: dict[str, Any], outputs: list[str]) -> int:
     """Run this command on each rank that a launcher (torchrun, accelerate launch, deepspeed) starts; return rank 0's answer."""
     told = [word for name in ("only", "skip") for given in options[name] for word in (f"--{name}", given)]
-    told += ["--seconds", str(options["seconds"]), *outputs]
+    told += ["--seconds", str(options["seconds"]), *(["--overfit"] if options["overfit"] else []), *outputs]
     module = ["--module" if Path(launcher[0]).name == "deepspeed" else "-m", "trainprobe"]
     with TemporaryDirectory() as folder:
         answer = Path(folder, "answer")
