@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import torch
@@ -72,6 +72,10 @@ class Batch:
         """Return some of the rows, in this order."""
         return self.with_leaves({i: self.leaves[i][list(rows)] for i in self.by_row})
 
+    def reversed(self) -> Batch:
+        """Return the batch from its last row to its first."""
+        return self.take(range(self.rows - 1, -1, -1))
+
     def split(self, count: int) -> list[Batch]:
         """Return so many micro-batches of neighbouring rows, whose sizes differ by one row at most."""
         bounds = [self.rows * i // count for i in range(count + 1)]
@@ -84,15 +88,9 @@ class Batch:
         """Return role → place of the tensor: tokens, labels, mask, positions, documents, types."""
         found: dict[str, int] = {}
         for role, pattern in _NAMES.items():
-            for i in self.by_row:
-                last = re.split(r"[.\[\]]+", self.paths[i].rstrip("]"))[-1]
-                if (
-                    role not in found
-                    and i not in found.values()
-                    and re.fullmatch(pattern, last.lower())
-                    and self._may_be(role, i)
-                ):
-                    found[role] = i
+            free = (i for i in self.by_row if i not in found.values())
+            fits = (i for i in free if re.fullmatch(pattern, self._key(i)) and self._may_be(role, i))
+            found |= {role: i for i in islice(fits, 1)}
         if "tokens" not in found:
             whole = [i for i in self.by_row if i not in found.values() and self._is_text(i)]
             found |= {"tokens": whole[0]} if whole else {}
@@ -100,6 +98,9 @@ class Batch:
             left = [i for i in self.by_row if i not in found.values() and not _is_float(self.leaves[i])]
             found |= {"labels": left[0]} if len(left) == 1 and len(self.by_row) > 1 else {}
         return found
+
+    def _key(self, i: int) -> str:
+        return re.split(r"[.\[\]]+", self.paths[i].rstrip("]"))[-1].lower()
 
     def _may_be(self, role: str, i: int) -> bool:
         x = self.leaves[i]
@@ -184,19 +185,14 @@ def joined(micros: list[Any]) -> Any:
     """Return the rows of all micro-batches as one batch, padded to one length; the first where they cannot be joined."""
     batches = [Batch(micro) for micro in micros]
     longest = max((tokens.shape[1] for b in batches if (tokens := b.of("tokens")) is not None), default=0)
-    even = [_lengthened(batch, longest) for batch in batches]
+    lengths = [longest if tokens is None else tokens.shape[1] for tokens in (b.of("tokens") for b in batches)]
+    even = [b.padded(longest - n, left=False) if n < longest else b for b, n in zip(batches, lengths, strict=True)]
     first = even[0]
     whole = attempt(
         lambda: first.with_leaves({i: torch.cat([batch.leaves[i] for batch in even]) for i in first.by_row}),
         otherwise=lambda _: first,
     )
     return whole.tree()
-
-
-def _lengthened(batch: Batch, longest: int) -> Batch:
-    tokens = batch.of("tokens")
-    missing = 0 if tokens is None else longest - tokens.shape[1]
-    return batch.padded(missing, left=False) if missing > 0 else batch
 
 
 def _is_float(x: Any) -> bool:

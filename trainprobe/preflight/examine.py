@@ -6,6 +6,7 @@ import importlib
 import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from math import isfinite
 from typing import Any
 
 from trainprobe.engine.core.guard import attempt, fault_text
@@ -50,9 +51,8 @@ def preflight(
     start = time.monotonic()
     with TrainingGuard(model, optimizers) as guard:
         subject = Subject(loss, model, batch, guard, step=step, micro_batches=micro_batches, optimizers=optimizers)
-        subject.deadline = start + seconds
         subject.measure()
-        lines = [_tested(name, subject) for name in wanted]
+        lines = [_tested(name, subject, start + seconds) for name in wanted]
     floor = max(subject.eps, *vars(subject).get("floors", [0.0])[:1])
     return Report(lines, sum(map(subject.passes, subject.rows_run)), round(time.monotonic() - start, 3), floor)
 
@@ -67,25 +67,17 @@ def checked(only: Collection[str], skip: Collection[str], overfit: bool = False)
     return [name for name in every if (name in asked or (overfit and name in EXTRA)) and name not in skip]
 
 
-def _tested(name: str, subject: Subject) -> Line:
+def _tested(name: str, subject: Subject, end: float) -> Line:
     base, subject.now = subject.base, name
     if not base.finite:
-        what = (
-            f"the loss is {base.loss}"
-            if base.loss != base.loss or abs(base.loss) == float("inf")
-            else "a gradient is not finite"
-        )
+        what = "a gradient is not finite" if isfinite(base.loss) else f"the loss is {base.loss}"
         line = broken(what) if name == "start" else not_applicable(what)
     elif subject.twice > UNREPEATABLE < subject.floors[0] and name not in ("start", "determinism", "update"):
         line = not_applicable(f"two runs of this step from one state differ by {subject.floors[0]:.1%}: see determinism")
-    elif not subject.in_time():
+    elif time.monotonic() > end:
         line = Line(NOT_REACHED, "the time was over: --seconds")
     else:
         examine = importlib.import_module(f"trainprobe.preflight.properties.{name}").examine
-        line = attempt(examine, subject, otherwise=_untested)
+        line = attempt(examine, subject, otherwise=lambda fault: not_applicable(f"it could not be tested, {fault_text(fault)}"))
         subject.guard.rewind()
     return replace(line, name=name, passes=subject.passes(name))
-
-
-def _untested(fault: Exception) -> Line:
-    return not_applicable(f"it could not be tested, {fault_text(fault)}")

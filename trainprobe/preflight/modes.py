@@ -12,10 +12,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _DROPOUTS = frozenset(
-    {
-        *("dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "alpha_dropout_"),
-        *("feature_dropout", "feature_dropout_", "feature_alpha_dropout", "feature_alpha_dropout_", "native_dropout"),
-    }
+    """dropout dropout_ dropout1d dropout2d dropout3d alpha_dropout alpha_dropout_ feature_dropout feature_dropout_
+    feature_alpha_dropout feature_alpha_dropout_ native_dropout""".split()  # noqa: SIM905
 )
 _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 _ATTENTION = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}  # place of dropout_p
@@ -94,12 +92,9 @@ def without_autocast() -> Generator[None]:
 
 ROUNDING = frozenset({"round", "round_", "sign", "floor", "ceil", "argmin", "sgn", "heaviside", "trunc"})
 RANDOM = frozenset(
-    {
-        *("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli", "bernoulli_"),
-        *("normal", "normal_", "multinomial", "poisson", "uniform_", "exponential_", "random_", "log_normal_"),
-        *("geometric_", "cauchy_"),
-    }
+    """rand randn randint randperm rand_like randn_like randint_like bernoulli bernoulli_ normal normal_ multinomial poisson
+    uniform_ exponential_ random_ log_normal_ geometric_ cauchy_""".split()  # noqa: SIM905
 )
 REDUCTIONS = frozenset(
-    {"LogSoftmax", "Softmax", "NllLoss", "Logsumexp", "Exp", "Log", "Sum", "Mean", "MseLoss", "BinaryCrossEntropyWithLogits"}
+    "LogSoftmax Softmax NllLoss Logsumexp Exp Log Sum Mean MseLoss BinaryCrossEntropyWithLogits".split()  # noqa: SIM905
 )

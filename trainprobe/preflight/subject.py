@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -86,7 +85,6 @@ class Subject:
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.rows_run = Counter[str]()  # property → rows that were run for it
         self.now = "at the start"
-        self.deadline = float("inf")
         self.base = Seen(0.0)
         self.twice, self.repeats = 0.0, True  # distance of two runs from one state, and whether it is none
         self.order_is_free = False  # whether it was seen that the order of the rows does not matter
@@ -107,7 +105,7 @@ class Subject:
     @cached_property
     def floors(self) -> tuple[float, float, float]:
         """What another order of sums changes, relative: gradients, loss, logits. It is run where it is asked for first."""
-        again = attempt(lambda: self.run(modes=Reordered()), otherwise=lambda _: None) or self.run(self.reversed_rows())
+        again = attempt(lambda: self.run(modes=Reordered()), otherwise=lambda _: None) or self.run(self.batch.reversed())
         alike = _alike(self.base.logits, again.logits)
         gap = distance(self.base.logits, again.logits) if alike else 0.0
         return apart(self.base, again), relative(self.base.loss, again.loss), gap
@@ -119,10 +117,6 @@ class Subject:
         seen = self.run(other)
         finite, seen.gradients = seen.finite, {}
         return other, seen, finite
-
-    def reversed_rows(self) -> Batch:
-        """Return the batch from its last row to its first."""
-        return self.batch.take(range(self.batch.rows - 1, -1, -1))
 
     @property
     def eps(self) -> float:
@@ -150,31 +144,30 @@ class Subject:
         *,
         backward: bool = True,
         rewind: bool | None = True,
-        dropout: bool = False,
+        evaluate: bool = False,
         seed: int | None = None,
-        training: bool | None = None,
         modes: AbstractContextManager[Any] | None = None,
         outputs: bool = False,
         wide: bool = False,
     ) -> Seen:
         """Run the step once and return what it gave.
 
-        rewind: None leaves all state as it is, False the attributes of modules.
-        dropout: leave it on. training: mode of the model, by default its own. outputs: keep those of all modules.
+        rewind: None leaves all state as it is, False the attributes of modules. evaluate: as in evaluation, dropout as it is
+        there. outputs: keep those of all modules.
         wide: whether the model is in float64, and all casts to float32 are casts to it.
         """
         self.rows_run[self.now] += (batch or self.batch).rows or 1
         if rewind is not None:
             self.guard.rewind(attributes=rewind)
-        self.guard.clear_gradients()
-        if training is not None:
-            self.model.train(training)
+        if evaluate:
+            self.model.eval()
         if seed is not None:
             self.guard.reseed(seed)
+        self.guard.clear_gradients()
         reductions: dict[str, torch.dtype] = {}
-        quiet, watch = Quiet(dropout, wide), _Watch(self.names, (batch or self.batch).rows, outputs)
+        quiet, watch = Quiet(evaluate, wide), _Watch(self.names, (batch or self.batch).rows, outputs)
         with ExitStack() as stack:
-            stack.enter_context(_paths_kept(self.model) if not dropout else nullcontext())
+            stack.enter_context(_paths_kept(self.model) if not evaluate else nullcontext())
             stack.enter_context(watch)
             stack.enter_context(modes or nullcontext())
             stack.enter_context(quiet)
@@ -185,10 +178,9 @@ class Subject:
                     raise UsageError("the loss has no graph: it depends on no parameter that is trained")
                 reductions = watch.behind_the_logits(loss)
                 differentiate(loss, self.parameters.values())
-        gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
-        self.guard.clear_gradients()
-        value, unit = float(loss.detach()), abs(float(loss.detach())) * torch.finfo(loss.dtype).eps
-        return watch.seen(Seen(value, gradients, None, None, [], set(), dict(quiet.names), quiet.dtypes, reductions, unit))
+        value = float(loss.detach())
+        unit = abs(value) * torch.finfo(loss.dtype).eps
+        return watch.seen(Seen(value, self._taken(), None, None, [], set(), dict(quiet.names), quiet.dtypes, reductions, unit))
 
     def accumulate(self, step: Step, micros: list[Batch]) -> tuple[float | None, dict[str, Tensor]]:
         """Run the micro-batches as the trainer does: the loss that it reports and the gradients that it leaves."""
@@ -197,18 +189,17 @@ class Subject:
         self.guard.clear_gradients()
         with as_tested(self.model):
             reported = step(self.model, [micro.tree() for micro in micros])
+        value = attempt(scalar_of, reported.detach(), otherwise=lambda _: None) if isinstance(reported, Tensor) else reported
+        return (None if value is None else float(value)), self._taken()
+
+    def _taken(self) -> dict[str, Tensor]:
         gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
         self.guard.clear_gradients()
-        value = attempt(scalar_of, reported.detach(), otherwise=lambda _: None) if isinstance(reported, Tensor) else reported
-        return (None if value is None else float(value)), gradients
+        return gradients
 
     def passes(self, name: str) -> int:
         """Return how often the step was run for a property, forward or forward and backward; micro-batches make one pass."""
         return round(self.rows_run[name] / (self.batch.rows or 1))
-
-    def in_time(self) -> bool:
-        """Return whether the budget of seconds is not yet used."""
-        return time.monotonic() < self.deadline
 
     def first_difference(
         self, one: Batch | Seen, other: Batch | Seen, same: Callable[[Tensor, int], Tensor | None], **how: Any

@@ -87,23 +87,20 @@ class _Slopes:
 
     def slope(self, moved: dict[str, Tensor], step: float) -> float:
         """Return the central difference of the loss."""
-        ends = [self.loss_at(moved, sign * step) for sign in (1.0, -1.0)]
-        return (ends[0] - ends[1]) / (2 * step)
-
-    def loss_at(self, moved: dict[str, Tensor], step: float) -> float:
-        """Return the loss with moved weights, which are put back to the bit."""
         held = {name: self.parameters[name].detach().clone() for name in moved}
-        state = self.subject.guard
-        try:
-            with torch.no_grad():
-                for name, by in moved.items():
-                    self.parameters[name].add_((by * step).to(self.parameters[name].dtype))
-            state.put_random()
-            return self.subject.run(self.batch, rewind=None, backward=False, wide=self.wide).loss
-        finally:
-            with torch.no_grad():
-                for name, value in held.items():
-                    self.parameters[name].copy_(value)
+        above, below = (self._loss_at(held, moved, by) for by in (step, -step))
+        self._put(held)
+        return (above - below) / (2 * step)
+
+    def _loss_at(self, held: dict[str, Tensor], moved: dict[str, Tensor], step: float) -> float:
+        self._put({name: value + (moved[name] * step).to(value.dtype) for name, value in held.items()})
+        self.subject.guard.put_random()
+        return self.subject.run(self.batch, rewind=None, backward=False, wide=self.wide).loss
+
+    def _put(self, values: dict[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, value in values.items():
+                self.parameters[name].copy_(value)
 
     def worst(self) -> tuple[str, float, float]:
         """Return the parameter along which the slope is most wrong, found by halving, and both slopes."""

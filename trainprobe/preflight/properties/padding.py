@@ -28,7 +28,7 @@ def examine(subject: Subject) -> Line:
             changes["labels under the mask"], every = batch.with_role("labels", other), every.with_role("labels", other)
     if not subject.draws:
         changes["more padding"], every = batch.padded(COLUMNS, left), every.padded(COLUMNS, left)
-        every = every.take(range(batch.rows - 1, -1, -1))
+        every = every.reversed()
     seen = attempt(subject.run, every, otherwise=lambda _: None)
     skipped = ""
     if seen is None or subject.differs(seen):

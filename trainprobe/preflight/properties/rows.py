@@ -20,7 +20,7 @@ def examine(subject: Subject) -> Line:
         return not_applicable(batch.no_rows or "the batch has one row")
     if subject.draws:
         return not_applicable(f"the step draws random numbers ({subject.draws}), other ones for each row")
-    if not subject.order_is_free and subject.differs(turned := subject.run(subject.reversed_rows())):
+    if not subject.order_is_free and subject.differs(turned := subject.run(subject.batch.reversed())):
         factor = turned.loss / subject.base.loss if subject.base.loss else float("nan")
         text = f"the order of the rows matters: reversed, the loss is {factor:.4g} times as large"
         return broken(f"{text} and the gradient is off by {apart(subject.base, turned):.2g} of its norm", factor=factor)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,11 +85,8 @@ def _weights(gradients: dict[str, Tensor], parts: list[Seen]) -> tuple[list[floa
 
 def _shares(micros: list[Batch]) -> dict[str, list[float]]:
     """Return what may be counted → the share of each micro-batch in it."""
-    counts = {
-        "targets": [m.targets() for m in micros],
-        "tokens": [m.tokens() for m in micros],
-        "rows": [m.rows for m in micros],
-    }
+    kinds = {"targets": Batch.targets, "tokens": Batch.tokens, "rows": lambda m: m.rows}
+    counts = {name: [count(m) for m in micros] for name, count in kinds.items()}
     labels = [m.text_labels for m in micros]
     shifted = [int((x[:, 1:] != IGNORED).sum()) for x in labels if x is not None]
     if len(shifted) == len(micros):
@@ -136,14 +132,9 @@ def _number(factor: float) -> str:
 
 
 def _why(factor: float, micros: list[Batch]) -> str:
-    count = len(micros)
-    whole: dict[str, Any] = {
-        "micro-batches": count,
-        "rows": sum(m.rows for m in micros),
-        "targets": sum(m.targets() for m in micros),
-    }
-    for name, number in whole.items():
-        for text, value in ((f"the {number} {name}", number), (f"1 / {number} {name}", 1 / number)):
+    wholes = {"micro-batches": len(micros), "rows": sum(m.rows for m in micros), "targets": sum(m.targets() for m in micros)}
+    for name, number in wholes.items():
+        for text, value in ((f", the {number} {name}", number), (f", 1 / {number} {name}", 1 / number)):
             if relative(factor, value) < CLOSE:
-                return f", {text}"
+                return text
     return ""

@@ -26,7 +26,7 @@ from trainprobe.engine.core.log_lines import say as log
 from trainprobe.engine.storage.safe_files import read_text
 from trainprobe.errors import ProbeError, UsageError
 from trainprobe.preflight.examine import checked
-from trainprobe.preflight.report import BROKEN, Report
+from trainprobe.preflight.report import BROKEN, COLOURS, Report
 from trainprobe.preflight.script.first_update import FirstUpdate
 from trainprobe.preflight.script.ranks import size, together
 from trainprobe.preflight.training import Training, tested
@@ -145,7 +145,7 @@ def _answer(learnt: Callable[[], tuple[Training, list[Any]]], options: dict[str,
 def _told(report: Report, json: Path | None, junit: Path | None, github: bool) -> int:
     console = Console()
     for line in report.lines:
-        say(console, str(line), line.colour)
+        say(console, str(line), COLOURS[line.status])
     verdict = report.verdict
     say(console, verdict.sentence, verdict.colours[verdict.code])
     if json is not None:

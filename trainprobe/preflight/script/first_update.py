@@ -93,7 +93,7 @@ class FirstUpdate:
     def _steps(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         if self._over:
             return None
-        position, closure = next(((i, a) for i, a in enumerate(args) if callable(a)), (None, kwargs.get("closure")))
+        closure = next((a for a in (*args, *kwargs.values()) if callable(a)), None)
         if closure is None:
             self._end(optimizer)
             return None
@@ -103,9 +103,10 @@ class FirstUpdate:
             self._end(optimizer)
             return result
 
-        if position is None:
-            return args, {**kwargs, "closure": and_end}
-        return (*args[:position], and_end, *args[position + 1 :]), kwargs
+        def ending(x: Any) -> Any:
+            return and_end if x is closure else x
+
+        return tuple(map(ending, args)), {name: ending(x) for name, x in kwargs.items()}
 
     def _end(self, optimizer: Any) -> None:
         if self._over or not self._micros:

@@ -128,9 +128,7 @@ class Tape(TorchFunctionMode):
         self._names: dict[int, str] = {}
         self._modules: dict[int, nn.Module] = {}
         self._lost = ""
-        self._sources: dict[
-            int, tuple[Any, ...]
-        ] = {}  # id of a tensor that no model made → its version and the call that made it
+        self._sources: dict[int, tuple[Any, ...]] = {}  # id of a tensor that no model made → its call and version
         self._random: Any = None  # states of generators before the first call
         self._first: torch.Size | None = None  # shape of what a model was given first
 
