@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from copy import copy
 from functools import cached_property
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,6 +18,10 @@ from trainprobe.engine.core.guard import attempt
 from trainprobe.errors import UsageError
 
 IGNORED = -100
+TELL = """tell it by
+    def loss(model, batch):
+        return criterion(model(batch[0]), batch[1])  # the scalar of one batch, of tensors whose rows come first
+    print(trainprobe.preflight(loss, model, batch))"""
 _NAMES = {
     "mask": r"(attention|padding|pad|src|input|encoder_attention)?_?mask",
     "labels": r"(.*_)?(labels?|targets?|lm_labels|ys?)",
@@ -28,7 +33,11 @@ _NAMES = {
 
 
 class Batch:
-    """A batch of tensors in nested containers. rows: how many samples it has, 0 where no tensor has a dimension of rows."""
+    """A batch of tensors in nested containers. rows: how many samples it has. leaves: its tensors, rows first.
+
+    by_row: which of them have rows. time: (steps, rows) where time is the first dimension, else None. There tensors are turned,
+    and `tree` turns them back.
+    """
 
     def __init__(self, tree: Any) -> None:
         flat, self._form = tree_flatten_with_path(_plain(tree))
@@ -36,29 +45,44 @@ class Batch:
         self.leaves = [leaf for _, leaf in flat]
         sizes = Counter(x.shape[0] for x in self.leaves if isinstance(x, Tensor) and x.dim())
         if not sizes:
-            raise UsageError(f"the batch is a {type(tree).__name__} without a tensor: give tensors, or a dict or tuple of them")
-        self.rows = max(sizes, key=lambda size: (sizes[size], size))
-        self.no_rows = ""  # why there are none
+            raise UsageError(f"the batch is a {type(tree).__name__} without a tensor: {TELL}")
+        self.time = self._time_first()
+        self.rows = self.time[1] if self.time else max(sizes, key=lambda size: (sizes[size], size))
+        self._turned = {i: self.leaves[i].shape for i, x in enumerate(self.leaves) if self.time and isinstance(x, Tensor)}
+        self.leaves = [x if i not in self._turned else self.rows_first(x) for i, x in enumerate(self.leaves)]
         self.by_row = [i for i, x in enumerate(self.leaves) if isinstance(x, Tensor) and x.dim() and x.shape[0] == self.rows]
 
-        if self._is_time_first():
-            self.rows, self.by_row, self.no_rows = 0, [], "the first dimension of its tokens is time"
+    def _time_first(self) -> tuple[int, int] | None:
+        """Return (time, rows) where labels of whole numbers are the tokens one place further along the first dimension."""
+        whole = [x for x in self.leaves if isinstance(x, Tensor) and x.dim() and not _is_float(x) and x.dtype != torch.bool]
+        texts = [(x, y) for x in whole for y in whole if x is not y and x.dim() == 2 and len(x) > 2 and x.numel() == y.numel()]
+        later = (x for x, y in texts if torch.equal(x[1:], y.reshape(x.shape)[:-1]) and not torch.equal(x[1:], x[:-1]))
+        return next(((x.shape[0], x.shape[1]) for x in later), None)
 
-    def _is_time_first(self) -> bool:
-        """Tell whether the labels of whole numbers are the tokens one place further along the first dimension."""
-        texts = [self.leaves[i] for i in self.by_row if self._is_text(i)]
-        later = ((x, y) for x in texts for y in texts if x is not y and x.shape == y.shape and len(x) > 2)
-        return any(torch.equal(x[1:], y[:-1]) for x, y in later)
+    def rows_first(self, x: Tensor) -> Tensor:
+        """Return a tensor [time, rows, …], [time · rows, …] or [layers, rows, …] of this batch with its rows first."""
+        if self.time and x.dim() and x.shape[0] == self.time[0] * self.rows:
+            x = x.reshape(*self.time, *x.shape[1:])
+        return x.transpose(0, 1) if self.time and x.dim() > 1 and x.shape[1] == self.rows else x
 
     def tree(self) -> Any:
         """Return the containers again, with copies of the tensors."""
         leaves = [x.detach().clone() if isinstance(x, Tensor) else x for x in self.leaves]
+        for i, shape in self._turned.items():
+            flat = len(shape) < leaves[i].dim()
+            turned = leaves[i].transpose(0, 1) if i in self.by_row and leaves[i].dim() > 1 else leaves[i]
+            leaves[i] = turned.flatten(0, 1) if flat else turned.contiguous()
         return tree_unflatten(leaves, self._form)
 
     def with_leaves(self, changed: Mapping[int, Tensor]) -> Batch:
         """Return a batch in which some tensors are others."""
-        leaves = [changed.get(i, leaf) for i, leaf in enumerate(self.leaves)]
-        return Batch(tree_unflatten(leaves, self._form))
+        self.roles  # noqa: B018  are those of this batch in the other, too
+        other = copy(self)
+        other.leaves = [changed.get(i, leaf) for i, leaf in enumerate(self.leaves)]
+        other.rows = len(other.leaves[self.by_row[0]])
+        if (tokens := other.of("tokens")) is not None and self.time:
+            other.time = (tokens.shape[1], other.rows)
+        return other
 
     def to(self, dtype: torch.dtype) -> Batch:
         """Return a batch whose floating-point tensors have this dtype."""
@@ -89,8 +113,8 @@ class Batch:
         found: dict[str, int] = {}
         for role, pattern in _NAMES.items():
             free = (i for i in self.by_row if i not in found.values())
-            fits = (i for i in free if re.fullmatch(pattern, self._key(i)) and self._may_be(role, i))
-            found |= {role: i for i in islice(fits, 1)}
+            fits = [i for i in free if re.fullmatch(pattern, self._key(i)) and self._may_be(role, i)]
+            found |= {role: fits[0]} if fits else {}
         if "tokens" not in found:
             whole = [i for i in self.by_row if i not in found.values() and self._is_text(i)]
             found |= {"tokens": whole[0]} if whole else {}

@@ -12,6 +12,8 @@ from typing import Any
 from trainprobe.engine.core.guard import attempt, fault_text
 from trainprobe.engine.training_guard import TrainingGuard
 from trainprobe.errors import UsageError, did_you_mean
+from trainprobe.preflight.batches import Batch
+from trainprobe.preflight.page import charts as charts_of
 from trainprobe.preflight.properties import EXTRA, ORDER
 from trainprobe.preflight.report import NOT_REACHED, Line, Report, broken, not_applicable
 from trainprobe.preflight.subject import Subject
@@ -31,6 +33,7 @@ def preflight(
     skip: Collection[str] = (),
     seconds: float = 60.0,
     overfit: bool = False,
+    charts: bool = False,
 ) -> Report:
     """Test what a loss and a model do on one batch, and give back every bit of their state.
 
@@ -39,7 +42,8 @@ def preflight(
     runs forward and backward of each micro-batch as the trainer does, without the update, and returns the loss that is
     reported; by default every loss is divided by the number of micro-batches. micro_batches: how many of them the trainer
     accumulates. optimizer: one or a list. only, skip: names of properties. seconds: after which no further property begins.
-    overfit: whether the batch is trained on for 20 steps, which are undone.
+    overfit: whether the batch is trained on for 20 steps, which are undone. charts: whether the report has charts of
+    what changes with what: see `trainprobe.preflight.page`.
     Raises UsageError for arguments that have no meaning, and what the loss itself raises.
     """
     wanted = checked(only, skip, overfit)
@@ -50,11 +54,14 @@ def preflight(
         raise UsageError("the model has no parameter that is trained: preflight(loss, model, batch)")
     start = time.monotonic()
     with TrainingGuard(model, optimizers) as guard:
-        subject = Subject(loss, model, batch, guard, step=step, micro_batches=micro_batches, optimizers=optimizers)
+        subject = Subject(loss, model, Batch(batch), guard, step)
+        subject.micro_batches, subject.optimizers = micro_batches, optimizers
         subject.measure()
         lines = [_tested(name, subject, start + seconds) for name in wanted]
+        subject.now = "charts"
+        drawn = attempt(charts_of, subject, otherwise=lambda _: {}) if charts and subject.base.finite else {}
     floor = max(subject.eps, *vars(subject).get("floors", [0.0])[:1])
-    return Report(lines, sum(map(subject.passes, subject.rows_run)), round(time.monotonic() - start, 3), floor)
+    return Report(lines, sum(map(subject.passes, subject.rows_run)), round(time.monotonic() - start, 3), floor, drawn)
 
 
 def checked(only: Collection[str], skip: Collection[str], overfit: bool = False) -> list[str]:

@@ -51,6 +51,9 @@ class Report:
     floor: float = 0.0
     """What is rounding: relative distance of two gradients with another order of sums, if it was needed, at least a unit."""
 
+    charts: dict[str, list[list[float]]] = field(default_factory=dict)
+    """time, rows → how far outputs (columns) move when inputs (rows) are others, as a share of the largest; where asked for."""
+
     @property
     def broken(self) -> list[Line]:
         """The properties that do not hold."""

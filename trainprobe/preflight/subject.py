@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -68,21 +68,12 @@ class Subject:
     """A loss, a model and a batch, with the state that every run begins with."""
 
     def __init__(
-        self,
-        loss: Callable[[Any, Any], Any],
-        model: nn.Module,
-        batch: Any,
-        guard: TrainingGuard,
-        *,
-        step: Step | None = None,
-        micro_batches: int = 1,
-        optimizers: Sequence[Any] = (),
+        self, loss: Callable[[Any, Any], Any], model: nn.Module, batch: Batch, guard: TrainingGuard, step: Step | None
     ) -> None:
-        self.loss, self.model, self.guard = loss, model, guard
-        self.batch = batch if isinstance(batch, Batch) else Batch(batch)
-        self.step, self.micro_batches, self.optimizers = step, micro_batches, list(optimizers)
+        self.loss, self.model, self.batch, self.guard, self.step = loss, model, batch, guard, step
         self.names = {id(module): name or "the model" for name, module in model.named_modules()}
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.micro_batches, self.optimizers = 1, list[Any]()
         self.rows_run = Counter[str]()  # property → rows that were run for it
         self.now = "at the start"
         self.base = Seen(0.0)
@@ -106,8 +97,8 @@ class Subject:
     def floors(self) -> tuple[float, float, float]:
         """What another order of sums changes, relative: gradients, loss, logits. It is run where it is asked for first."""
         again = attempt(lambda: self.run(modes=Reordered()), otherwise=lambda _: None) or self.run(self.batch.reversed())
-        alike = _alike(self.base.logits, again.logits)
-        gap = distance(self.base.logits, again.logits) if alike else 0.0
+        one, two = self.base.logits, again.logits
+        gap = distance(one, two) if one is not None and two is not None and one.shape == two.shape else 0.0
         return apart(self.base, again), relative(self.base.loss, again.loss), gap
 
     @cached_property
@@ -153,10 +144,9 @@ class Subject:
         """Run the step once and return what it gave.
 
         rewind: None leaves all state as it is, False the attributes of modules. evaluate: as in evaluation, dropout as it is
-        there. outputs: keep those of all modules.
-        wide: whether the model is in float64, and all casts to float32 are casts to it.
+        there. outputs: keep those of all modules. wide: of a model in float64, casts to float32 are casts to it.
         """
-        self.rows_run[self.now] += (batch or self.batch).rows or 1
+        self.rows_run[self.now] += (batch or self.batch).rows
         if rewind is not None:
             self.guard.rewind(attributes=rewind)
         if evaluate:
@@ -165,7 +155,7 @@ class Subject:
             self.guard.reseed(seed)
         self.guard.clear_gradients()
         reductions: dict[str, torch.dtype] = {}
-        quiet, watch = Quiet(evaluate, wide), _Watch(self.names, (batch or self.batch).rows, outputs)
+        quiet, watch = Quiet(evaluate, wide), _Watch(self.names, batch or self.batch, outputs)
         with ExitStack() as stack:
             stack.enter_context(_paths_kept(self.model) if not evaluate else nullcontext())
             stack.enter_context(watch)
@@ -184,7 +174,7 @@ class Subject:
 
     def accumulate(self, step: Step, micros: list[Batch]) -> tuple[float | None, dict[str, Tensor]]:
         """Run the micro-batches as the trainer does: the loss that it reports and the gradients that it leaves."""
-        self.rows_run[self.now] += self.batch.rows or 1
+        self.rows_run[self.now] += self.batch.rows
         self.guard.rewind()
         self.guard.clear_gradients()
         with as_tested(self.model):
@@ -199,21 +189,17 @@ class Subject:
 
     def passes(self, name: str) -> int:
         """Return how often the step was run for a property, forward or forward and backward; micro-batches make one pass."""
-        return round(self.rows_run[name] / (self.batch.rows or 1))
+        return round(self.rows_run[name] / self.batch.rows)
 
     def first_difference(
-        self, one: Batch | Seen, other: Batch | Seen, same: Callable[[Tensor, int], Tensor | None], **how: Any
+        self, one: Batch | Seen, other: Batch | Seen, same: Callable[[Tensor], Tensor | None] = lambda x: x
     ) -> str:
-        """Return the name of the first module whose output differs between two runs, where it should not.
-
-        same: returns of an output, and whether it is of the first run (0) or the second (1), what must be equal.
-        """
-        a, b = (x if isinstance(x, Seen) else self.run(x, backward=False, outputs=True, **how) for x in (one, other))
-        for (name, x), (_, y) in zip(a.outputs, b.outputs, strict=False):
-            left, right = (attempt(same, z, side, otherwise=lambda _: None) for side, z in enumerate((x, y)))
-            if left is None or right is None or not _alike(left, right):
-                continue
-            if self.beyond(distance(left, right), LOGITS):
+        """Return the name of the first module whose output differs between two runs. same: what must be equal of an output."""
+        a, b = (x if isinstance(x, Seen) else self.run(x, backward=False, outputs=True) for x in (one, other))
+        for name, *both in ((name, x, y) for (name, x), (_, y) in zip(a.outputs, b.outputs, strict=False)):
+            left, right = (attempt(same, x, otherwise=lambda _: None) for x in both)
+            alike = left is not None and right is not None and left.shape == right.shape
+            if alike and self.beyond(distance(left, right), LOGITS):
                 return name
         return ""
 
@@ -221,8 +207,8 @@ class Subject:
 class _Watch:
     """Sees the outputs of modules while a step runs."""
 
-    def __init__(self, names: dict[int, str], rows: int, keep: bool) -> None:
-        self._names, self._rows, self._keep = names, rows, keep
+    def __init__(self, names: dict[int, str], batch: Batch, keep: bool) -> None:
+        self._names, self._batch, self._keep = names, batch, keep
         self._handle: Any = None
         self._last: Tensor | None = None
         self._outputs: list[tuple[str, Tensor]] = []
@@ -241,15 +227,12 @@ class _Watch:
             return
         name = self._names.get(id(module), "")
         self._calls.add(name)
-        found = _main_tensor(output, self._rows)
+        found = _main_tensor(output, self._batch)
         if found is None:
             return
         if self._keep and name:
-            self._outputs.append((name, found.detach().clone()))
-        if found.requires_grad and not found.is_leaf:
-            found.retain_grad()
-            self._last = found
-        elif not torch.is_grad_enabled():
+            self._outputs.append((name, self._batch.rows_first(found.detach()).clone()))
+        if not torch.is_grad_enabled() or (found.requires_grad and not found.is_leaf):
             self._last = found
 
     def behind_the_logits(self, loss: Tensor) -> dict[str, torch.dtype]:
@@ -257,32 +240,32 @@ class _Watch:
         self._over = True  # a checkpointed layer is called again in the backward
         if self._last is None:
             return {}
+        self._last.retain_grad()
         end, found, open_nodes = self._last.grad_fn, dict[str, torch.dtype](), [loss.grad_fn]
         for _ in range(_MOST_NODES):
             if not open_nodes or (node := open_nodes.pop()) is end:
                 break
             if node is not None:
-                given = getattr(node, "_input_metadata", None)
-                found.setdefault(
-                    node.name().removesuffix("0").removesuffix("Backward"), given[0].dtype if given else loss.dtype
-                )
+                given, name = getattr(node, "_input_metadata", None), node.name().removesuffix("0").removesuffix("Backward")
+                found.setdefault(name, given[0].dtype if given else loss.dtype)
                 open_nodes.extend(parent for parent, _ in node.next_functions)
         return found
 
     def seen(self, seen: Seen) -> Seen:
         last = self._last
         if last is not None:
-            seen.logits, seen.slope = last.detach(), last.grad if last.requires_grad else None
+            seen.logits = self._batch.rows_first(last.detach())
+            seen.slope = None if last.grad is None else self._batch.rows_first(last.grad)
         seen.outputs, seen.calls, self._last = self._outputs, self._calls, None
         return seen
 
 
-def _main_tensor(output: Any, rows: int) -> Tensor | None:
+def _main_tensor(output: Any, batch: Batch) -> Tensor | None:
     """Return the logits of an output, else its first tensor of numbers with rows."""
     logits = getattr(output, "logits", None)
     flat = [logits] if isinstance(logits, Tensor) else [output] if isinstance(output, Tensor) else tree_flatten(output)[0]
     fits = (t for t in flat if isinstance(t, Tensor) and t.is_floating_point() and t.dim() > 1 and t.numel())
-    return next((t for t in fits if not rows or t.shape[0] % rows == 0), None)
+    return next((t for t in fits if batch.rows_first(t).shape[0] % batch.rows == 0), None)
 
 
 @contextmanager
@@ -336,10 +319,6 @@ def differentiate(loss: Tensor, parameters: Iterable[nn.Parameter]) -> None:
             p.grad = gradient if p.grad is None else p.grad + gradient
 
 
-def _alike(a: Tensor | None, b: Tensor | None) -> bool:
-    return a is not None and b is not None and a.shape == b.shape
-
-
 def relative(a: float, b: float) -> float:
     """Return the distance of two numbers relative to the larger one; infinite where one is not finite."""
     if not (isfinite(a) and isfinite(b)):
@@ -364,12 +343,8 @@ def dot(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 
 def apart(a: Seen, b: Seen) -> float:
     """Return the norm of the difference of two sets of gradients, relative to the larger one."""
-    size = max(dot(a.gradients, a.gradients), dot(b.gradients, b.gradients)) ** 0.5
-    gap = 0.0
+    size, gap, none = max(dot(x.gradients, x.gradients) for x in (a, b)) ** 0.5, 0.0, torch.zeros((), dtype=torch.float64)
     for name in a.gradients.keys() | b.gradients.keys():
-        x, y = a.gradients.get(name), b.gradients.get(name)
-        delta = x.double() - y.double() if x is not None and y is not None else (x if x is not None else y)
-        assert delta is not None
-        gap += float((delta.double() ** 2).sum())
-    gap = gap**0.5
-    return gap / max(size, 1e-30) if isfinite(gap) and isfinite(size) else float("inf")
+        x, y = (seen.gradients.get(name, none) for seen in (a, b))
+        gap += float((x.double() - y.double()).square().sum())
+    return gap**0.5 / max(size, 1e-30) if isfinite(gap) and isfinite(size) else float("inf")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from trainprobe.preflight.report import Line, broken, holds, not_applicable
 from trainprobe.preflight.subject import LOGITS, Seen, Subject, distance
@@ -118,14 +119,12 @@ def begins_of(subject: Subject) -> Tensor | None:
     """Return where a document begins behind another one in its row, [rows, time]; None where no row holds several."""
     positions, documents = subject.batch.of("positions"), subject.batch.of("documents")
     if positions is not None and positions.dim() == 2:
-        begins = torch.zeros_like(positions, dtype=torch.bool)
-        begins[:, 1:] = (positions[:, 1:] == 0) & (positions[:, :-1] > 0)
+        begins = (positions[:, 1:] == 0) & (positions[:, :-1] > 0)
     elif documents is not None and documents.dim() == 2:
-        begins = torch.zeros_like(documents, dtype=torch.bool)
-        begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+        begins = documents[:, 1:] != documents[:, :-1]
     else:
         return None
-    return begins if bool(begins.any()) else None
+    return pad(begins, (1, 0)) if bool(begins.any()) else None
 
 
 def _changed(subject: Subject, tokens: Tensor, where: Tensor, looked_at: Tensor) -> tuple[str, float | None]:
@@ -145,7 +144,7 @@ def _changed(subject: Subject, tokens: Tensor, where: Tensor, looked_at: Tensor)
     if not subject.beyond(gap, LOGITS):
         return "", None
 
-    def same(x: Tensor, _: int) -> Tensor | None:
+    def same(x: Tensor) -> Tensor | None:
         if x.dim() > 2 and x.shape[:2] == tokens.shape:
             return x[looked_at]
         turned = x.dim() == 3 and (x.shape[0], x.shape[2]) == tuple(tokens.shape) != tuple(x.shape[:2])

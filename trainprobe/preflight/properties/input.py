@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,7 @@ def examine(subject: Subject) -> Line:
     """Give each row the input of its neighbour, one tensor after the other, and look whether the outputs change."""
     batch = subject.batch
     if batch.rows < 2:
-        return not_applicable(batch.no_rows or "the batch has one row")
+        return not_applicable("the batch has one row")
     content = content_of(batch)
     unused = [batch.paths[i] for i in content if _is_unused(subject, i)]
     if unused:
@@ -51,9 +53,5 @@ def _is_unused(subject: Subject, i: int) -> bool:
 
 def _twins(content: list[Tensor]) -> tuple[int, int] | None:
     """Return two rows that are equal in all tensors."""
-    rows = len(content[0]) if content else 0
-    for a in range(rows):
-        for b in range(a + 1, rows):
-            if all(torch.equal(x[a], x[b]) for x in content):
-                return a, b
-    return None
+    pairs = combinations(range(len(content[0]) if content else 0), 2)
+    return next(((a, b) for a, b in pairs if all(torch.equal(x[a], x[b]) for x in content)), None)

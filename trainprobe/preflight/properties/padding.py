@@ -52,27 +52,20 @@ def examine(subject: Subject) -> Line:
 
 
 def _sentence(subject: Subject, what: str, other: Batch, seen: Seen, hidden: Tensor) -> str:
-    batch, change = subject.batch, _change(subject, seen)
-    if what == "more padding":
-        left = bool(hidden[:, 0].any())
-        return f"{COLUMNS} more columns on the {'left' if left else 'right'} change {change}{_place(subject, other, left)}"
+    change, left = _change(subject, seen), bool(hidden[:, 0].any())
     if what == "labels under the mask":
         return f"padding counts: other labels where the mask is 0 change {change}"
-    place = subject.first_difference(batch, other, lambda x, _: _shown(x, ~hidden))
-    found = f"; first in {place}" if place else ""
-    if not place and _predicted_from_padding(batch, hidden):
-        found = ": the first target behind the padding is predicted from padding, whose label should be ignored"
-    return f"other tokens where the mask is 0 change {change}{found}"
+    place = _place(subject, other, ~hidden, left)
+    if what == "more padding":
+        return f"{COLUMNS} more columns on the {'left' if left else 'right'} change {change}{place}"
+    if not place and _predicted_from_padding(subject.batch, hidden):
+        place = ": the first target behind the padding is predicted from padding, whose label should be ignored"
+    return f"other tokens where the mask is 0 change {change}{place}"
 
 
 def _predicted_from_padding(batch: Batch, hidden: Tensor) -> bool:
     labels = batch.text_labels
     return labels is not None and bool((hidden[:, :-1] & ~hidden[:, 1:] & (labels[:, 1:] != IGNORED)).any())
-
-
-def _shown(x: Tensor, mask: Tensor) -> Tensor | None:
-    """Return the places of an output [rows, time, …] that the mask lets through."""
-    return x[mask.to(x.device)] if x.dim() > 2 and x.shape[:2] == mask.shape else None
 
 
 def _change(subject: Subject, seen: Seen) -> str:
@@ -86,15 +79,14 @@ def _change(subject: Subject, seen: Seen) -> str:
     return f"the gradient by {apart(subject.base, seen):.2g} of its norm"
 
 
-def _place(subject: Subject, more: Batch, left: bool) -> str:
-    tokens, mask = subject.batch.of("tokens"), subject.batch.of("mask")
-    assert tokens is not None and mask is not None
-    time = tokens.shape[1]
+def _place(subject: Subject, other: Batch, mask: Tensor, left: bool) -> str:
+    """Return the first module whose output changes where the mask lets it through, as text; other: may have more columns."""
 
-    def same(x: Tensor, side: int) -> Tensor | None:
-        if x.dim() < 3 or x.shape[1] != time + COLUMNS * side:
+    def same(x: Tensor) -> Tensor | None:
+        more = x.shape[1] - mask.shape[1] if x.dim() > 2 and len(x) == len(mask) else -1
+        if more not in (0, COLUMNS):
             return None
-        return _shown(x[:, COLUMNS:] if side and left else x[:, :time], mask.bool())
+        return (x[:, more:] if left else x[:, : mask.shape[1]])[mask.to(x.device)]
 
-    found = subject.first_difference(subject.batch, more, same)
+    found = subject.first_difference(subject.batch, other, same)
     return f"; first in {found}" if found else ""

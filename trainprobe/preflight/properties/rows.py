@@ -17,7 +17,7 @@ def examine(subject: Subject) -> Line:
     """Run the rows in reverse order, then put the first row in the place of the last."""
     batch = subject.batch
     if batch.rows < 2:
-        return not_applicable(batch.no_rows or "the batch has one row")
+        return not_applicable("the batch has one row")
     if subject.draws:
         return not_applicable(f"the step draws random numbers ({subject.draws}), other ones for each row")
     if not subject.order_is_free and subject.differs(turned := subject.run(subject.batch.reversed())):
@@ -46,7 +46,7 @@ def _by_row(x: Tensor | None, rows: int) -> Tensor | None:
 def _coupled(subject: Subject, other: Any, gap: float) -> Line:
     rows = subject.batch.rows
 
-    def same(x: Tensor, _: int) -> Tensor | None:
+    def same(x: Tensor) -> Tensor | None:
         by_row = _by_row(x, rows)
         return None if by_row is None else by_row[: rows - 1]
 

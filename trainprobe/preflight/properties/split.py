@@ -20,8 +20,7 @@ def examine(subject: Subject) -> Line:
     told = subject.step is not None or subject.micro_batches > 1
     count = max(subject.micro_batches, 2)
     if subject.batch.rows < count:
-        why = subject.batch.no_rows or f"a batch of {counted(subject.batch.rows, 'row')} has no {count} micro-batches"
-        return not_applicable(why)
+        return not_applicable(f"a batch of {counted(subject.batch.rows, 'row')} has no {count} micro-batches")
     if subject.draws:
         return not_applicable(f"the step draws random numbers ({subject.draws}), other ones for each micro-batch")
     micros = subject.batch.split(count)

@@ -89,6 +89,6 @@ def _evaluation(subject: Subject) -> Line | None:
     runs.append(subject.run(backward=False, evaluate=True, seed=1, outputs=True))
     if relative(runs[0].loss, runs[1].loss) == 0 or not isfinite(runs[0].loss):
         return None
-    place = subject.first_difference(runs[0], runs[1], lambda x, _: x)
+    place = subject.first_difference(runs[0], runs[1])
     where = f", first in {place}" if place else ""
     return broken(f"evaluation twice gives {runs[0].loss:.6g} and {runs[1].loss:.6g}: it draws random numbers{where}")

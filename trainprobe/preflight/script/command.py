@@ -26,6 +26,7 @@ from trainprobe.engine.core.log_lines import say as log
 from trainprobe.engine.storage.safe_files import read_text
 from trainprobe.errors import ProbeError, UsageError
 from trainprobe.preflight.examine import checked
+from trainprobe.preflight.page import write_page
 from trainprobe.preflight.report import BROKEN, COLOURS, Report
 from trainprobe.preflight.script.first_update import FirstUpdate
 from trainprobe.preflight.script.ranks import size, together
@@ -44,6 +45,9 @@ def preflight_script(
     only: Annotated[list[str] | None, typer.Option(help="A property to test; may be given again.")] = None,
     skip: Annotated[list[str] | None, typer.Option(help="A property to leave out; may be given again.")] = None,
     overfit: Annotated[bool, typer.Option(help="Train on the batch for 20 steps, which are undone.")] = False,
+    html: Annotated[
+        Path | None, typer.Option("--html", "-o", help="File for a page with charts of what changes with what.")
+    ] = None,
     json: Annotated[Path | None, typer.Option(help="File for the answer (docs/preflight.schema.json).")] = None,
     junit: Junit = None,
     github: Github = False,
@@ -58,11 +62,11 @@ def preflight_script(
         script.pop(0)
     if not script:
         raise UsageError("nothing to run: give the script, as in `trainprobe preflight train.py --lr 3e-4`")
-    options = {"only": only or (), "skip": skip or (), "seconds": seconds, "overfit": overfit}
+    options = {"only": only or (), "skip": skip or (), "seconds": seconds, "overfit": overfit, "charts": html is not None}
     checked(only or (), skip or ())
     first = next((i for i, word in enumerate(script) if word.endswith(".py") and Path(word).is_file()), 0)
     if first:
-        files = {"json": json, "junit": junit}
+        files = {"html": html, "json": json, "junit": junit}
         told = [word for name, path in files.items() if path is not None for word in (f"--{name}", str(path))]
         return _launched(script[:first], script[first:], options, [*told, *(["--github"] if github else [])])
     path = Path(script[0])
@@ -71,7 +75,7 @@ def preflight_script(
 
     def end(learnt: Callable[[], tuple[Training, list[Any]]]) -> None:
         """Test, print, and leave the process at once: what a script does at its end belongs to a training."""
-        told = partial(_told, json=json, junit=junit, github=github)
+        told = partial(_told, html=html, json=json, junit=junit, github=github)
         answer = attempt(lambda: _answer(learnt, options, told), otherwise=_untested)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -142,12 +146,14 @@ def _answer(learnt: Callable[[], tuple[Training, list[Any]]], options: dict[str,
     return together(found[0], lambda training: told(tested(training, found[1], **options)))
 
 
-def _told(report: Report, json: Path | None, junit: Path | None, github: bool) -> int:
+def _told(report: Report, html: Path | None, json: Path | None, junit: Path | None, github: bool) -> int:
     console = Console()
     for line in report.lines:
         say(console, str(line), COLOURS[line.status])
     verdict = report.verdict
     say(console, verdict.sentence, verdict.colours[verdict.code])
+    if html is not None:
+        write_page(report, sys.argv[0], html)
     if json is not None:
         write_json(report.as_json(), json)
     cases = [Case(line.name, "failure" if line.status == BROKEN else "passed", str(line)) for line in report.lines]

@@ -21,13 +21,10 @@ from torch.utils._pytree import tree_flatten, tree_map
 from trainprobe.engine.core.guard import attempt
 from trainprobe.engine.state_guard import put_random_states, random_states
 from trainprobe.errors import UsageError
+from trainprobe.preflight.batches import TELL
 from trainprobe.preflight.modes import RANDOM
 from trainprobe.preflight.training import unwrapped
 
-_TELL = """tell it by
-    def loss(model, batch):
-        return criterion(model(batch[0]), batch[1])  # the scalar of one batch
-    print(trainprobe.preflight(loss, model, batch))"""
 _MOST = 5000  # calls without a backward, after which those before are forgotten
 _DEEPEST = 8  # calls between the rows of the batch and what a model or a loss is given
 _SCALES = {
@@ -86,7 +83,7 @@ class Micro:
         put_random_states(before)
         if abs(again - float(self.value)) > 1e-2 * abs(again):
             raise UsageError(
-                f"the loss of this loop cannot be made again, it is {float(self.value):.6g} and made again {again:.6g}: {_TELL}"
+                f"the loss of this loop cannot be made again, it is {float(self.value):.6g} and made again {again:.6g}: {TELL}"
             )
         return self
 
@@ -163,7 +160,7 @@ class Tape(TorchFunctionMode):
         made, lost = self._made.get(id(loss)), self._lost
         if made is None or lost:
             why = lost or "no call of a model was seen that it comes from"
-            raise UsageError(f"the loss of this loop cannot be made again, {why}: {_TELL}")
+            raise UsageError(f"the loss of this loop cannot be made again, {why}: {TELL}")
         found = Micro(self._calls, made, self._batch, loss.detach().clone(), self._random, modules=self.modules)
         while (scaled := _scaled(self._calls[found.loss.call], found.batch)) is not None:
             found.loss, number, loss_scale = scaled
