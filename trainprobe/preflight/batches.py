@@ -86,11 +86,8 @@ class Batch:
 
     def to(self, dtype: torch.dtype) -> Batch:
         """Return a batch whose floating-point tensors have this dtype."""
-        return self.with_leaves(
-            {i: x.to(dtype) for i, x in enumerate(self.leaves) if isinstance(x, Tensor) and x.is_floating_point()}
-        )
-
-    # ---- rows ----------------------------------------------------------------------------------------------------------
+        held = {i: x for i, x in enumerate(self.leaves) if isinstance(x, Tensor) and x.is_floating_point()}
+        return self.with_leaves({i: x.to(dtype) for i, x in held.items()})
 
     def take(self, rows: Sequence[int]) -> Batch:
         """Return some of the rows, in this order."""
@@ -105,8 +102,6 @@ class Batch:
         bounds = [self.rows * i // count for i in range(count + 1)]
         return [self.take(range(a, b)) for a, b in pairwise(bounds)]
 
-    # ---- what the tensors are ------------------------------------------------------------------------------------------
-
     @cached_property
     def roles(self) -> dict[str, int]:
         """Return role → place of the tensor: tokens, labels, mask, positions, documents, types."""
@@ -115,13 +110,10 @@ class Batch:
             free = (i for i in self.by_row if i not in found.values())
             fits = [i for i in free if re.fullmatch(pattern, self._key(i)) and self._may_be(role, i)]
             found |= {role: fits[0]} if fits else {}
-        if "tokens" not in found:
-            whole = [i for i in self.by_row if i not in found.values() and self._is_text(i)]
-            found |= {"tokens": whole[0]} if whole else {}
-        if "labels" not in found:
-            left = [i for i in self.by_row if i not in found.values() and not _is_float(self.leaves[i])]
-            found |= {"labels": left[0]} if len(left) == 1 and len(self.by_row) > 1 else {}
-        return found
+        texts = [i for i in self.by_row if i not in found.values() and self._is_text(i)]
+        found = {"tokens": texts[0], **found} if texts else found
+        left = [i for i in self.by_row if i not in found.values() and not _is_float(self.leaves[i])]
+        return {"labels": left[0], **found} if len(left) == 1 and len(self.by_row) > 1 else found
 
     def _key(self, i: int) -> str:
         return re.split(r"[.\[\]]+", self.paths[i].rstrip("]"))[-1].lower()
@@ -149,16 +141,13 @@ class Batch:
     def targets(self) -> int:
         """Return how many labels are not ignored; the rows where labels do not stand in time."""
         labels = self.of("labels")
-        return (
-            int((labels != IGNORED).sum()) if labels is not None and labels.dim() > 1 and not _is_float(labels) else self.rows
-        )
+        in_time = labels is not None and labels.dim() > 1 and not _is_float(labels)
+        return int((labels != IGNORED).sum()) if in_time else self.rows
 
     def tokens(self) -> int:
         """Return how many tokens the mask lets through; all of them without one."""
         mask, tokens = self.of("mask"), self.of("tokens")
         return int(mask.sum()) if mask is not None else tokens.numel() if tokens is not None else self.rows
-
-    # ---- what is changed -----------------------------------------------------------------------------------------------
 
     def with_role(self, role: str, tensor: Tensor) -> Batch:
         """Return a batch in which the tensor of a role is another one."""
@@ -191,15 +180,13 @@ class Batch:
         tokens, mask = self.of("tokens"), self.of("mask")
         assert tokens is not None
         pad = tokens[mask == 0][0] if mask is not None and bool((mask == 0).any()) else tokens.flatten()[0]
-        changed: dict[int, Tensor] = {}
+        changed, fills = dict[int, Tensor](), {"tokens": pad, "labels": IGNORED, "mask": 0}
         for i in self.by_row:
             x = self.leaves[i]
             if x.dim() < 2 or x.shape[1] != tokens.shape[1]:
                 continue
-            role = next((name for name, place in self.roles.items() if place == i), "")
-            edge = x[:, :1] if left else x[:, -1:]
-            fill = {"tokens": pad, "labels": IGNORED, "mask": 0}.get(role)
-            more = edge.expand(-1, columns, *x.shape[2:]).clone()
+            more = (x[:, :1] if left else x[:, -1:]).expand(-1, columns, *x.shape[2:]).clone()
+            fill = next((fills[name] for name, place in self.roles.items() if place == i and name in fills), None)
             more = more if fill is None else torch.full_like(more, int(fill))
             changed[i] = torch.cat([more, x] if left else [x, more], dim=1)
         return self.with_leaves(changed)
@@ -211,12 +198,11 @@ def joined(micros: list[Any]) -> Any:
     longest = max((tokens.shape[1] for b in batches if (tokens := b.of("tokens")) is not None), default=0)
     lengths = [longest if tokens is None else tokens.shape[1] for tokens in (b.of("tokens") for b in batches)]
     even = [b.padded(longest - n, left=False) if n < longest else b for b, n in zip(batches, lengths, strict=True)]
-    first = even[0]
-    whole = attempt(
-        lambda: first.with_leaves({i: torch.cat([batch.leaves[i] for batch in even]) for i in first.by_row}),
-        otherwise=lambda _: first,
-    )
-    return whole.tree()
+
+    def whole() -> Batch:
+        return even[0].with_leaves({i: torch.cat([batch.leaves[i] for batch in even]) for i in even[0].by_row})
+
+    return attempt(whole, otherwise=lambda _: even[0]).tree()
 
 
 def _is_float(x: Any) -> bool:

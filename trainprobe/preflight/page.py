@@ -28,17 +28,13 @@ def charts(subject: Subject) -> dict[str, list[list[float]]]:
     if tokens is not None and before.dim() == 3 and before.shape[:2] == tokens.shape:
         block = torch.arange(tokens.shape[1], device=tokens.device) * _BLOCKS // max(tokens.shape[1], _BLOCKS)
         blocks = block.unique()
-        same = batch.take([0] * count)
-        moved: list[Tensor] = []
-        for group in blocks.split(count):  # a block in each row, which are equal otherwise
-            where = block.unsqueeze(0) == torch.nn.functional.pad(group, (0, count - len(group)), value=-1).unsqueeze(1)
-            seen = subject.run(same.with_role("tokens", same.other_tokens(where)), backward=False).logits
-            if seen is not None and seen.shape == before.shape:
-                moved += [*(seen - before[:1]).abs().double().amax(2)[: len(group)]]
-        if len(moved) == len(blocks):
-            found["time"] = _shares([torch.stack([x[block == b].max() for b in blocks]) for x in moved])
+        same = batch.take([0] * len(blocks))  # a row for each block that is changed
+        seen = subject.run(same.with_role("tokens", same.other_tokens(block == blocks.unsqueeze(1))), backward=False).logits
+        if seen is not None and seen.shape[1:] == before.shape[1:]:
+            gaps = (seen - before[:1]).abs().double().amax(2)
+            found["time"] = _shares([torch.stack([x[block == b].max() for b in blocks]) for x in gaps])
     inputs = [i for i in batch.by_row if i != batch.roles.get("labels")]
-    moved = []
+    moved = list[Tensor]()
     for row in range(min(count, _ROWS)):
         take = [(i + 1) % count if i == row else i for i in range(count)]
         seen = subject.run(batch.with_leaves({i: batch.leaves[i][take] for i in inputs}), backward=False).logits

@@ -41,22 +41,22 @@ _DROPS = (
 class Seen:
     """What one run of the step gave.
 
-    loss: its value. gradients: parameter → gradient, of those that have one. logits: the last output of a module with rows,
-    through which the loss has a gradient; slope: that gradient. outputs: (module, its first tensor with rows), in order of the
-    calls, where asked for. calls: modules that ran. names: function of torch → calls; dtypes: function → those of its results.
-    reductions: operation between the logits and the loss → dtype of its result. unit: of the loss in its last place.
+    loss: its value; unit: of its last place. gradients: parameter → gradient, of those that have one. logits: the last output
+    with rows through which the loss has a gradient; slope: that gradient. names: function of torch → calls; dtypes: function →
+    those of its results. reductions: operation between the logits and the loss → dtype of its result. outputs: (module, its
+    first tensor with rows), in order of the calls, where asked for. calls: modules that ran.
     """
 
     loss: float
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    logits: Tensor | None = None
-    slope: Tensor | None = None
-    outputs: list[tuple[str, Tensor]] = field(default_factory=list)
-    calls: set[str] = field(default_factory=set)
+    unit: float = 0.0
     names: dict[str, int] = field(default_factory=dict)
     dtypes: dict[str, set[torch.dtype]] = field(default_factory=dict)
     reductions: dict[str, torch.dtype] = field(default_factory=dict)
-    unit: float = 0.0
+    outputs: list[tuple[str, Tensor]] = field(default_factory=list)
+    calls: set[str] = field(default_factory=set)
+    logits: Tensor | None = None
+    slope: Tensor | None = None
 
     @property
     def finite(self) -> bool:
@@ -158,7 +158,7 @@ class Subject:
         quiet, watch = Quiet(evaluate, wide), _Watch(self.names, batch or self.batch, outputs)
         with ExitStack() as stack:
             stack.enter_context(_paths_kept(self.model) if not evaluate else nullcontext())
-            stack.enter_context(watch)
+            stack.callback(register_module_forward_hook(watch.returned).remove)
             stack.enter_context(modes or nullcontext())
             stack.enter_context(quiet)
             stack.enter_context(torch.enable_grad() if backward else torch.no_grad())
@@ -169,8 +169,8 @@ class Subject:
                 reductions = watch.behind_the_logits(loss)
                 differentiate(loss, self.parameters.values())
         value = float(loss.detach())
-        unit = abs(value) * torch.finfo(loss.dtype).eps
-        return watch.seen(Seen(value, self._taken(), None, None, [], set(), dict(quiet.names), quiet.dtypes, reductions, unit))
+        known = abs(value) * torch.finfo(loss.dtype).eps, dict(quiet.names), quiet.dtypes, reductions
+        return Seen(value, self._taken(), *known, watch.outputs, watch.calls, *watch.last())
 
     def accumulate(self, step: Step, micros: list[Batch]) -> tuple[float | None, dict[str, Tensor]]:
         """Run the micro-batches as the trainer does: the loss that it reports and the gradients that it leaves."""
@@ -196,8 +196,8 @@ class Subject:
     ) -> str:
         """Return the name of the first module whose output differs between two runs. same: what must be equal of an output."""
         a, b = (x if isinstance(x, Seen) else self.run(x, backward=False, outputs=True) for x in (one, other))
-        for name, *both in ((name, x, y) for (name, x), (_, y) in zip(a.outputs, b.outputs, strict=False)):
-            left, right = (attempt(same, x, otherwise=lambda _: None) for x in both)
+        for (name, x), (_, y) in zip(a.outputs, b.outputs, strict=False):
+            left, right = (attempt(same, z, otherwise=lambda _: None) for z in (x, y))
             alike = left is not None and right is not None and left.shape == right.shape
             if alike and self.beyond(distance(left, right), LOGITS):
                 return name
@@ -208,31 +208,19 @@ class _Watch:
     """Sees the outputs of modules while a step runs."""
 
     def __init__(self, names: dict[int, str], batch: Batch, keep: bool) -> None:
-        self._names, self._batch, self._keep = names, batch, keep
-        self._handle: Any = None
+        self._names, self._batch, self._keep, self._over = names, batch, keep, False
         self._last: Tensor | None = None
-        self._outputs: list[tuple[str, Tensor]] = []
-        self._calls: set[str] = set()
-        self._over = False
+        self.outputs, self.calls = list[tuple[str, Tensor]](), set[str]()
 
-    def __enter__(self) -> _Watch:
-        self._handle = register_module_forward_hook(self._returned)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._handle.remove()
-
-    def _returned(self, module: nn.Module, _: Any, output: Any) -> None:
+    def returned(self, module: nn.Module, _: Any, output: Any) -> None:
         if self._over:
             return
         name = self._names.get(id(module), "")
-        self._calls.add(name)
+        self.calls.add(name)
         found = _main_tensor(output, self._batch)
-        if found is None:
-            return
-        if self._keep and name:
-            self._outputs.append((name, self._batch.rows_first(found.detach()).clone()))
-        if not torch.is_grad_enabled() or (found.requires_grad and not found.is_leaf):
+        if found is not None and self._keep and name:
+            self.outputs.append((name, self._batch.rows_first(found.detach()).clone()))
+        if found is not None and (not torch.is_grad_enabled() or (found.requires_grad and not found.is_leaf)):
             self._last = found
 
     def behind_the_logits(self, loss: Tensor) -> dict[str, torch.dtype]:
@@ -251,13 +239,11 @@ class _Watch:
                 open_nodes.extend(parent for parent, _ in node.next_functions)
         return found
 
-    def seen(self, seen: Seen) -> Seen:
-        last = self._last
-        if last is not None:
-            seen.logits = self._batch.rows_first(last.detach())
-            seen.slope = None if last.grad is None else self._batch.rows_first(last.grad)
-        seen.outputs, seen.calls, self._last = self._outputs, self._calls, None
-        return seen
+    def last(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return the logits and the gradient of the loss with respect to them, rows first."""
+        logits, slope = (None, None) if self._last is None else (self._last.detach(), self._last.grad)
+        turn = self._batch.rows_first
+        return None if logits is None else turn(logits), None if slope is None else turn(slope)
 
 
 def _main_tensor(output: Any, batch: Batch) -> Tensor | None:

@@ -41,8 +41,7 @@ def _given_targets(subject: Subject) -> Line | None:
     decodes = getattr(getattr(subject.model, "config", None), "is_encoder_decoder", False)
     if labels is None or logits is None or logits.shape[:-1] != labels.shape or labels.dim() != 2 or not decodes:
         return None
-    edge = labels.shape[1] // 2
-    later = labels[:, edge:]
+    edge, later = labels.shape[1] // 2, labels[:, labels.shape[1] // 2 :]
     other = torch.cat([labels[:, :edge], torch.where(later >= 0, later.roll(1, 1).clamp_min(0), later)], dim=1)
     seen = subject.run(subject.batch.with_role("labels", other), backward=False)
     if seen.logits is None or seen.logits.shape != logits.shape:
@@ -91,17 +90,12 @@ def shift_of(seen: Seen, tokens: Tensor) -> int | None:
 
 
 def _later(subject: Subject, tokens: Tensor) -> Line | None:
-    rows, time = tokens.shape
-    edge = torch.tensor([1 + (row * 7 + time // 2) % max(time - 2, 1) for row in range(rows)], device=tokens.device)
-    later = torch.arange(time, device=tokens.device) > edge.unsqueeze(1)
-    if (mask := subject.batch.of("mask")) is not None and mask.shape == tokens.shape:
-        later &= mask.bool()
-    place, gap = _changed(subject, tokens, later, torch.arange(time, device=tokens.device) <= edge.unsqueeze(1))
-    if gap is None:
-        return None
-    return broken(
-        f"tokens see later ones: changing those changes outputs before them, first in {place or 'the logits'}", gap=gap
-    )
+    place, edge = torch.arange(tokens.shape[1], device=tokens.device), tokens.shape[1] // 2
+    later, mask = (place > edge).expand(tokens.shape), subject.batch.of("mask")
+    if mask is not None and mask.shape == tokens.shape:
+        later = later & mask.bool()
+    what = "tokens see later ones: changing those changes outputs before them"
+    return _changed(subject, tokens, later, (place <= edge).expand(tokens.shape), what)
 
 
 def _documents(subject: Subject, tokens: Tensor) -> Line | None:
@@ -109,10 +103,9 @@ def _documents(subject: Subject, tokens: Tensor) -> Line | None:
     if begins is None:
         return None
     number = begins.cumsum(1)
-    place, gap = _changed(subject, tokens, (number == 0) & (number.amax(1, keepdim=True) > 0), number > 0)
-    if gap is not None:
-        return broken(f"a document of a packed row changes another document, first in {place or 'the logits'}", gap=gap)
-    return holds("later tokens change nothing before them, packed documents nothing in each other")
+    first, what = (number == 0) & (number.amax(1, keepdim=True) > 0), "a document of a packed row changes another document"
+    quiet = holds("later tokens change nothing before them, packed documents nothing in each other")
+    return _changed(subject, tokens, first, number > 0, what) or quiet
 
 
 def begins_of(subject: Subject) -> Tensor | None:
@@ -127,22 +120,21 @@ def begins_of(subject: Subject) -> Tensor | None:
     return pad(begins, (1, 0)) if bool(begins.any()) else None
 
 
-def _changed(subject: Subject, tokens: Tensor, where: Tensor, looked_at: Tensor) -> tuple[str, float | None]:
-    """Return the first module that shows the change of some tokens where it must not be seen, and by how much it does."""
+def _changed(subject: Subject, tokens: Tensor, where: Tensor, looked_at: Tensor, what: str) -> Line | None:
+    """Change some tokens of one row; tell, as `what`, that this is seen where it is looked at, and the first module there."""
     rows, batch, before = (where.any(1) & looked_at.any(1)).nonzero(), subject.batch, subject.base.logits
     assert before is not None
     if not len(rows):
-        return "", None
+        return None
     alone = torch.zeros_like(where)
     alone[rows[0]] = True  # what other rows change is no matter of time
-    where, looked_at = where & alone, looked_at & alone
-    other = batch.with_role("tokens", batch.other_tokens(where))
+    other, looked_at = batch.with_role("tokens", batch.other_tokens(where & alone)), looked_at & alone
     after, at = subject.run(other, backward=False).logits, looked_at[:, : before.shape[1]]
     if after is None or after.shape != before.shape or not bool(at.any()):
-        return "", None
+        return None
     gap = distance(before[at], after[at])
     if not subject.beyond(gap, LOGITS):
-        return "", None
+        return None
 
     def same(x: Tensor) -> Tensor | None:
         if x.dim() > 2 and x.shape[:2] == tokens.shape:
@@ -150,4 +142,4 @@ def _changed(subject: Subject, tokens: Tensor, where: Tensor, looked_at: Tensor)
         turned = x.dim() == 3 and (x.shape[0], x.shape[2]) == tuple(tokens.shape) != tuple(x.shape[:2])
         return x.transpose(1, 2)[looked_at] if turned else None
 
-    return subject.first_difference(batch, other, same), gap
+    return broken(f"{what}, first in {subject.first_difference(batch, other, same) or 'the logits'}", gap=gap)

@@ -34,9 +34,8 @@ def examine(subject: Subject) -> Line:
     if reduced:
         return broken(f"the loss is computed in {name} ({reduced[0]})", **figures)
     if gap > TIMES * floor:
-        return broken(
-            f"gradients under {name} are off by {gap:.2g} of their norm, rounded weights change {floor:.2g}", **figures
-        )
+        text = f"gradients under {name} are off by {gap:.2g} of their norm, rounded weights change {floor:.2g}"
+        return broken(text, **figures)
     if off > TIMES * floor_of_loss:
         return broken(f"the loss under {name} is off by {off:.2g}", **figures)
     return holds(f"{name} changes the gradients by {gap:.2g} of their norm", **figures)
@@ -52,9 +51,5 @@ def _rounded(subject: Subject, kind: torch.dtype) -> Seen:
 
 
 def _lost(low: Seen, full: Seen) -> float:
-    there = lost = 0
-    for name, gradient in full.gradients.items():
-        if name in low.gradients:
-            there += int((gradient != 0).sum())
-            lost += int(((gradient != 0) & (low.gradients[name] == 0)).sum())
-    return lost / max(there, 1)
+    pairs = [(gradient != 0, low.gradients[name] == 0) for name, gradient in full.gradients.items() if name in low.gradients]
+    return sum(int((there & lost).sum()) for there, lost in pairs) / max(sum(int(there.sum()) for there, _ in pairs), 1)

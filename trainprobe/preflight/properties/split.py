@@ -25,7 +25,10 @@ def examine(subject: Subject) -> Line:
         return not_applicable(f"the step draws random numbers ({subject.draws}), other ones for each micro-batch")
     micros = subject.batch.split(count)
     parts, whole = [] if subject.step else [subject.run(micro) for micro in micros], subject.base
-    reported, gradients = subject.accumulate(subject.step, micros) if subject.step else _mean_of(parts)
+    if subject.step is None:
+        reported, gradients = sum(part.loss for part in parts) / count, _sum(parts, [1 / count] * count)
+    else:
+        reported, gradients = subject.accumulate(subject.step, micros)
     if not subject.beyond(gap := apart(whole, Seen(whole.loss, gradients))):
         return _reported(subject, micros, reported, gap)
     parts = parts or [subject.run(micro) for micro in micros]
@@ -43,12 +46,12 @@ def examine(subject: Subject) -> Line:
     return broken(f"{_sentence(factors, actual, right, micros)}{also}", gap=gap, **figures)
 
 
-def _mean_of(parts: list[Seen]) -> tuple[float, dict[str, Tensor]]:
-    gradients = dict[str, Tensor]()
-    for part in parts:
+def _sum(parts: list[Seen], weights: list[float]) -> dict[str, Tensor]:
+    made = dict[str, Tensor]()
+    for weight, part in zip(weights, parts, strict=True):
         for name, gradient in part.gradients.items():
-            gradients[name] = gradients.get(name, 0.0) + gradient / len(parts)
-    return sum(part.loss for part in parts) / len(parts), gradients
+            made[name] = made.get(name, 0.0) + gradient.double() * weight
+    return made
 
 
 def _reported(subject: Subject, micros: list[Batch], reported: float | None, gap: float) -> Line:
@@ -73,13 +76,7 @@ def _weights(gradients: dict[str, Tensor], parts: list[Seen]) -> tuple[list[floa
     products = torch.tensor([[dot(a.gradients, b.gradients) for b in parts] for a in parts], dtype=torch.float64)
     wanted = torch.tensor([dot(a.gradients, gradients) for a in parts], dtype=torch.float64)
     weights = torch.linalg.lstsq(products, wanted.unsqueeze(1)).solution.flatten().tolist()
-    size = dot(gradients, gradients)
-    left = Seen(0.0, gradients)
-    made: dict[str, Tensor] = {}
-    for weight, part in zip(weights, parts, strict=True):
-        for name, gradient in part.gradients.items():
-            made[name] = made.get(name, 0.0) + gradient.double() * weight
-    return weights, apart(left, Seen(0.0, made)) if size else 0.0
+    return weights, apart(Seen(0.0, gradients), Seen(0.0, _sum(parts, weights))) if dot(gradients, gradients) else 0.0
 
 
 def _shares(micros: list[Batch]) -> dict[str, list[float]]:
@@ -106,9 +103,8 @@ def _named(weights: list[float], micros: list[Batch]) -> str:
 def _sentence(factors: list[float], actual: list[float], right: list[float], micros: list[Batch]) -> str:
     count, first = len(micros), factors[0]
     if all(relative(f, first) < CLOSE for f in factors):
-        return (
-            f"the gradient of {count} micro-batches is that of the batch times the factor {_number(first)}{_why(first, micros)}"
-        )
+        text = f"the gradient of {count} micro-batches is that of the batch times the factor {_number(first)}"
+        return f"{text}{_why(first, micros)}"
     lost = [i for i, f in enumerate(factors) if abs(f) < CLOSE]
     if lost:
         return f"micro-batch {lost[0]} has no part in the gradient (factor 0)"

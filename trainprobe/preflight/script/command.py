@@ -58,8 +58,7 @@ def preflight_script(
     2 something is, 3 nothing could be tested.
     """
     script = list(words or [])
-    if script and script[0] == "--":
-        script.pop(0)
+    script = script[1:] if script[:1] == ["--"] else script
     if not script:
         raise UsageError("nothing to run: give the script, as in `trainprobe preflight train.py --lr 3e-4`")
     options = {"only": only or (), "skip": skip or (), "seconds": seconds, "overfit": overfit, "charts": html is not None}
@@ -86,7 +85,8 @@ def preflight_script(
     sys.path.insert(0, str(path.resolve().parent))
     with FirstUpdate(end) as first:
         ended = attempt(lambda: _run(path), otherwise=_told_fault)
-    log(f"{path} {ended} without an update of an optimizer of torch{first.remark}: nothing was tested", severity="error")
+    seen = f" ({len(first.micros)} backward passes were seen)" if first.micros else ""
+    log(f"{path} {ended} without an update of an optimizer of torch{seen}: nothing was tested", severity="error")
     return _left(3)
 
 

@@ -26,13 +26,14 @@ Ends = Callable[[Callable[[], tuple[Training, list[Any]]]], None]
 class FirstUpdate:
     """Calls `ends(learnt)` before an optimizer steps for the first time, behind its backward passes.
 
-    learnt: returns the training and the optimizers. Raises UsageError where the loss cannot be made again.
+    micros: what was seen. learnt: returns the training and the optimizers. It raises UsageError where the loss cannot be made
+    again.
     """
 
     def __init__(self, ends: Ends) -> None:
         self._ends = ends
         self._tape = Tape()
-        self._micros: list[Micro | UsageError] = []
+        self.micros: list[Micro | UsageError] = []
         self._found: list[Found] = []
         self._before: list[tuple[Tensor, Tensor]] = []  # two of the weights as they were at the first backward
         self._over = False
@@ -60,24 +61,13 @@ class FirstUpdate:
         self._hook.remove()
         self._replaced.back()
 
-    @property
-    def remark(self) -> str:
-        """What was seen of a training without an update."""
-        return f" ({len(self._micros)} backward passes were seen)" if self._micros else ""
-
     def _called(self, module: Any, args: Any) -> None:
-        if self._is_updated():
-            self._end(None)
+        if not self._over and any(not torch.equal(p.detach(), value) for p, value in self._before):
+            self._end(None)  # the loop itself, or another optimizer, has updated weights since the first backward
         if self._over or not torch.is_grad_enabled() or (found := running_step()) is None:
             return
-        if not self._found or self._found[-1].call != found.call or len(self._found) == len(self._micros):
+        if not self._found or self._found[-1].call != found.call or len(self._found) == len(self.micros):
             self._found.append(found)
-
-    def _is_updated(self) -> bool:
-        """Tell whether weights changed since the first backward: the loop itself, or another optimizer, has updated them."""
-        if self._over or not self._before:
-            return False
-        return any(not torch.equal(p.detach(), value) for p, value in self._before)
 
     def _backward(self, tensors: Any) -> None:
         loss = tensors if isinstance(tensors, Tensor) else next(iter(tensors), None)
@@ -86,8 +76,8 @@ class FirstUpdate:
         if not self._before:
             trained = [p for module in self._tape.modules for p in module.parameters() if p.requires_grad]
             self._before = [(p, p.detach().clone()) for p in (*trained[:1], *trained[-1:])]
-        self._micros.append(attempt(self._tape.micro, loss, otherwise=_refused))
-        del self._found[len(self._micros) :]
+        self.micros.append(attempt(self._tape.micro, loss, otherwise=_refused))
+        del self._found[len(self.micros) :]
         self._tape.forget()
 
     def _steps(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
@@ -109,7 +99,7 @@ class FirstUpdate:
         return tuple(map(ending, args)), {name: ending(x) for name, x in kwargs.items()}
 
     def _end(self, optimizer: Any) -> None:
-        if self._over or not self._micros:
+        if self._over or not self.micros:
             return
         self.__exit__(None, None, None)
         self._ends(lambda: self._learnt(optimizer))
@@ -121,9 +111,9 @@ class FirstUpdate:
     def _training(self, optimizer: Any) -> Training:
         if self._found:
             return self._found[0].make([found.batch for found in self._found])
-        micros = [micro for micro in self._micros if isinstance(micro, Micro)]
+        micros = [micro for micro in self.micros if isinstance(micro, Micro)]
         if not micros:
-            raise next(fault for fault in self._micros if isinstance(fault, UsageError))
+            raise next(fault for fault in self.micros if isinstance(fault, UsageError))
         return _of_loop([micro if optimizer is None else micro.checked() for micro in micros])
 
 

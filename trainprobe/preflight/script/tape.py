@@ -82,9 +82,8 @@ class Micro:
             again = float(self.replay(self.batch)) * self.scale
         put_random_states(before)
         if abs(again - float(self.value)) > 1e-2 * abs(again):
-            raise UsageError(
-                f"the loss of this loop cannot be made again, it is {float(self.value):.6g} and made again {again:.6g}: {TELL}"
-            )
+            both = f"it is {float(self.value):.6g} and made again {again:.6g}"
+            raise UsageError(f"the loss of this loop cannot be made again, {both}: {TELL}")
         return self
 
     @property
@@ -118,14 +117,9 @@ class Tape(TorchFunctionMode):
 
     def forget(self) -> None:
         """Begin a new micro-batch."""
-        self._calls: list[Call] = []
-        self._made: dict[int, Made] = {}
-        self._held: list[Tensor] = []
-        self._batch: dict[str, Tensor] = {}
-        self._names: dict[int, str] = {}
-        self._modules: dict[int, nn.Module] = {}
-        self._lost = ""
-        self._sources: dict[int, tuple[Any, ...]] = {}  # id of a tensor that no model made → its call and version
+        self._calls, self._made, self._held = list[Call](), dict[int, Made](), list[Tensor]()
+        self._batch, self._names, self._modules = dict[str, Tensor](), dict[int, str](), dict[int, nn.Module]()
+        self._lost, self._sources = "", dict[int, tuple[Any, ...]]()  # id of a tensor that no model made → its call and version
         self._random: Any = None  # states of generators before the first call
         self._first: torch.Size | None = None  # shape of what a model was given first
 
@@ -262,13 +256,11 @@ def tensors_of(x: Any) -> list[Tensor]:
 
 def _names(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[int, str]:
     """Return id of each tensor that is given → the name of its argument."""
-    called = getattr(function, "forward", function)
-    signature = attempt(inspect.signature, called, otherwise=lambda _: None)
-    bound = attempt(lambda: signature.bind(*args, **kwargs).arguments, otherwise=lambda _: {}) if signature else {}
-    found: dict[int, str] = {}
-    for name, value in bound.items():
-        named = value.items() if isinstance(value, dict) else [(name, value)]
-        for key, item in named:
+    called, found = getattr(function, "forward", function), dict[int, str]()
+    for name, value in attempt(
+        lambda: inspect.signature(called).bind(*args, **kwargs).arguments, otherwise=lambda _: {}
+    ).items():
+        for key, item in value.items() if isinstance(value, dict) else [(name, value)]:
             for tensor in tensors_of(item):
                 found.setdefault(id(tensor), str(key))
     return found
