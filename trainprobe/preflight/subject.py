@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_flatten
 
+from trainprobe.engine.capture.step_modes import RANDOM, Quiet, Reordered
 from trainprobe.engine.core.guard import attempt
 from trainprobe.engine.training_guard import TrainingGuard
 from trainprobe.errors import UsageError
 from trainprobe.preflight.batches import Batch
-from trainprobe.preflight.modes import RANDOM, Quiet, Reordered
 
 Step = Callable[[Any, list[Any]], Any]
 _MOST_NODES = 200  # of autograd's graph behind the logits

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from trainprobe.engine.capture.step_modes import ROUNDING
 from trainprobe.engine.core.guard import attempt
 from trainprobe.preflight.batches import Batch
-from trainprobe.preflight.modes import ROUNDING
 from trainprobe.preflight.report import Line, broken, by_design, holds, not_applicable
 from trainprobe.preflight.subject import Seen, Subject, dot
 
@@ -58,7 +58,10 @@ class _Slopes:
         """Return the measured slope and autograd's along a direction of all weights, where they differ."""
         self.seed = seed
         moved = self.direction()
-        told, scaled = self.told(moved), {n: g * self.sizes[n] for n, g in self.seen.gradients.items() if n in moved}
+        told, scaled = (
+            dot(self.seen.gradients, moved),
+            {n: g * self.sizes[n] for n, g in self.seen.gradients.items() if n in moved},
+        )
         size = dot(scaled, scaled) ** 0.5
         before = None
         for step in STEPS:
@@ -110,13 +113,9 @@ class _Slopes:
             names = max(halves, key=lambda half: abs(float.__sub__(*self._both(half))))
         return names[0], *self._both(names)
 
-    def told(self, moved: dict[str, Tensor]) -> float:
-        """Return autograd's slope along a direction."""
-        return dot(self.seen.gradients, moved)
-
     def _both(self, names: list[str]) -> tuple[float, float]:
         moved = self.direction(names)
-        return self.slope(moved, STEPS[0]), self.told(moved)
+        return self.slope(moved, STEPS[0]), dot(self.seen.gradients, moved)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from trainprobe.preflight.modes import REDUCTIONS, without_autocast
+from trainprobe.engine.capture.step_modes import REDUCTIONS, without_autocast
 from trainprobe.preflight.report import Line, broken, holds, not_applicable
 from trainprobe.preflight.subject import Seen, Subject, apart, relative
 

@@ -52,11 +52,9 @@ def _coupled(subject: Subject, other: Any, gap: float) -> Line:
 
     place = subject.first_difference(subject.batch, other, same)
     module = dict(subject.model.named_modules()).get(place)
-    kind = type(module).__name__.lower()
-    if any(word in kind for word in _SHARED):
-        return by_design(f"batch norm ({place}) lets rows change each other in training", gap=gap)
-    if any(word in kind for word in _CAPACITY):
-        return by_design(f"experts with a capacity ({place}) let rows change each other", gap=gap)
+    for words, what in ((_SHARED, "batch norm"), (_CAPACITY, "experts with a capacity")):
+        if any(word in type(module).__name__.lower() for word in words):
+            return by_design(f"{what} ({place}): rows change each other in training", gap=gap)
     where = f", first in {place}" if place else ""
     return broken(f"changing row {rows - 1} changes the outputs of other rows{where}", gap=gap)
 

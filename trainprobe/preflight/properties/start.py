@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from math import isfinite, log
-from typing import Any
 
 from torch.nn.functional import cross_entropy
 
@@ -46,35 +46,26 @@ def _ties(subject: Subject) -> Line | None:
         ends = [getattr(module, f"get_{side}_embeddings", None) for side in ("input", "output")]
         if not getattr(config, "tie_word_embeddings", False) or not all(map(callable, ends)):
             continue
-        first, last = (_weight_of(end) for end in ends)
+        first, last = (getattr(end(), "weight", None) for end in ends if end is not None)
         if first is not None and last is not None and first is not last and first.shape == last.shape:
             where = f" of {name}" if name else ""
             return broken(f"the configuration{where} says tied embeddings, but input and output weights are two parameters")
     return None
 
 
-def _weight_of(end: Any) -> Any:
-    return getattr(end(), "weight", None)
-
-
 def _unreached(subject: Subject) -> Line | None:
     without = [name for name in subject.parameters if name not in subject.base.gradients]
     if not without:
         return None
-    owners = {name: name.rpartition(".")[0] or "the model" for name in without}
-    idle = [name for name in without if owners[name] not in subject.base.calls]
-    first = [name for name in without if name not in idle] or idle
-    why = "its module is called, but the loss has no path to it" if first is not idle else "its module is never called"
-    return broken(f"no gradient for {and_more(first + [n for n in without if n not in first])}: {why}", count=len(without))
+    called = [name for name in without if (name.rpartition(".")[0] or "the model") in subject.base.calls]
+    why = "its module is called, but the loss has no path to it" if called else "its module is never called"
+    return broken(f"no gradient for {and_more(called + [n for n in without if n not in called])}: {why}", count=len(without))
 
 
 def _optimizers(subject: Subject) -> Line | None:
     if not subject.optimizers:
         return None
-    held: dict[int, int] = {}
-    for optimizer in subject.optimizers:
-        for parameter in {id(p) for group in optimizer.param_groups for p in group["params"]}:
-            held[parameter] = held.get(parameter, 0) + 1
+    held = Counter(x for o in subject.optimizers for x in {id(p) for group in o.param_groups for p in group["params"]})
     outside = [name for name, p in subject.parameters.items() if id(p) not in held]
     if outside:
         return broken(f"no optimizer holds {and_more(outside)}", count=len(outside))
@@ -89,6 +80,8 @@ def _evaluation(subject: Subject) -> Line | None:
     runs.append(subject.run(backward=False, evaluate=True, seed=1, outputs=True))
     if relative(runs[0].loss, runs[1].loss) == 0 or not isfinite(runs[0].loss):
         return None
-    place = subject.first_difference(runs[0], runs[1])
-    where = f", first in {place}" if place else ""
-    return broken(f"evaluation twice gives {runs[0].loss:.6g} and {runs[1].loss:.6g}: it draws random numbers{where}")
+    place, text = (
+        subject.first_difference(runs[0], runs[1]),
+        f"evaluation twice gives {runs[0].loss:.6g} and {runs[1].loss:.6g}",
+    )
+    return broken(f"{text}: it draws random numbers{f', first in {place}' if place else ''}")

@@ -65,9 +65,7 @@ def preflight_script(
     checked(only or (), skip or ())
     first = next((i for i, word in enumerate(script) if word.endswith(".py") and Path(word).is_file()), 0)
     if first:
-        files = {"html": html, "json": json, "junit": junit}
-        told = [word for name, path in files.items() if path is not None for word in (f"--{name}", str(path))]
-        return _launched(script[:first], script[first:], options, [*told, *(["--github"] if github else [])])
+        return _launched(script[:first], script[first:], sys.argv[1 : len(sys.argv) - len(words or [])])
     path = Path(script[0])
     if not path.is_file():
         raise UsageError(f"{path} is no file: give the script, as in `trainprobe preflight train.py --lr 3e-4`")
@@ -90,14 +88,16 @@ def preflight_script(
     return _left(3)
 
 
-def _launched(launcher: list[str], script: list[str], options: dict[str, Any], outputs: list[str]) -> int:
-    """Run this command on each rank that a launcher (torchrun, accelerate launch, deepspeed) starts; return rank 0's answer."""
-    told = [word for name in ("only", "skip") for given in options[name] for word in (f"--{name}", given)]
-    told += ["--seconds", str(options["seconds"]), *(["--overfit"] if options["overfit"] else []), *outputs]
+def _launched(launcher: list[str], script: list[str], told: list[str]) -> int:
+    """Run this command on each rank that a launcher (torchrun, accelerate launch, deepspeed) starts; return rank 0's answer.
+
+    told: the command and its options.
+    """
     module = ["--module" if Path(launcher[0]).name == "deepspeed" else "-m", "trainprobe"]
+    told = told[:-1] if told[-1:] == ["--"] else told
     with TemporaryDirectory() as folder:
         answer = Path(folder, "answer")
-        command = [*launcher, *module, "preflight", *told, "--", *script]
+        command = [*launcher, *module, *told, "--", *script]
         ended = attempt(
             lambda: subprocess.run(command, env={**os.environ, ANSWER: str(answer)}).returncode, otherwise=fault_text
         )

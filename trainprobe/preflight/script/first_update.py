@@ -20,8 +20,6 @@ from trainprobe.preflight.script.tape import Micro, Tape
 from trainprobe.preflight.subject import differentiate
 from trainprobe.preflight.training import Training, mean_over_ranks
 
-Ends = Callable[[Callable[[], tuple[Training, list[Any]]]], None]
-
 
 class FirstUpdate:
     """Calls `ends(learnt)` before an optimizer steps for the first time, behind its backward passes.
@@ -30,7 +28,7 @@ class FirstUpdate:
     again.
     """
 
-    def __init__(self, ends: Ends) -> None:
+    def __init__(self, ends: Callable[[Callable[[], tuple[Training, list[Any]]]], None]) -> None:
         self._ends = ends
         self._tape = Tape()
         self.micros: list[Micro | UsageError] = []
@@ -140,12 +138,11 @@ def _refused(fault: Exception) -> UsageError:
 def _of_loop(micros: list[Micro]) -> Training:
     first, count = micros[0], len(micros)
     several = count > 1
-    base = 1.0 if several else first.scale
+    modules, wrappers = first.modules, [call.wrapper for call in first.calls if call.wrapper is not None]
 
     def loss(model: Any, batch: Any) -> Tensor:
-        return first.replay(batch) * base if base != 1.0 else first.replay(batch)
+        return first.replay(batch) if several or first.scale == 1.0 else first.replay(batch) * first.scale
 
-    modules, wrappers = first.modules, first.wrappers
     model = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
 
     def step(model: Any, parts: list[Any]) -> None:

@@ -18,11 +18,11 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from trainprobe.engine.capture.step_modes import RANDOM
 from trainprobe.engine.core.guard import attempt
 from trainprobe.engine.state_guard import put_random_states, random_states
 from trainprobe.errors import UsageError
 from trainprobe.preflight.batches import TELL
-from trainprobe.preflight.modes import RANDOM
 from trainprobe.preflight.training import unwrapped
 
 _MOST = 5000  # calls without a backward, after which those before are forgotten
@@ -41,11 +41,10 @@ class Made:
     place: int
 
 
-@dataclass(frozen=True, slots=True)
-class Given:
-    """A tensor of the batch."""
+class Given(str):
+    """The name of a tensor of the batch."""
 
-    name: str
+    __slots__ = ()
 
 
 @dataclass(slots=True)
@@ -86,17 +85,12 @@ class Micro:
             raise UsageError(f"the loss of this loop cannot be made again, {both}: {TELL}")
         return self
 
-    @property
-    def wrappers(self) -> list[Any]:
-        """What shares the gradients of modules among ranks."""
-        return [call.wrapper for call in self.calls if call.wrapper is not None]
-
     def replay(self, batch: dict[str, Tensor], wrapped: bool = False) -> Tensor:
         """Call everything again with another batch and return the loss. wrapped: by what shares gradients among ranks."""
         results: list[list[Tensor]] = []
 
         def value(x: Any) -> Any:
-            return results[x.call][x.place] if isinstance(x, Made) else batch[x.name] if isinstance(x, Given) else x
+            return results[x.call][x.place] if isinstance(x, Made) else batch[x] if isinstance(x, Given) else x
 
         for call in self.calls[: self.loss.call + 1]:
             args, kwargs = (tree_map(value, part) for part in (call.args, call.kwargs))
@@ -242,8 +236,8 @@ def _scaled(call: Call, batch: dict[str, Tensor]) -> tuple[Made, float, float] |
     if name not in _SCALES or len(made) != 1:
         return None
     number = next((x for x in call.args if not isinstance(x, Made)), 1.0)
-    if isinstance(number, Given) and not _SCALES[name] and batch[number.name].numel() == 1:
-        return made[0], 1.0, float(batch.pop(number.name))
+    if isinstance(number, Given) and not _SCALES[name] and batch[number].numel() == 1:
+        return made[0], 1.0, float(batch.pop(number))
     if not isinstance(number, int | float) or not number or (_SCALES[name] and made[0] is not call.args[0]):
         return None
     return made[0], 1 / number if _SCALES[name] else float(number), 1.0
