@@ -153,13 +153,12 @@ class Batch:
         """Return a batch in which the tensor of a role is another one."""
         return self.with_leaves({self.roles[role]: tensor})
 
-    def other_tokens(self, where: Tensor, seed: int = 0) -> Tensor:
+    def other_tokens(self, where: Tensor) -> Tensor:
         """Return the tokens with other ones, of those that the batch has, in these places, a mask [rows, time]."""
         tokens = self.leaves[self.roles["tokens"]]
         known = tokens.unique()
-        generator = torch.Generator().manual_seed(seed)
-        step = torch.randint(1, max(len(known), 2), tokens.shape, generator=generator).to(tokens.device)
-        at = torch.searchsorted(known, tokens)
+        step = torch.randint(1, max(len(known), 2), tokens.shape, generator=torch.Generator().manual_seed(0)).to(tokens.device)
+        at = torch.searchsorted(known, tokens.contiguous())
         return torch.where(where, known[(at + step) % len(known)], tokens)
 
     def with_other_last(self) -> Batch:

@@ -58,10 +58,7 @@ class _Slopes:
         """Return the measured slope and autograd's along a direction of all weights, where they differ."""
         self.seed = seed
         moved = self.direction()
-        told, scaled = (
-            dot(self.seen.gradients, moved),
-            {n: g * self.sizes[n] for n, g in self.seen.gradients.items() if n in moved},
-        )
+        told, scaled = dot(self.seen.gradients, moved), {n: g * self.sizes[n] for n, g in self.seen.gradients.items()}
         size = dot(scaled, scaled) ** 0.5
         before = None
         for step in STEPS:

@@ -80,8 +80,5 @@ def _evaluation(subject: Subject) -> Line | None:
     runs.append(subject.run(backward=False, evaluate=True, seed=1, outputs=True))
     if relative(runs[0].loss, runs[1].loss) == 0 or not isfinite(runs[0].loss):
         return None
-    place, text = (
-        subject.first_difference(runs[0], runs[1]),
-        f"evaluation twice gives {runs[0].loss:.6g} and {runs[1].loss:.6g}",
-    )
-    return broken(f"{text}: it draws random numbers{f', first in {place}' if place else ''}")
+    where = f", first in {place}" if (place := subject.first_difference(runs[0], runs[1])) else ""
+    return broken(f"evaluation twice gives {runs[0].loss:.6g} and {runs[1].loss:.6g}: it draws random numbers{where}")
