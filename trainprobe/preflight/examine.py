@@ -54,8 +54,8 @@ def preflight(
         raise UsageError("the model has no parameter that is trained: preflight(loss, model, batch)")
     start = time.monotonic()
     with TrainingGuard(model, optimizers) as guard:
-        subject = Subject(loss, model, Batch(batch), guard, step)
-        subject.micro_batches, subject.optimizers = micro_batches, optimizers
+        subject = Subject(loss, model, Batch(batch), guard)
+        subject.step, subject.micro_batches, subject.optimizers = step, micro_batches, optimizers
         subject.measure()
         lines = [_tested(name, subject, start + seconds) for name in wanted]
         subject.now = "charts"

@@ -75,8 +75,7 @@ class Report:
     def as_json(self) -> dict[str, Any]:
         """Return the document that `--json` writes; its schema is docs/preflight.schema.json."""
         told = {"passes": self.passes, "seconds": self.seconds, "floor": self.floor}
-        lines = [asdict(line) for line in self.lines]
-        return {"code": self.verdict.code, "sentence": self.verdict.sentence, **told, "properties": lines}
+        return {"code": self.verdict.code, "sentence": self.verdict.sentence, **told, "properties": [*map(asdict, self.lines)]}
 
     def __str__(self) -> str:
         return "\n".join([*map(str, self.lines), self.verdict.sentence])

@@ -21,7 +21,7 @@ from trainprobe.engine.training_guard import TrainingGuard
 from trainprobe.errors import UsageError
 from trainprobe.preflight.batches import Batch
 
-Step = Callable[[Any, list[Any]], Any]
+Step = Callable[[Any, Any], Any]
 _MOST_NODES = 200  # of autograd's graph behind the logits
 MARGIN = 32  # times the measured floor
 GRADIENT, LOSS, LOGITS = range(3)  # places in `Subject.floors`
@@ -67,13 +67,12 @@ class Seen:
 class Subject:
     """A loss, a model and a batch, with the state that every run begins with."""
 
-    def __init__(
-        self, loss: Callable[[Any, Any], Any], model: nn.Module, batch: Batch, guard: TrainingGuard, step: Step | None
-    ) -> None:
-        self.loss, self.model, self.batch, self.guard, self.step = loss, model, batch, guard, step
+    def __init__(self, loss: Step, model: nn.Module, batch: Batch, guard: TrainingGuard) -> None:
+        self.loss, self.model, self.batch, self.guard = loss, model, batch, guard
+        self.step: Step | None = None
+        self.micro_batches, self.optimizers = 1, list[Any]()
         self.names = {id(module): name or "the model" for name, module in model.named_modules()}
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.micro_batches, self.optimizers = 1, list[Any]()
         self.rows_run = Counter[str]()  # property → rows that were run for it
         self.now = "at the start"
         self.base = Seen(0.0)

@@ -16,8 +16,9 @@ def examine(subject: Subject) -> Line:
     """Read the targets off the gradient of the logits, change the later tokens of each row, then single documents."""
     if (found := _given_targets(subject)) is not None:
         return found
-    tokens, logits = subject.batch.of("tokens"), subject.base.logits
-    if tokens is not None and logits is not None and logits.shape == tokens.shape and _are_next(subject, tokens):
+    tokens, logits, labels = subject.batch.of("tokens"), subject.base.logits, subject.batch.text_labels
+    of_each = tokens is not None and labels is not None and float((labels[:, :-1] == tokens[:, 1:]).double().mean()) > MOST
+    if tokens is not None and logits is not None and logits.shape == tokens.shape and of_each:  # a loss for each token
         quiet = holds("later tokens change no loss before them; labels are the next tokens")
         return _later(subject, tokens) or _documents(subject, tokens) or quiet
     if tokens is None or logits is None or logits.dim() != 3:
@@ -50,12 +51,6 @@ def _given_targets(subject: Subject) -> Line | None:
     if subject.beyond(gap, LOGITS):
         return broken("the decoder is given the target that it predicts: labels are not shifted to the right", gap=gap)
     return holds("no target reaches its own prediction")
-
-
-def _are_next(subject: Subject, tokens: Tensor) -> bool:
-    """Tell whether the labels of a batch are its tokens one place further along, where a model returns a loss for each."""
-    labels = subject.batch.text_labels
-    return labels is not None and float((labels[:, :-1] == tokens[:, 1:]).double().mean()) > MOST
 
 
 def targets_of(seen: Seen) -> tuple[Tensor, Tensor] | None:

@@ -16,8 +16,7 @@ from trainprobe.preflight.subject import Seen, Subject, dot
 
 STEPS = 1e-3, 4e-3, 1.6e-2  # of the central differences, relative to the size of each weight
 SHARE = 2e-3  # of the gradient's size along a direction that may be wrong
-FIRST, SECOND = 0, 1  # random directions, to each of which that of the gradient is added
-ALONG = 4.0  # how far that is, in multiples of what a random direction is along any other
+ALONG = 4.0  # how far the gradient's is in a direction, in multiples of what a random one is along any other
 
 
 def examine(subject: Subject) -> Line:
@@ -30,19 +29,16 @@ def examine(subject: Subject) -> Line:
         if not seen.finite:
             return not_applicable("the loss is not finite in float64")
         slopes = _Slopes(subject, batch, seen, doubled)
-        wrong = slopes.probe(FIRST) and slopes.probe(SECOND)
+        wrong = slopes.probe(0) and slopes.probe(1)
         if wrong is None:
-            kind = "float64" if doubled else "its own precision"
-            return (
-                holds(f"as measured in {kind}") if slopes.sharp else not_applicable("the loss is not smooth enough to measure")
-            )
+            text = f"as measured in {'float64' if doubled else 'its own precision'}"
+            return holds(text) if slopes.sharp else not_applicable("the loss is not smooth enough to measure")
         name, measured, told = slopes.worst()
     text = f"the loss falls along {name} by {measured:.3g}, autograd says {told:.3g}"
-    rounding = sorted(ROUNDING & subject.base.names.keys())
-    if rounding:
+    if rounding := sorted(ROUNDING & subject.base.names.keys()):
         return by_design(f"a straight-through estimator ({rounding[0]}): {text}")
-    asides = f"; all weights together: {wrong[0]:.4g} for {wrong[1]:.4g}"
-    return broken(f"{text}{asides}. A part that is detached on purpose does this too", measured=measured, autograd=told)
+    text = f"{text}; all weights together: {wrong[0]:.4g} for {wrong[1]:.4g}"
+    return broken(f"{text}. A part that is detached on purpose does this too", measured=measured, autograd=told)
 
 
 class _Slopes:
@@ -52,7 +48,7 @@ class _Slopes:
         self.subject, self.batch, self.seen, self.wide = subject, batch, seen, wide
         self.parameters = subject.parameters
         self.sizes = {name: float(p.detach().double().pow(2).mean().sqrt()) or 0.02 for name, p in self.parameters.items()}
-        self.sharp, self.seed = False, FIRST
+        self.sharp, self.seed = False, 0
 
     def probe(self, seed: int) -> tuple[float, float] | None:
         """Return the measured slope and autograd's along a direction of all weights, where they differ."""
@@ -104,7 +100,7 @@ class _Slopes:
 
     def worst(self) -> tuple[str, float, float]:
         """Return the parameter along which the slope is most wrong, found by halving, and both slopes."""
-        names, self.seed = list(self.parameters), FIRST
+        names, self.seed = list(self.parameters), 0
         while len(names) > 1:
             halves = names[: len(names) // 2], names[len(names) // 2 :]
             names = max(halves, key=lambda half: abs(float.__sub__(*self._both(half))))

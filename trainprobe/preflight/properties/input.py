@@ -20,12 +20,16 @@ def examine(subject: Subject) -> Line:
     if batch.rows < 2:
         return not_applicable("the batch has one row")
     content = content_of(batch)
+    if subject.base.logits is not None and bool((subject.base.logits == subject.base.logits.flatten()[0]).all()):
+        return not_applicable("the outputs are constant, as of a last layer that begins at zero")
     unused = [batch.paths[i] for i in content if _is_unused(subject, i)]
     if unused:
         return broken(f"{unused[0]} is not used: rows that are given that of another row have the same outputs")
-    if (same := _twins([batch.leaves[i] for i in content])) is not None:
-        return broken(f"rows {same[0]} and {same[1]} of the batch are the same")
     told = [f"{', '.join(batch.paths[i] for i in content)} used"] if content else []
+    if twins := _twins([batch.leaves[i] for i in content]):
+        told.append(f"rows {twins[0][0]} and {twins[0][1]} of the batch are the same")
+        if len({row for pair in twins for row in pair}) * 2 >= batch.rows:  # else drawn twice by chance, as replays are
+            return broken(told[-1])
     if (mask := batch.of("mask")) is not None:
         told.append(f"{float((mask == 0).double().mean()):.0%} padding")
     if (labels := batch.text_labels) is not None:
@@ -51,7 +55,7 @@ def _is_unused(subject: Subject, i: int) -> bool:
     return relative(seen.loss, base.loss) <= subject.eps  # where only the loss changes, it is a target
 
 
-def _twins(content: list[Tensor]) -> tuple[int, int] | None:
-    """Return two rows that are equal in all tensors."""
+def _twins(content: list[Tensor]) -> list[tuple[int, int]]:
+    """Return the pairs of rows that are equal in all tensors."""
     pairs = combinations(range(len(content[0]) if content else 0), 2)
-    return next(((a, b) for a, b in pairs if all(torch.equal(x[a], x[b]) for x in content)), None)
+    return [(a, b) for a, b in pairs if all(torch.equal(x[a], x[b]) for x in content)]

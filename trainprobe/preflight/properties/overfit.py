@@ -26,10 +26,11 @@ def examine(subject: Subject) -> Line:
     told = f"{STEPS} steps on this batch change its loss from {start:.4g} to {end:.4g}"
     batch, others = subject.batch, dict[str, float]()
     labels, content = batch.of("labels"), content_of(batch)
-    if end > LOW * start:
-        return holds(f"{told}, not low enough to see that inputs are used", start=start, end=end)
-    if labels is None or batch.rows < 2 or not content or bool((labels == labels[:1]).all()):
-        return holds(f"{told}; no labels of rows that differ, so that the use of inputs was not seen", start=start, end=end)
+    alike = labels is None or batch.rows < 2 or not content or bool((labels == labels[:1]).all())
+    if alike or end > LOW * start:
+        return holds(
+            f"{told}; the use of inputs was not seen{' (no labels of rows that differ)' if alike else ''}", start=start, end=end
+        )
     for what, change in (("of another row", lambda x: x.roll(1, 0)), ("of zeros", torch.zeros_like)):
         other = batch.with_leaves({i: change(batch.leaves[i]) for i in content})
         others[what] = subject.run(other, rewind=None, backward=False).loss

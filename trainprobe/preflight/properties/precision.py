@@ -34,8 +34,7 @@ def examine(subject: Subject) -> Line:
     if reduced:
         return broken(f"the loss is computed in {name} ({reduced[0]})", **figures)
     if gap > TIMES * floor:
-        text = f"gradients under {name} are off by {gap:.2g} of their norm, rounded weights change {floor:.2g}"
-        return broken(text, **figures)
+        return broken(f"gradients under {name} are off by {gap:.2g} of their norm, {floor:.2g} is rounding", **figures)
     if off > TIMES * floor_of_loss:
         return broken(f"the loss under {name} is off by {off:.2g}", **figures)
     return holds(f"{name} changes the gradients by {gap:.2g} of their norm", **figures)

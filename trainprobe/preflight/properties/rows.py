@@ -51,9 +51,10 @@ def _coupled(subject: Subject, other: Any, gap: float) -> Line:
         return None if by_row is None else by_row[: rows - 1]
 
     place = subject.first_difference(subject.batch, other, same)
-    module = dict(subject.model.named_modules()).get(place)
+    modules, parts = dict(subject.model.named_modules()), place.split(".")
+    kinds = " ".join(type(modules.get(".".join(parts[: i + 1]))).__name__.lower() for i in range(len(parts)))
     for words, what in ((_SHARED, "batch norm"), (_CAPACITY, "experts with a capacity")):
-        if any(word in type(module).__name__.lower() for word in words):
+        if any(word in kinds for word in words):
             return by_design(f"{what} ({place}): rows change each other in training", gap=gap)
     where = f", first in {place}" if place else ""
     return broken(f"changing row {rows - 1} changes the outputs of other rows{where}", gap=gap)

@@ -42,8 +42,7 @@ def _judged(subject: Subject, before: dict[str, Any], rates: dict[int, float]) -
     predicted = sum(float((base.gradients[n].double() * m.double()).sum()) for n, m in moves.items() if n in base.gradients)
     after = subject.run(rewind=None, backward=False)
     if predicted > 0:
-        text = f"the optimizer goes uphill: its step raises the loss by {predicted:.3g} to first order"
-        return broken(text, predicted=predicted)
+        return broken(f"the optimizer goes uphill: by {predicted:.3g} of the loss to first order", predicted=predicted)
     figures = {"change": after.loss - base.loss, "predicted": predicted}
     if not figures["change"] <= 0 and subject.beyond(relative(after.loss, base.loss), LOSS):
         text = f"the loss of this batch rises from {base.loss:.4g} to {after.loss:.4g} in one step"

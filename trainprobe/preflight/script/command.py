@@ -57,8 +57,7 @@ def preflight_script(
     Nothing is trained, and nothing behind the first update runs: no checkpoint, no `finally`. Exit code: 0 nothing is broken,
     2 something is, 3 nothing could be tested.
     """
-    script = list(words or [])
-    script = script[1:] if script[:1] == ["--"] else script
+    script = [word for i, word in enumerate(words or []) if i or word != "--"]
     if not script:
         raise UsageError("nothing to run: give the script, as in `trainprobe preflight train.py --lr 3e-4`")
     options = {"only": only or (), "skip": skip or (), "seconds": seconds, "overfit": overfit, "charts": html is not None}

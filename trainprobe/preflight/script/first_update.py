@@ -16,9 +16,25 @@ from trainprobe.engine.core.guard import attempt
 from trainprobe.errors import UsageError
 from trainprobe.integrations.live_modules import live_optimizers
 from trainprobe.integrations.preflight_steps import Found, running_step
+from trainprobe.preflight.batches import TELL
 from trainprobe.preflight.script.tape import Micro, Tape
 from trainprobe.preflight.subject import differentiate
 from trainprobe.preflight.training import Training, mean_over_ranks
+
+
+class _Engine:
+    """Autograd's engine, which Megatron calls by itself. seen: is given the tensors of each backward before that runs."""
+
+    def __init__(self, engine: Any, seen: Callable[[Any], None]) -> None:
+        self._engine, self._seen = engine, seen
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def run_backward(self, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("accumulate_grad"):
+            self._seen(tensors)
+        return self._engine.run_backward(tensors, *args, **kwargs)
 
 
 class FirstUpdate:
@@ -31,20 +47,14 @@ class FirstUpdate:
     def __init__(self, ends: Callable[[Callable[[], tuple[Training, list[Any]]]], None]) -> None:
         self._ends = ends
         self._tape = Tape()
-        self.micros: list[Micro | UsageError] = []
+        self.micros: list[Micro | Exception] = []
         self._found: list[Found] = []
         self._before: list[tuple[Tensor, Tensor]] = []  # two of the weights as they were at the first backward
         self._over = False
 
     def __enter__(self) -> FirstUpdate:
-        original = torch.autograd.backward
-
-        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self._over:
-                self._backward(tensors)
-            return original(tensors, *args, **kwargs)
-
-        self._replaced = Replaced(torch.autograd, "backward", backward)
+        engine: Any = _Engine(torch.autograd.Variable._execution_engine, self._backward)
+        self._replaced = Replaced(torch.autograd.Variable, "_execution_engine", engine)
         self._hook = register_optimizer_step_pre_hook(self._steps)
         self._call = nn.modules.module.register_module_forward_pre_hook(self._called)
         self._tape.__enter__()
@@ -68,13 +78,13 @@ class FirstUpdate:
             self._found.append(found)
 
     def _backward(self, tensors: Any) -> None:
-        loss = tensors if isinstance(tensors, Tensor) else next(iter(tensors), None)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
+        loss = next(iter(tensors), None)
+        if self._over or not isinstance(loss, Tensor) or loss.numel() != 1:
             return
         if not self._before:
             trained = [p for module in self._tape.modules for p in module.parameters() if p.requires_grad]
             self._before = [(p, p.detach().clone()) for p in (*trained[:1], *trained[-1:])]
-        self.micros.append(attempt(self._tape.micro, loss, otherwise=_refused))
+        self.micros.append(attempt(self._tape.micro, loss, otherwise=lambda fault: fault))
         del self._found[len(self.micros) :]
         self._tape.forget()
 
@@ -97,8 +107,9 @@ class FirstUpdate:
         return tuple(map(ending, args)), {name: ending(x) for name, x in kwargs.items()}
 
     def _end(self, optimizer: Any) -> None:
-        if self._over or not self.micros:
-            return
+        held = [] if optimizer is None else [p.grad for group in optimizer.param_groups for p in group["params"]]
+        if self._over or not (self.micros or any(g is not None and bool(g.any()) for g in held)):
+            return  # as where an optimizer only makes its state
         self.__exit__(None, None, None)
         self._ends(lambda: self._learnt(optimizer))
 
@@ -111,7 +122,8 @@ class FirstUpdate:
             return self._found[0].make([found.batch for found in self._found])
         micros = [micro for micro in self.micros if isinstance(micro, Micro)]
         if not micros:
-            raise next(fault for fault in self.micros if isinstance(fault, UsageError))
+            unseen = UsageError(f"no backward was seen before the first update: {TELL}")
+            raise next((fault for fault in self.micros if isinstance(fault, Exception)), unseen)
         return _of_loop([micro if optimizer is None else micro.checked() for micro in micros])
 
 
@@ -129,10 +141,6 @@ def _holders(training: Training, first: Any) -> list[Any]:
         if all(groups is not other.param_groups for other in found) and any(id(p) in ours for g in groups for p in g["params"]):
             found.append(optimizer)
     return found
-
-
-def _refused(fault: Exception) -> UsageError:
-    return fault if isinstance(fault, UsageError) else UsageError(f"the loss of this loop cannot be made again: {fault}")
 
 
 def _of_loop(micros: list[Micro]) -> Training:
