@@ -363,3 +363,35 @@ def test_a_pipe_that_nobody_reads_gets_no_other_answer(tmp_path):
     command = f"{sys.executable} -m trainprobe preflight --only start train.py 0.1 | true"
     done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert "cannot be run again" not in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def test_a_backward_of_the_engine_itself_is_seen_as_megatron_makes_it():
+    def loop(own):
+        model = Text()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x, y = tokens()
+        loss = model(x, y)[1]
+        own.append(loss.detach().clone())
+        engine = torch.autograd.Variable._execution_engine
+        given = {"keep_graph": False, "create_graph": False, "inputs": (), "allow_unreachable": True, "accumulate_grad": True}
+        engine.run_backward(tensors=(loss,), grad_tensors=(torch.ones_like(loss),), **given)
+        optimizer.step()
+
+    before = torch.autograd.Variable._execution_engine
+    training, _, own = learnt(loop)
+    assert torch.equal(scalar_of(training.loss(training.model, training.micros[0])), own[0])
+    assert torch.autograd.Variable._execution_engine is before
+
+
+def test_an_update_whose_backward_was_not_seen_trains_nothing():
+    def loop(own):
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        optimizer.step()  # as what makes the state of an optimizer does
+        model.weight.grad = torch.ones(1, 2)
+        optimizer.step()
+
+    with pytest.raises(UsageError, match="no backward was seen before the first update"):
+        learnt(loop)

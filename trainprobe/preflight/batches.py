@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from copy import copy
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -17,6 +18,10 @@ from trainprobe.engine.core.guard import attempt
 from trainprobe.errors import UsageError
 
 IGNORED = -100
+TELL = """tell it by
+    def loss(model, batch):
+        return criterion(model(batch[0]), batch[1])  # the scalar of one batch, of tensors whose rows come first
+    print(trainprobe.preflight(loss, model, batch))"""
 _NAMES = {
     "mask": r"(attention|padding|pad|src|input|encoder_attention)?_?mask",
     "labels": r"(.*_)?(labels?|targets?|lm_labels|ys?)",
@@ -28,7 +33,11 @@ _NAMES = {
 
 
 class Batch:
-    """A batch of tensors in nested containers. rows: how many samples it has, 0 where no tensor has a dimension of rows."""
+    """A batch of tensors in nested containers. rows: how many samples it has. leaves: its tensors, rows first.
+
+    by_row: which of them have rows. time: (steps, rows) where time is the first dimension, else None. There tensors are turned,
+    and `tree` turns them back.
+    """
 
     def __init__(self, tree: Any) -> None:
         flat, self._form = tree_flatten_with_path(_plain(tree))
@@ -36,70 +45,78 @@ class Batch:
         self.leaves = [leaf for _, leaf in flat]
         sizes = Counter(x.shape[0] for x in self.leaves if isinstance(x, Tensor) and x.dim())
         if not sizes:
-            raise UsageError(f"the batch is a {type(tree).__name__} without a tensor: give tensors, or a dict or tuple of them")
-        self.rows = max(sizes, key=lambda size: (sizes[size], size))
-        self.no_rows = ""  # why there are none
+            raise UsageError(f"the batch is a {type(tree).__name__} without a tensor: {TELL}")
+        self.time = self._time_first()
+        self.rows = self.time[1] if self.time else max(sizes, key=lambda size: (sizes[size], size))
+        self._turned = {i: self.leaves[i].shape for i, x in enumerate(self.leaves) if self.time and isinstance(x, Tensor)}
+        self.leaves = [x if i not in self._turned else self.rows_first(x) for i, x in enumerate(self.leaves)]
         self.by_row = [i for i, x in enumerate(self.leaves) if isinstance(x, Tensor) and x.dim() and x.shape[0] == self.rows]
 
-        if self._is_time_first():
-            self.rows, self.by_row, self.no_rows = 0, [], "the first dimension of its tokens is time"
+    def _time_first(self) -> tuple[int, int] | None:
+        """Return (time, rows) where labels of whole numbers are the tokens one place further along the first dimension."""
+        whole = [x for x in self.leaves if isinstance(x, Tensor) and x.dim() and not _is_float(x) and x.dtype != torch.bool]
+        texts = [(x, y) for x in whole for y in whole if x is not y and x.dim() == 2 and len(x) > 2 and x.numel() == y.numel()]
+        later = (x for x, y in texts if torch.equal(x[1:], y.reshape(x.shape)[:-1]) and not torch.equal(x[1:], x[:-1]))
+        return next(((x.shape[0], x.shape[1]) for x in later), None)
 
-    def _is_time_first(self) -> bool:
-        """Tell whether the labels of whole numbers are the tokens one place further along the first dimension."""
-        texts = [self.leaves[i] for i in self.by_row if self._is_text(i)]
-        later = ((x, y) for x in texts for y in texts if x is not y and x.shape == y.shape and len(x) > 2)
-        return any(torch.equal(x[1:], y[:-1]) for x, y in later)
+    def rows_first(self, x: Tensor) -> Tensor:
+        """Return a tensor [time, rows, …], [time · rows, …] or [layers, rows, …] of this batch with its rows first."""
+        if self.time and x.dim() and x.shape[0] == self.time[0] * self.rows:
+            x = x.reshape(*self.time, *x.shape[1:])
+        return x.transpose(0, 1) if self.time and x.dim() > 1 and x.shape[1] == self.rows else x
 
     def tree(self) -> Any:
         """Return the containers again, with copies of the tensors."""
         leaves = [x.detach().clone() if isinstance(x, Tensor) else x for x in self.leaves]
+        for i, shape in self._turned.items():
+            flat = len(shape) < leaves[i].dim()
+            turned = leaves[i].transpose(0, 1) if i in self.by_row and leaves[i].dim() > 1 else leaves[i]
+            leaves[i] = turned.flatten(0, 1) if flat else turned.contiguous()
         return tree_unflatten(leaves, self._form)
 
     def with_leaves(self, changed: Mapping[int, Tensor]) -> Batch:
         """Return a batch in which some tensors are others."""
-        leaves = [changed.get(i, leaf) for i, leaf in enumerate(self.leaves)]
-        return Batch(tree_unflatten(leaves, self._form))
+        self.roles  # noqa: B018  are those of this batch in the other, too
+        other = copy(self)
+        other.leaves = [changed.get(i, leaf) for i, leaf in enumerate(self.leaves)]
+        other.rows = len(other.leaves[self.by_row[0]])
+        if (tokens := other.of("tokens")) is not None and self.time:
+            other.time = (tokens.shape[1], other.rows)
+        return other
 
     def to(self, dtype: torch.dtype) -> Batch:
         """Return a batch whose floating-point tensors have this dtype."""
-        return self.with_leaves(
-            {i: x.to(dtype) for i, x in enumerate(self.leaves) if isinstance(x, Tensor) and x.is_floating_point()}
-        )
-
-    # ---- rows ----------------------------------------------------------------------------------------------------------
+        held = {i: x for i, x in enumerate(self.leaves) if isinstance(x, Tensor) and x.is_floating_point()}
+        return self.with_leaves({i: x.to(dtype) for i, x in held.items()})
 
     def take(self, rows: Sequence[int]) -> Batch:
         """Return some of the rows, in this order."""
         return self.with_leaves({i: self.leaves[i][list(rows)] for i in self.by_row})
+
+    def reversed(self) -> Batch:
+        """Return the batch from its last row to its first."""
+        return self.take(range(self.rows - 1, -1, -1))
 
     def split(self, count: int) -> list[Batch]:
         """Return so many micro-batches of neighbouring rows, whose sizes differ by one row at most."""
         bounds = [self.rows * i // count for i in range(count + 1)]
         return [self.take(range(a, b)) for a, b in pairwise(bounds)]
 
-    # ---- what the tensors are ------------------------------------------------------------------------------------------
-
     @cached_property
     def roles(self) -> dict[str, int]:
         """Return role → place of the tensor: tokens, labels, mask, positions, documents, types."""
         found: dict[str, int] = {}
         for role, pattern in _NAMES.items():
-            for i in self.by_row:
-                last = re.split(r"[.\[\]]+", self.paths[i].rstrip("]"))[-1]
-                if (
-                    role not in found
-                    and i not in found.values()
-                    and re.fullmatch(pattern, last.lower())
-                    and self._may_be(role, i)
-                ):
-                    found[role] = i
-        if "tokens" not in found:
-            whole = [i for i in self.by_row if i not in found.values() and self._is_text(i)]
-            found |= {"tokens": whole[0]} if whole else {}
-        if "labels" not in found:
-            left = [i for i in self.by_row if i not in found.values() and not _is_float(self.leaves[i])]
-            found |= {"labels": left[0]} if len(left) == 1 and len(self.by_row) > 1 else {}
-        return found
+            free = (i for i in self.by_row if i not in found.values())
+            fits = [i for i in free if re.fullmatch(pattern, self._key(i)) and self._may_be(role, i)]
+            found |= {role: fits[0]} if fits else {}
+        texts = [i for i in self.by_row if i not in found.values() and self._is_text(i)]
+        found = {"tokens": texts[0], **found} if texts else found
+        left = [i for i in self.by_row if i not in found.values() and not _is_float(self.leaves[i])]
+        return {"labels": left[0], **found} if len(left) == 1 and len(self.by_row) > 1 else found
+
+    def _key(self, i: int) -> str:
+        return re.split(r"[.\[\]]+", self.paths[i].rstrip("]"))[-1].lower()
 
     def _may_be(self, role: str, i: int) -> bool:
         x = self.leaves[i]
@@ -124,44 +141,51 @@ class Batch:
     def targets(self) -> int:
         """Return how many labels are not ignored; the rows where labels do not stand in time."""
         labels = self.of("labels")
-        return (
-            int((labels != IGNORED).sum()) if labels is not None and labels.dim() > 1 and not _is_float(labels) else self.rows
-        )
+        in_time = labels is not None and labels.dim() > 1 and not _is_float(labels)
+        return int((labels != IGNORED).sum()) if in_time else self.rows
 
     def tokens(self) -> int:
         """Return how many tokens the mask lets through; all of them without one."""
         mask, tokens = self.of("mask"), self.of("tokens")
         return int(mask.sum()) if mask is not None else tokens.numel() if tokens is not None else self.rows
 
-    # ---- what is changed -----------------------------------------------------------------------------------------------
-
     def with_role(self, role: str, tensor: Tensor) -> Batch:
         """Return a batch in which the tensor of a role is another one."""
         return self.with_leaves({self.roles[role]: tensor})
 
-    def other_tokens(self, where: Tensor, seed: int = 0) -> Tensor:
+    def other_tokens(self, where: Tensor) -> Tensor:
         """Return the tokens with other ones, of those that the batch has, in these places, a mask [rows, time]."""
         tokens = self.leaves[self.roles["tokens"]]
         known = tokens.unique()
-        generator = torch.Generator().manual_seed(seed)
-        step = torch.randint(1, max(len(known), 2), tokens.shape, generator=generator).to(tokens.device)
-        at = torch.searchsorted(known, tokens)
+        step = torch.randint(1, max(len(known), 2), tokens.shape, generator=torch.Generator().manual_seed(0)).to(tokens.device)
+        at = torch.searchsorted(known, tokens.contiguous())
         return torch.where(where, known[(at + step) % len(known)], tokens)
+
+    def with_other_last(self) -> Batch:
+        """Return a batch whose last row has the inputs of the first, larger where they are no tokens, and no target in time."""
+        changed: dict[int, Tensor] = {}
+        for i in self.by_row:
+            is_label = i == self.roles.get("labels")
+            if is_label and self.text_labels is None:
+                continue
+            changed[i] = x = self.leaves[i].clone()
+            x[-1] = IGNORED if is_label else x[0]
+            if x.is_floating_point():  # what is taken from the largest row is seen
+                x[-1] += 2 * x.abs().max()
+        return self.with_leaves(changed)
 
     def padded(self, columns: int, left: bool) -> Batch:
         """Return a batch with so many more columns of padding: the mask is 0 there and labels are ignored."""
         tokens, mask = self.of("tokens"), self.of("mask")
         assert tokens is not None
         pad = tokens[mask == 0][0] if mask is not None and bool((mask == 0).any()) else tokens.flatten()[0]
-        changed: dict[int, Tensor] = {}
+        changed, fills = dict[int, Tensor](), {"tokens": pad, "labels": IGNORED, "mask": 0}
         for i in self.by_row:
             x = self.leaves[i]
             if x.dim() < 2 or x.shape[1] != tokens.shape[1]:
                 continue
-            role = next((name for name, place in self.roles.items() if place == i), "")
-            edge = x[:, :1] if left else x[:, -1:]
-            fill = {"tokens": pad, "labels": IGNORED, "mask": 0}.get(role)
-            more = edge.expand(-1, columns, *x.shape[2:]).clone()
+            more = (x[:, :1] if left else x[:, -1:]).expand(-1, columns, *x.shape[2:]).clone()
+            fill = next((fills[name] for name, place in self.roles.items() if place == i and name in fills), None)
             more = more if fill is None else torch.full_like(more, int(fill))
             changed[i] = torch.cat([more, x] if left else [x, more], dim=1)
         return self.with_leaves(changed)
@@ -171,19 +195,13 @@ def joined(micros: list[Any]) -> Any:
     """Return the rows of all micro-batches as one batch, padded to one length; the first where they cannot be joined."""
     batches = [Batch(micro) for micro in micros]
     longest = max((tokens.shape[1] for b in batches if (tokens := b.of("tokens")) is not None), default=0)
-    even = [_lengthened(batch, longest) for batch in batches]
-    first = even[0]
-    whole = attempt(
-        lambda: first.with_leaves({i: torch.cat([batch.leaves[i] for batch in even]) for i in first.by_row}),
-        otherwise=lambda _: first,
-    )
-    return whole.tree()
+    lengths = [longest if tokens is None else tokens.shape[1] for tokens in (b.of("tokens") for b in batches)]
+    even = [b.padded(longest - n, left=False) if n < longest else b for b, n in zip(batches, lengths, strict=True)]
 
+    def whole() -> Batch:
+        return even[0].with_leaves({i: torch.cat([batch.leaves[i] for batch in even]) for i in even[0].by_row})
 
-def _lengthened(batch: Batch, longest: int) -> Batch:
-    tokens = batch.of("tokens")
-    missing = 0 if tokens is None else longest - tokens.shape[1]
-    return batch.padded(missing, left=False) if missing > 0 else batch
+    return attempt(whole, otherwise=lambda _: even[0]).tree()
 
 
 def _is_float(x: Any) -> bool:

@@ -6,12 +6,15 @@ import importlib
 import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from math import isfinite
 from typing import Any
 
 from trainprobe.engine.core.guard import attempt, fault_text
 from trainprobe.engine.training_guard import TrainingGuard
 from trainprobe.errors import UsageError, did_you_mean
-from trainprobe.preflight.properties import ORDER
+from trainprobe.preflight.batches import Batch
+from trainprobe.preflight.page import charts as charts_of
+from trainprobe.preflight.properties import EXTRA, ORDER
 from trainprobe.preflight.report import NOT_REACHED, Line, Report, broken, not_applicable
 from trainprobe.preflight.subject import Subject
 
@@ -29,6 +32,8 @@ def preflight(
     only: Collection[str] = (),
     skip: Collection[str] = (),
     seconds: float = 60.0,
+    overfit: bool = False,
+    charts: bool = False,
 ) -> Report:
     """Test what a loss and a model do on one batch, and give back every bit of their state.
 
@@ -37,9 +42,11 @@ def preflight(
     runs forward and backward of each micro-batch as the trainer does, without the update, and returns the loss that is
     reported; by default every loss is divided by the number of micro-batches. micro_batches: how many of them the trainer
     accumulates. optimizer: one or a list. only, skip: names of properties. seconds: after which no further property begins.
+    overfit: whether the batch is trained on for 20 steps, which are undone. charts: whether the report has charts of
+    what changes with what: see `trainprobe.preflight.page`.
     Raises UsageError for arguments that have no meaning, and what the loss itself raises.
     """
-    wanted = checked(only, skip)
+    wanted = checked(only, skip, overfit)
     optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [] if optimizer is None else [optimizer]
     if not callable(getattr(model, "named_parameters", None)):
         raise UsageError(f"the model is a {type(model).__name__}, not a torch.nn.Module: preflight(loss, model, batch)")
@@ -47,40 +54,37 @@ def preflight(
         raise UsageError("the model has no parameter that is trained: preflight(loss, model, batch)")
     start = time.monotonic()
     with TrainingGuard(model, optimizers) as guard:
-        subject = Subject(loss, model, batch, guard, step=step, micro_batches=micro_batches, optimizers=optimizers)
-        subject.deadline = start + seconds
+        subject = Subject(loss, model, Batch(batch), guard)
+        subject.step, subject.micro_batches, subject.optimizers = step, micro_batches, optimizers
         subject.measure()
-        lines = [_tested(name, subject) for name in ORDER if name in wanted]
-    return Report(lines, subject.passes, round(time.monotonic() - start, 3), subject.floor)
+        lines = [_tested(name, subject, start + seconds) for name in wanted]
+        subject.now = "charts"
+        drawn = attempt(charts_of, subject, otherwise=lambda _: {}) if charts and subject.base.finite else {}
+    floor = max(subject.eps, *vars(subject).get("floors", [0.0])[:1])
+    return Report(lines, sum(map(subject.passes, subject.rows_run)), round(time.monotonic() - start, 3), floor, drawn)
 
 
-def checked(only: Collection[str], skip: Collection[str]) -> list[str]:
-    """Return the properties that are wanted. Raises UsageError for a name that none has."""
+def checked(only: Collection[str], skip: Collection[str], overfit: bool = False) -> list[str]:
+    """Return the properties that are wanted, in the order of their value. Raises UsageError for a name that none has."""
+    every = [*ORDER, *EXTRA]
     for name in (*only, *skip):
-        if name not in ORDER:
-            raise UsageError(f"there is no property {name!r}{did_you_mean(name, list(ORDER))} (there are {', '.join(ORDER)})")
-    return [name for name in ORDER if (not only or name in only) and name not in skip]
+        if name not in every:
+            raise UsageError(f"there is no property {name!r}{did_you_mean(name, every)} (there are {', '.join(every)})")
+    asked = only or (every if overfit else ORDER)
+    return [name for name in every if (name in asked or (overfit and name in EXTRA)) and name not in skip]
 
 
-def _tested(name: str, subject: Subject) -> Line:
-    base = subject.base
+def _tested(name: str, subject: Subject, end: float) -> Line:
+    base, subject.now = subject.base, name
     if not base.finite:
-        what = (
-            f"the loss is {base.loss}"
-            if base.loss != base.loss or abs(base.loss) == float("inf")
-            else "a gradient is not finite"
-        )
+        what = "a gradient is not finite" if isfinite(base.loss) else f"the loss is {base.loss}"
         line = broken(what) if name == "start" else not_applicable(what)
-    elif subject.floor > UNREPEATABLE and name not in ("start", "determinism", "update"):
-        line = not_applicable(f"two runs of this step from one state differ by {subject.floor:.1%}: see determinism")
-    elif not subject.in_time():
+    elif subject.twice > UNREPEATABLE < subject.floors[0] and name not in ("start", "determinism", "update"):
+        line = not_applicable(f"two runs of this step from one state differ by {subject.floors[0]:.1%}: see determinism")
+    elif time.monotonic() > end:
         line = Line(NOT_REACHED, "the time was over: --seconds")
     else:
         examine = importlib.import_module(f"trainprobe.preflight.properties.{name}").examine
-        line = attempt(examine, subject, otherwise=_untested)
+        line = attempt(examine, subject, otherwise=lambda fault: not_applicable(f"it could not be tested, {fault_text(fault)}"))
         subject.guard.rewind()
-    return replace(line, name=name)
-
-
-def _untested(fault: Exception) -> Line:
-    return not_applicable(f"it could not be tested, {fault_text(fault)}")
+    return replace(line, name=name, passes=subject.passes(name))

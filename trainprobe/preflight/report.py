@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from trainprobe.comparison.verdict import Verdict
 
 HOLDS, BROKEN, NOT_APPLICABLE, BY_DESIGN, NOT_REACHED = "holds", "BROKEN", "not applicable", "by design", "not reached"
-_MARKS = {HOLDS: "green", BROKEN: "bold red", NOT_APPLICABLE: "dim", BY_DESIGN: "cyan", NOT_REACHED: "yellow"}
+COLOURS = {HOLDS: "green", BROKEN: "bold red", NOT_APPLICABLE: "dim", BY_DESIGN: "cyan", NOT_REACHED: "yellow"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,35 +23,19 @@ class Line:
     figures: dict[str, float] = field(default_factory=dict)
     """The numbers behind the text; distances are relative to the larger of both sides."""
     name: str = ""
-    """The property: split, padding, causality, rows, gradient, start, determinism, precision, update or input."""
-
-    @property
-    def colour(self) -> str:
-        """Style of the line on a terminal."""
-        return _MARKS[self.status]
+    """The property: split, padding, causality, rows, gradient, start, determinism, precision, update, input or overfit."""
+    passes: int = 0
+    """How often the step was run for it, forward or forward and backward."""
 
     def __str__(self) -> str:
         return f"{self.name:<12} {self.status}{f': {self.text}' if self.text else ''}"
 
 
-def holds(text: str = "", **figures: float) -> Line:
-    """The property was tested and holds."""
-    return Line(HOLDS, text, figures)
+def _said(status: str) -> Callable[..., Line]:
+    return lambda text="", **figures: Line(status, text, figures)
 
 
-def broken(text: str, **figures: float) -> Line:
-    """The property was tested and does not hold."""
-    return Line(BROKEN, text, figures)
-
-
-def not_applicable(why: str) -> Line:
-    """The property cannot be tested here."""
-    return Line(NOT_APPLICABLE, why)
-
-
-def by_design(text: str, **figures: float) -> Line:
-    """The property does not hold, and what was seen says that this is meant."""
-    return Line(BY_DESIGN, text, figures)
+holds, broken, not_applicable, by_design = map(_said, (HOLDS, BROKEN, NOT_APPLICABLE, BY_DESIGN))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +45,14 @@ class Report:
     lines: Sequence[Line]
     """One for each property, in the order of their value."""
     passes: int = 0
-    """How often the step was run."""
+    """How often the step was run in all."""
     seconds: float = 0.0
     """How long that took."""
     floor: float = 0.0
-    """Relative distance of two gradients of the same step, with another order of sums."""
+    """What is rounding: relative distance of two gradients with another order of sums, if it was needed, at least a unit."""
+
+    charts: dict[str, list[list[float]]] = field(default_factory=dict)
+    """time, rows → how far outputs (columns) move when inputs (rows) are others, as a share of the largest; where asked for."""
 
     @property
     def broken(self) -> list[Line]:
@@ -87,15 +74,8 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """Return the document that `--json` writes; its schema is docs/preflight.schema.json."""
-        verdict = self.verdict
-        return {
-            "code": verdict.code,
-            "sentence": verdict.sentence,
-            "passes": self.passes,
-            "seconds": self.seconds,
-            "floor": self.floor,
-            "properties": [asdict(line) for line in self.lines],
-        }
+        told = {"passes": self.passes, "seconds": self.seconds, "floor": self.floor}
+        return {"code": self.verdict.code, "sentence": self.verdict.sentence, **told, "properties": [*map(asdict, self.lines)]}
 
     def __str__(self) -> str:
         return "\n".join([*map(str, self.lines), self.verdict.sentence])

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import isfinite
 from typing import Any
 
@@ -14,14 +15,16 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_flatten
 
+from trainprobe.engine.capture.step_modes import RANDOM, Quiet, Reordered
 from trainprobe.engine.core.guard import attempt
 from trainprobe.engine.training_guard import TrainingGuard
 from trainprobe.errors import UsageError
 from trainprobe.preflight.batches import Batch
-from trainprobe.preflight.modes import RANDOM, Quiet, Reordered
 
+Step = Callable[[Any, Any], Any]
 _MOST_NODES = 200  # of autograd's graph behind the logits
 MARGIN = 32  # times the measured floor
+GRADIENT, LOSS, LOGITS = range(3)  # places in `Subject.floors`
 _DROPS = (
     "dropout",
     "alphadropout",
@@ -38,22 +41,22 @@ _DROPS = (
 class Seen:
     """What one run of the step gave.
 
-    loss: its value. gradients: parameter → gradient, of those that have one. logits: the last output of a module with rows,
-    through which the loss has a gradient; slope: that gradient. outputs: (module, its first tensor with rows), in order of the
-    calls, where asked for. calls: modules that ran. names: function of torch → calls; dtypes: function → those of its results.
-    reductions: operation between the logits and the loss → dtype of its result. unit: of the loss in its last place.
+    loss: its value; unit: of its last place. gradients: parameter → gradient, of those that have one. logits: the last output
+    with rows through which the loss has a gradient; slope: that gradient. names: function of torch → calls; dtypes: function →
+    those of its results. reductions: operation between the logits and the loss → dtype of its result. outputs: (module, its
+    first tensor with rows), in order of the calls, where asked for. calls: modules that ran.
     """
 
     loss: float
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    logits: Tensor | None = None
-    slope: Tensor | None = None
-    outputs: list[tuple[str, Tensor]] = field(default_factory=list)
-    calls: set[str] = field(default_factory=set)
+    unit: float = 0.0
     names: dict[str, int] = field(default_factory=dict)
     dtypes: dict[str, set[torch.dtype]] = field(default_factory=dict)
     reductions: dict[str, torch.dtype] = field(default_factory=dict)
-    unit: float = 0.0
+    outputs: list[tuple[str, Tensor]] = field(default_factory=list)
+    calls: set[str] = field(default_factory=set)
+    logits: Tensor | None = None
+    slope: Tensor | None = None
 
     @property
     def finite(self) -> bool:
@@ -64,43 +67,46 @@ class Seen:
 class Subject:
     """A loss, a model and a batch, with the state that every run begins with."""
 
-    def __init__(
-        self,
-        loss: Callable[[Any, Any], Any],
-        model: nn.Module,
-        batch: Any,
-        guard: TrainingGuard,
-        *,
-        step: Callable[[Any, list[Any]], Any] | None = None,
-        micro_batches: int = 1,
-        optimizers: Sequence[Any] = (),
-    ) -> None:
-        self.loss, self.model, self.guard = loss, model, guard
-        self.batch = batch if isinstance(batch, Batch) else Batch(batch)
-        self.step, self.micro_batches, self.optimizers = step, micro_batches, list(optimizers)
+    def __init__(self, loss: Step, model: nn.Module, batch: Batch, guard: TrainingGuard) -> None:
+        self.loss, self.model, self.batch, self.guard = loss, model, batch, guard
+        self.step: Step | None = None
+        self.micro_batches, self.optimizers = 1, list[Any]()
         self.names = {id(module): name or "the model" for name, module in model.named_modules()}
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.passes = 0
-        self.deadline = float("inf")
+        self.rows_run = Counter[str]()  # property → rows that were run for it
+        self.now = "at the start"
         self.base = Seen(0.0)
+        self.twice, self.repeats = 0.0, True  # distance of two runs from one state, and whether it is none
+        self.order_is_free = False  # whether it was seen that the order of the rows does not matter
         self.draws = ""  # the functions whose random numbers change the step, dropout apart
-        self.floor = self.loss_floor = self.logits_floor = 0.0
 
     def measure(self) -> None:
-        """Run the step as it is, and with another order of sums: how far both are apart is what rounding does here."""
+        """Run the step as it is, and once more from what a checkpoint would bring back."""
         self.base = self.run()
         drawn = self.guard.drawn()
         if not self.base.finite:
             return
+        again = self.run(rewind=False)
+        self.twice = apart(self.base, again)
+        self.repeats = self.twice == 0 and again.loss == self.base.loss
         if drawn and self.differs(self.run(seed=1)):
             self.draws = ", ".join(sorted(RANDOM & self.base.names.keys())) or "outside of torch's functions"
-        again = attempt(lambda: self.run(modes=Reordered()), otherwise=lambda _: None) or self.run(self.reversed_rows())
-        self.floor, self.loss_floor = apart(self.base, again), relative(self.base.loss, again.loss)
-        self.logits_floor = distance(self.base.logits, again.logits) if _alike(self.base.logits, again.logits) else 0.0
 
-    def reversed_rows(self) -> Batch:
-        """Return the batch from its last row to its first."""
-        return self.batch.take(range(self.batch.rows - 1, -1, -1))
+    @cached_property
+    def floors(self) -> tuple[float, float, float]:
+        """What another order of sums changes, relative: gradients, loss, logits. It is run where it is asked for first."""
+        again = attempt(lambda: self.run(modes=Reordered()), otherwise=lambda _: None) or self.run(self.batch.reversed())
+        one, two = self.base.logits, again.logits
+        gap = distance(one, two) if one is not None and two is not None and one.shape == two.shape else 0.0
+        return apart(self.base, again), relative(self.base.loss, again.loss), gap
+
+    @cached_property
+    def other_row(self) -> tuple[Batch, Seen, bool]:
+        """The batch with another last row, whose labels in time are ignored; its run, and whether that is finite."""
+        other = self.batch.with_other_last()
+        seen = self.run(other)
+        finite, seen.gradients = seen.finite, {}
+        return other, seen, finite
 
     @property
     def eps(self) -> float:
@@ -108,15 +114,18 @@ class Subject:
         kinds = {p.dtype for p in self.parameters.values()} | {x.dtype for x in [self.base.logits] if x is not None}
         return max((torch.finfo(kind).eps for kind in kinds if kind.is_floating_point), default=1e-7)
 
-    def tolerance(self, measured: float) -> float:
-        """Return what a relative distance may be: a multiple of the floor, which is at least the resolution of the dtype."""
-        return MARGIN * max(measured, self.eps)
+    def beyond(self, gap: float, what: int = GRADIENT, times: float = 1.0) -> bool:
+        """Tell whether a relative distance is more than rounding: so many times the tolerance, a multiple of the floor.
+
+        what: GRADIENT, LOSS or LOGITS. The floor is at least the resolution of the dtype, and is measured where that is passed.
+        """
+        margin = MARGIN * times
+        return gap > margin * self.eps and gap > margin * self.floors[what]
 
     def differs(self, seen: Seen) -> bool:
         """Tell whether the gradients or losses of a run differ from those of the base by more than rounding."""
-        base = self.base
-        return relative(base.loss, seen.loss) > self.tolerance(self.loss_floor) or (
-            bool(seen.gradients) and apart(base, seen) > self.tolerance(self.floor)
+        return self.beyond(relative(self.base.loss, seen.loss), LOSS) or (
+            bool(seen.gradients) and self.beyond(apart(self.base, seen))
         )
 
     def run(
@@ -125,30 +134,30 @@ class Subject:
         *,
         backward: bool = True,
         rewind: bool | None = True,
-        dropout: bool = False,
+        evaluate: bool = False,
         seed: int | None = None,
-        training: bool | None = None,
         modes: AbstractContextManager[Any] | None = None,
         outputs: bool = False,
+        wide: bool = False,
     ) -> Seen:
         """Run the step once and return what it gave.
 
-        rewind: None leaves all state as it is, False the attributes of modules.
-        dropout: leave it on. training: mode of the model, by default its own. outputs: keep those of all modules.
+        rewind: None leaves all state as it is, False the attributes of modules. evaluate: as in evaluation, dropout as it is
+        there. outputs: keep those of all modules. wide: of a model in float64, casts to float32 are casts to it.
         """
-        self.passes += 1
+        self.rows_run[self.now] += (batch or self.batch).rows
         if rewind is not None:
             self.guard.rewind(attributes=rewind)
-        self.guard.clear_gradients()
-        if training is not None:
-            self.model.train(training)
+        if evaluate:
+            self.model.eval()
         if seed is not None:
             self.guard.reseed(seed)
+        self.guard.clear_gradients()
         reductions: dict[str, torch.dtype] = {}
-        quiet, watch = Quiet(dropout), _Watch(self.names, (batch or self.batch).rows, outputs)
+        quiet, watch = Quiet(evaluate, wide), _Watch(self.names, batch or self.batch, outputs)
         with ExitStack() as stack:
-            stack.enter_context(_paths_kept(self.model) if not dropout else nullcontext())
-            stack.enter_context(watch)
+            stack.enter_context(_paths_kept(self.model) if not evaluate else nullcontext())
+            stack.callback(register_module_forward_hook(watch.returned).remove)
             stack.enter_context(modes or nullcontext())
             stack.enter_context(quiet)
             stack.enter_context(torch.enable_grad() if backward else torch.no_grad())
@@ -158,48 +167,38 @@ class Subject:
                     raise UsageError("the loss has no graph: it depends on no parameter that is trained")
                 reductions = watch.behind_the_logits(loss)
                 differentiate(loss, self.parameters.values())
-        gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
-        self.guard.clear_gradients()
-        value, unit = float(loss.detach()), abs(float(loss.detach())) * torch.finfo(loss.dtype).eps
-        return watch.seen(Seen(value, gradients, None, None, [], set(), dict(quiet.names), quiet.dtypes, reductions, unit))
+        value = float(loss.detach())
+        known = abs(value) * torch.finfo(loss.dtype).eps, dict(quiet.names), quiet.dtypes, reductions
+        return Seen(value, self._taken(), *known, watch.outputs, watch.calls, *watch.last())
 
-    def accumulate(self, micros: list[Batch]) -> tuple[float | None, dict[str, Tensor]]:
+    def accumulate(self, step: Step, micros: list[Batch]) -> tuple[float | None, dict[str, Tensor]]:
         """Run the micro-batches as the trainer does: the loss that it reports and the gradients that it leaves."""
-        self.passes += len(micros)
+        self.rows_run[self.now] += self.batch.rows
         self.guard.rewind()
         self.guard.clear_gradients()
         with as_tested(self.model):
-            reported = (self.step or self._mean_of)(self.model, [micro.tree() for micro in micros])
+            reported = step(self.model, [micro.tree() for micro in micros])
+        value = attempt(scalar_of, reported.detach(), otherwise=lambda _: None) if isinstance(reported, Tensor) else reported
+        return (None if value is None else float(value)), self._taken()
+
+    def _taken(self) -> dict[str, Tensor]:
         gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
         self.guard.clear_gradients()
-        value = attempt(scalar_of, reported.detach(), otherwise=lambda _: None) if isinstance(reported, Tensor) else reported
-        return (None if value is None else float(value)), gradients
+        return gradients
 
-    def _mean_of(self, model: Any, micros: list[Any]) -> float:
-        total = 0.0
-        for micro in micros:
-            part = scalar_of(self.loss(model, micro)) / len(micros)
-            differentiate(part, self.parameters.values())
-            total += float(part.detach())
-        return total
-
-    def in_time(self) -> bool:
-        """Return whether the budget of seconds is not yet used."""
-        return time.monotonic() < self.deadline
+    def passes(self, name: str) -> int:
+        """Return how often the step was run for a property, forward or forward and backward; micro-batches make one pass."""
+        return round(self.rows_run[name] / self.batch.rows)
 
     def first_difference(
-        self, one: Batch | Seen, other: Batch | Seen, same: Callable[[Tensor, int], Tensor | None], **how: Any
+        self, one: Batch | Seen, other: Batch | Seen, same: Callable[[Tensor], Tensor | None] = lambda x: x
     ) -> str:
-        """Return the name of the first module whose output differs between two runs, where it should not.
-
-        same: returns of an output, and whether it is of the first run (0) or the second (1), what must be equal.
-        """
-        a, b = (x if isinstance(x, Seen) else self.run(x, backward=False, outputs=True, **how) for x in (one, other))
+        """Return the name of the first module whose output differs between two runs. same: what must be equal of an output."""
+        a, b = (x if isinstance(x, Seen) else self.run(x, backward=False, outputs=True) for x in (one, other))
         for (name, x), (_, y) in zip(a.outputs, b.outputs, strict=False):
-            left, right = (attempt(same, z, side, otherwise=lambda _: None) for side, z in enumerate((x, y)))
-            if left is None or right is None or not _alike(left, right):
-                continue
-            if distance(left, right) > self.tolerance(self.logits_floor):
+            left, right = (attempt(same, z, otherwise=lambda _: None) for z in (x, y))
+            alike = left is not None and right is not None and left.shape == right.shape
+            if alike and self.beyond(distance(left, right), LOGITS):
                 return name
         return ""
 
@@ -207,35 +206,20 @@ class Subject:
 class _Watch:
     """Sees the outputs of modules while a step runs."""
 
-    def __init__(self, names: dict[int, str], rows: int, keep: bool) -> None:
-        self._names, self._rows, self._keep = names, rows, keep
-        self._handle: Any = None
+    def __init__(self, names: dict[int, str], batch: Batch, keep: bool) -> None:
+        self._names, self._batch, self._keep, self._over = names, batch, keep, False
         self._last: Tensor | None = None
-        self._outputs: list[tuple[str, Tensor]] = []
-        self._calls: set[str] = set()
-        self._over = False
+        self.outputs, self.calls = list[tuple[str, Tensor]](), set[str]()
 
-    def __enter__(self) -> _Watch:
-        self._handle = register_module_forward_hook(self._returned)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._handle.remove()
-
-    def _returned(self, module: nn.Module, _: Any, output: Any) -> None:
+    def returned(self, module: nn.Module, _: Any, output: Any) -> None:
         if self._over:
             return
         name = self._names.get(id(module), "")
-        self._calls.add(name)
-        found = _main_tensor(output, self._rows)
-        if found is None:
-            return
-        if self._keep and name:
-            self._outputs.append((name, found.detach().clone()))
-        if found.requires_grad and not found.is_leaf:
-            found.retain_grad()
-            self._last = found
-        elif not torch.is_grad_enabled():
+        self.calls.add(name)
+        found = _main_tensor(output, self._batch)
+        if found is not None and self._keep and name:
+            self.outputs.append((name, self._batch.rows_first(found.detach()).clone()))
+        if found is not None and (not torch.is_grad_enabled() or (found.requires_grad and not found.is_leaf)):
             self._last = found
 
     def behind_the_logits(self, loss: Tensor) -> dict[str, torch.dtype]:
@@ -243,32 +227,30 @@ class _Watch:
         self._over = True  # a checkpointed layer is called again in the backward
         if self._last is None:
             return {}
+        self._last.retain_grad()
         end, found, open_nodes = self._last.grad_fn, dict[str, torch.dtype](), [loss.grad_fn]
         for _ in range(_MOST_NODES):
             if not open_nodes or (node := open_nodes.pop()) is end:
                 break
             if node is not None:
-                given = getattr(node, "_input_metadata", None)
-                found.setdefault(
-                    node.name().removesuffix("0").removesuffix("Backward"), given[0].dtype if given else loss.dtype
-                )
+                given, name = getattr(node, "_input_metadata", None), node.name().removesuffix("0").removesuffix("Backward")
+                found.setdefault(name, given[0].dtype if given else loss.dtype)
                 open_nodes.extend(parent for parent, _ in node.next_functions)
         return found
 
-    def seen(self, seen: Seen) -> Seen:
-        last = self._last
-        if last is not None:
-            seen.logits, seen.slope = last.detach(), last.grad if last.requires_grad else None
-        seen.outputs, seen.calls, self._last = self._outputs, self._calls, None
-        return seen
+    def last(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return the logits and the gradient of the loss with respect to them, rows first."""
+        logits, slope = (None, None) if self._last is None else (self._last.detach(), self._last.grad)
+        turn = self._batch.rows_first
+        return None if logits is None else turn(logits), None if slope is None else turn(slope)
 
 
-def _main_tensor(output: Any, rows: int) -> Tensor | None:
+def _main_tensor(output: Any, batch: Batch) -> Tensor | None:
     """Return the logits of an output, else its first tensor of numbers with rows."""
     logits = getattr(output, "logits", None)
     flat = [logits] if isinstance(logits, Tensor) else [output] if isinstance(output, Tensor) else tree_flatten(output)[0]
     fits = (t for t in flat if isinstance(t, Tensor) and t.is_floating_point() and t.dim() > 1 and t.numel())
-    return next((t for t in fits if not rows or t.shape[0] % rows == 0), None)
+    return next((t for t in fits if batch.rows_first(t).shape[0] % batch.rows == 0), None)
 
 
 @contextmanager
@@ -322,10 +304,6 @@ def differentiate(loss: Tensor, parameters: Iterable[nn.Parameter]) -> None:
             p.grad = gradient if p.grad is None else p.grad + gradient
 
 
-def _alike(a: Tensor | None, b: Tensor | None) -> bool:
-    return a is not None and b is not None and a.shape == b.shape
-
-
 def relative(a: float, b: float) -> float:
     """Return the distance of two numbers relative to the larger one; infinite where one is not finite."""
     if not (isfinite(a) and isfinite(b)):
@@ -350,12 +328,8 @@ def dot(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 
 def apart(a: Seen, b: Seen) -> float:
     """Return the norm of the difference of two sets of gradients, relative to the larger one."""
-    size = max(dot(a.gradients, a.gradients), dot(b.gradients, b.gradients)) ** 0.5
-    gap = 0.0
+    size, gap, none = max(dot(x.gradients, x.gradients) for x in (a, b)) ** 0.5, 0.0, torch.zeros((), dtype=torch.float64)
     for name in a.gradients.keys() | b.gradients.keys():
-        x, y = a.gradients.get(name), b.gradients.get(name)
-        delta = x.double() - y.double() if x is not None and y is not None else (x if x is not None else y)
-        assert delta is not None
-        gap += float((delta.double() ** 2).sum())
-    gap = gap**0.5
-    return gap / max(size, 1e-30) if isfinite(gap) and isfinite(size) else float("inf")
+        x, y = (seen.gradients.get(name, none) for seen in (a, b))
+        gap += float((x.double() - y.double()).square().sum())
+    return gap**0.5 / max(size, 1e-30) if isfinite(gap) and isfinite(size) else float("inf")

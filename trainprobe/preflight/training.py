@@ -43,8 +43,7 @@ def tested(training: Training, optimizers: list[Any], **options: Any) -> Report:
     whole = attempt(lambda: test(joined(micros), step=training.step, micro_batches=count), otherwise=fault_text)
     if not isinstance(whole, str):
         return whole
-    why = f"the loss of {len(micros)} micro-batches in one cannot be made ({whole}): the first of them is tested"
-    log(why, severity="warning")
+    log(f"the loss of {len(micros)} micro-batches in one cannot be made ({whole}): one is tested", severity="warning")
     return test(micros[0])
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from trainprobe.preflight.report import Line, broken, holds, not_applicable
-from trainprobe.preflight.subject import Seen, Subject, distance
+from trainprobe.preflight.subject import LOGITS, Seen, Subject, distance
 
 MOST = 0.9  # share of the targets that are a neighbouring token of the batch
 
@@ -15,8 +16,9 @@ def examine(subject: Subject) -> Line:
     """Read the targets off the gradient of the logits, change the later tokens of each row, then single documents."""
     if (found := _given_targets(subject)) is not None:
         return found
-    tokens, logits = subject.batch.of("tokens"), subject.base.logits
-    if tokens is not None and logits is not None and logits.shape == tokens.shape and _are_next(subject, tokens):
+    tokens, logits, labels = subject.batch.of("tokens"), subject.base.logits, subject.batch.text_labels
+    of_each = tokens is not None and labels is not None and float((labels[:, :-1] == tokens[:, 1:]).double().mean()) > MOST
+    if tokens is not None and logits is not None and logits.shape == tokens.shape and of_each:  # a loss for each token
         quiet = holds("later tokens change no loss before them; labels are the next tokens")
         return _later(subject, tokens) or _documents(subject, tokens) or quiet
     if tokens is None or logits is None or logits.dim() != 3:
@@ -40,22 +42,15 @@ def _given_targets(subject: Subject) -> Line | None:
     decodes = getattr(getattr(subject.model, "config", None), "is_encoder_decoder", False)
     if labels is None or logits is None or logits.shape[:-1] != labels.shape or labels.dim() != 2 or not decodes:
         return None
-    edge = labels.shape[1] // 2
-    later = labels[:, edge:]
+    edge, later = labels.shape[1] // 2, labels[:, labels.shape[1] // 2 :]
     other = torch.cat([labels[:, :edge], torch.where(later >= 0, later.roll(1, 1).clamp_min(0), later)], dim=1)
     seen = subject.run(subject.batch.with_role("labels", other), backward=False)
     if seen.logits is None or seen.logits.shape != logits.shape:
         return None
     gap = distance(logits[:, : edge + 1], seen.logits[:, : edge + 1])
-    if gap <= subject.tolerance(subject.logits_floor):
-        return holds("no target reaches its own prediction")
-    return broken("the decoder is given the target that it predicts: labels are not shifted to the right", gap=gap)
-
-
-def _are_next(subject: Subject, tokens: Tensor) -> bool:
-    """Tell whether the labels of a batch are its tokens one place further along, where a model returns a loss for each."""
-    labels = subject.batch.text_labels
-    return labels is not None and float((labels[:, :-1] == tokens[:, 1:]).double().mean()) > MOST
+    if subject.beyond(gap, LOGITS):
+        return broken("the decoder is given the target that it predicts: labels are not shifted to the right", gap=gap)
+    return holds("no target reaches its own prediction")
 
 
 def targets_of(seen: Seen) -> tuple[Tensor, Tensor] | None:
@@ -90,17 +85,12 @@ def shift_of(seen: Seen, tokens: Tensor) -> int | None:
 
 
 def _later(subject: Subject, tokens: Tensor) -> Line | None:
-    rows, time = tokens.shape
-    edge = torch.tensor([1 + (row * 7 + time // 2) % max(time - 2, 1) for row in range(rows)], device=tokens.device)
-    later = torch.arange(time, device=tokens.device) > edge.unsqueeze(1)
-    if (mask := subject.batch.of("mask")) is not None and mask.shape == tokens.shape:
-        later &= mask.bool()
-    place, gap = _changed(subject, tokens, later, torch.arange(time, device=tokens.device) <= edge.unsqueeze(1))
-    if gap is None:
-        return None
-    return broken(
-        f"tokens see later ones: changing those changes outputs before them, first in {place or 'the logits'}", gap=gap
-    )
+    place, edge = torch.arange(tokens.shape[1], device=tokens.device), tokens.shape[1] // 2
+    later, mask = (place > edge).expand(tokens.shape), subject.batch.of("mask")
+    if mask is not None and mask.shape == tokens.shape:
+        later = later & mask.bool()
+    what = "tokens see later ones: changing those changes outputs before them"
+    return _changed(subject, tokens, later, (place <= edge).expand(tokens.shape), what)
 
 
 def _documents(subject: Subject, tokens: Tensor) -> Line | None:
@@ -108,48 +98,43 @@ def _documents(subject: Subject, tokens: Tensor) -> Line | None:
     if begins is None:
         return None
     number = begins.cumsum(1)
-    for changed, looked_at in ((number == 0, number > 0), (number == number.amax(1, keepdim=True), number == 0)):
-        place, gap = _changed(subject, tokens, changed & (number.amax(1, keepdim=True) > 0), looked_at)
-        if gap is not None:
-            return broken(f"a document of a packed row changes another document, first in {place or 'the logits'}", gap=gap)
-    return holds("later tokens change nothing before them, packed documents nothing in each other")
+    first, what = (number == 0) & (number.amax(1, keepdim=True) > 0), "a document of a packed row changes another document"
+    quiet = holds("later tokens change nothing before them, packed documents nothing in each other")
+    return _changed(subject, tokens, first, number > 0, what) or quiet
 
 
 def begins_of(subject: Subject) -> Tensor | None:
     """Return where a document begins behind another one in its row, [rows, time]; None where no row holds several."""
     positions, documents = subject.batch.of("positions"), subject.batch.of("documents")
     if positions is not None and positions.dim() == 2:
-        begins = torch.zeros_like(positions, dtype=torch.bool)
-        begins[:, 1:] = (positions[:, 1:] == 0) & (positions[:, :-1] > 0)
+        begins = (positions[:, 1:] == 0) & (positions[:, :-1] > 0)
     elif documents is not None and documents.dim() == 2:
-        begins = torch.zeros_like(documents, dtype=torch.bool)
-        begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+        begins = documents[:, 1:] != documents[:, :-1]
     else:
         return None
-    return begins if bool(begins.any()) else None
+    return pad(begins, (1, 0)) if bool(begins.any()) else None
 
 
-def _changed(subject: Subject, tokens: Tensor, where: Tensor, looked_at: Tensor) -> tuple[str, float | None]:
-    """Return the first module that shows the change of some tokens where it must not be seen, and by how much it does."""
+def _changed(subject: Subject, tokens: Tensor, where: Tensor, looked_at: Tensor, what: str) -> Line | None:
+    """Change some tokens of one row; tell, as `what`, that this is seen where it is looked at, and the first module there."""
     rows, batch, before = (where.any(1) & looked_at.any(1)).nonzero(), subject.batch, subject.base.logits
     assert before is not None
     if not len(rows):
-        return "", None
+        return None
     alone = torch.zeros_like(where)
     alone[rows[0]] = True  # what other rows change is no matter of time
-    where, looked_at = where & alone, looked_at & alone
-    other = batch.with_role("tokens", batch.other_tokens(where))
+    other, looked_at = batch.with_role("tokens", batch.other_tokens(where & alone)), looked_at & alone
     after, at = subject.run(other, backward=False).logits, looked_at[:, : before.shape[1]]
     if after is None or after.shape != before.shape or not bool(at.any()):
-        return "", None
+        return None
     gap = distance(before[at], after[at])
-    if gap <= subject.tolerance(subject.logits_floor):
-        return "", None
+    if not subject.beyond(gap, LOGITS):
+        return None
 
-    def same(x: Tensor, _: int) -> Tensor | None:
+    def same(x: Tensor) -> Tensor | None:
         if x.dim() > 2 and x.shape[:2] == tokens.shape:
             return x[looked_at]
         turned = x.dim() == 3 and (x.shape[0], x.shape[2]) == tuple(tokens.shape) != tuple(x.shape[:2])
         return x.transpose(1, 2)[looked_at] if turned else None
 
-    return subject.first_difference(batch, other, same), gap
+    return broken(f"{what}, first in {subject.first_difference(batch, other, same) or 'the logits'}", gap=gap)

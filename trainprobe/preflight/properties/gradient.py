@@ -8,72 +8,65 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from trainprobe.engine.capture.step_modes import ROUNDING
 from trainprobe.engine.core.guard import attempt
 from trainprobe.preflight.batches import Batch
-from trainprobe.preflight.modes import ROUNDING
 from trainprobe.preflight.report import Line, broken, by_design, holds, not_applicable
 from trainprobe.preflight.subject import Seen, Subject, dot
 
 STEPS = 1e-3, 4e-3, 1.6e-2  # of the central differences, relative to the size of each weight
 SHARE = 2e-3  # of the gradient's size along a direction that may be wrong
-FIRST, SECOND, ALONG = 0, 1, 2  # directions: two random ones, and that of the gradient itself
+ALONG = 4.0  # how far the gradient's is in a direction, in multiples of what a random one is along any other
 
 
 def examine(subject: Subject) -> Line:
     """Measure the slope along the gradient and a random direction; where it is not autograd's, find the parameter.
 
-    Along the gradient a slope that is too small shows best. What has no gradient at all shows along random directions alone; of
-    those two must agree, as a loss with kinks has a wrong one now and then.
+    Along the gradient a slope that is too small shows best. What has no gradient at all shows along the random part alone. Of
+    that two must agree, as a loss with kinks has a wrong one now and then.
     """
-    with _in_float64(subject) as (batch, doubled):
-        slopes = _Slopes(subject, batch)
-        if not slopes.seen.finite:
+    with _in_float64(subject) as (batch, doubled, seen):
+        if not seen.finite:
             return not_applicable("the loss is not finite in float64")
-        wrong = slopes.probe(ALONG)
-        if wrong is None and slopes.probe(FIRST) is not None:
-            wrong = slopes.probe(SECOND)
+        slopes = _Slopes(subject, batch, seen, doubled)
+        wrong = slopes.probe(0) and slopes.probe(1)
         if wrong is None:
-            kind = "float64" if doubled else "its own precision"
-            return (
-                holds(f"as measured in {kind}") if slopes.sharp else not_applicable("the loss is not smooth enough to measure")
-            )
+            text = f"as measured in {'float64' if doubled else 'its own precision'}"
+            return holds(text) if slopes.sharp else not_applicable("the loss is not smooth enough to measure")
         name, measured, told = slopes.worst()
     text = f"the loss falls along {name} by {measured:.3g}, autograd says {told:.3g}"
-    rounding = sorted(ROUNDING & subject.base.names.keys())
-    if rounding:
+    if rounding := sorted(ROUNDING & subject.base.names.keys()):
         return by_design(f"a straight-through estimator ({rounding[0]}): {text}")
-    asides = f"; all weights together: {wrong[0]:.4g} for {wrong[1]:.4g}"
-    return broken(f"{text}{asides}. A part that is detached on purpose does this too", measured=measured, autograd=told)
+    text = f"{text}; all weights together: {wrong[0]:.4g} for {wrong[1]:.4g}"
+    return broken(f"{text}. A part that is detached on purpose does this too", measured=measured, autograd=told)
 
 
 class _Slopes:
     """Slopes of the loss along random directions."""
 
-    def __init__(self, subject: Subject, batch: Batch) -> None:
-        self.subject, self.batch = subject, batch
-        subject.guard.put_random()
-        self.seen = subject.run(batch, rewind=None)
+    def __init__(self, subject: Subject, batch: Batch, seen: Seen, wide: bool) -> None:
+        self.subject, self.batch, self.seen, self.wide = subject, batch, seen, wide
         self.parameters = subject.parameters
         self.sizes = {name: float(p.detach().double().pow(2).mean().sqrt()) or 0.02 for name, p in self.parameters.items()}
-        self.sharp, self.seed = False, ALONG
+        self.sharp, self.seed = False, 0
 
     def probe(self, seed: int) -> tuple[float, float] | None:
         """Return the measured slope and autograd's along a direction of all weights, where they differ."""
         self.seed = seed
         moved = self.direction()
-        told, scaled = self.told(moved), {n: g * self.sizes[n] for n, g in self.seen.gradients.items() if n in moved}
+        told, scaled = dot(self.seen.gradients, moved), {n: g * self.sizes[n] for n, g in self.seen.gradients.items()}
         size = dot(scaled, scaled) ** 0.5
         before = None
         for step in STEPS:
-            slope = self.slope(moved, step)
-            if before is not None:
-                error = abs(slope - before) + self.seen.unit / step
-                if abs(before - told) <= max(SHARE * size, 3 * error):
-                    self.sharp = self.sharp or error < 0.1 * max(size, abs(told))
-                    return None
-                if error < 0.05 * abs(before - told):
-                    self.sharp = True
-                    return before, told
+            slope, rounding = self.slope(moved, step), self.seen.unit / step
+            near = abs(slope - told) <= SHARE * size
+            error = rounding if near else rounding + abs(slope - before) if before is not None else float("inf")
+            if near or (before is not None and abs(before - told) <= 3 * error):
+                self.sharp = self.sharp or error < 0.1 * max(size, abs(told))
+                return None
+            if before is not None and error < 0.05 * abs(before - told):
+                self.sharp = True
+                return before, told
             before = slope
         return None
 
@@ -82,59 +75,51 @@ class _Slopes:
         generator, moved = torch.Generator().manual_seed(self.seed), dict[str, Tensor]()
         for n, p in self.parameters.items():
             drawn = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.device)
-            gradient = self.seen.gradients.get(n) if self.seed == ALONG else None
+            gradient = self.seen.gradients.get(n)
             if gradient is not None and bool(gradient.any()):
-                drawn = gradient.double() / gradient.double().pow(2).mean().sqrt()
+                drawn = drawn + ALONG * gradient.double() / gradient.double().norm()
             moved[n] = drawn * self.sizes[n]
         return {n: moved[n] for n in names or moved}
 
     def slope(self, moved: dict[str, Tensor], step: float) -> float:
         """Return the central difference of the loss."""
-        ends = [self.loss_at(moved, sign * step) for sign in (1.0, -1.0)]
-        return (ends[0] - ends[1]) / (2 * step)
-
-    def loss_at(self, moved: dict[str, Tensor], step: float) -> float:
-        """Return the loss with moved weights, which are put back to the bit."""
         held = {name: self.parameters[name].detach().clone() for name in moved}
-        state = self.subject.guard
-        try:
-            with torch.no_grad():
-                for name, by in moved.items():
-                    self.parameters[name].add_((by * step).to(self.parameters[name].dtype))
-            state.put_random()
-            return self.subject.run(self.batch, rewind=None, backward=False).loss
-        finally:
-            with torch.no_grad():
-                for name, value in held.items():
-                    self.parameters[name].copy_(value)
+        above, below = (self._loss_at(held, moved, by) for by in (step, -step))
+        self._put(held)
+        return (above - below) / (2 * step)
+
+    def _loss_at(self, held: dict[str, Tensor], moved: dict[str, Tensor], step: float) -> float:
+        self._put({name: value + (moved[name] * step).to(value.dtype) for name, value in held.items()})
+        self.subject.guard.put_random()
+        return self.subject.run(self.batch, rewind=None, backward=False, wide=self.wide).loss
+
+    def _put(self, values: dict[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, value in values.items():
+                self.parameters[name].copy_(value)
 
     def worst(self) -> tuple[str, float, float]:
         """Return the parameter along which the slope is most wrong, found by halving, and both slopes."""
-        names, self.seed = list(self.parameters), FIRST
+        names, self.seed = list(self.parameters), 0
         while len(names) > 1:
             halves = names[: len(names) // 2], names[len(names) // 2 :]
             names = max(halves, key=lambda half: abs(float.__sub__(*self._both(half))))
         return names[0], *self._both(names)
 
-    def told(self, moved: dict[str, Tensor]) -> float:
-        """Return autograd's slope along a direction."""
-        return dot(self.seen.gradients, moved)
-
     def _both(self, names: list[str]) -> tuple[float, float]:
         moved = self.direction(names)
-        return self.slope(moved, STEPS[0]), self.told(moved)
+        return self.slope(moved, STEPS[0]), dot(self.seen.gradients, moved)
 
 
 @contextmanager
-def _in_float64(subject: Subject) -> Generator[tuple[Batch, bool]]:
-    """Give the batch in float64 while the model is in float64, where the loss works so; else both as they are."""
+def _in_float64(subject: Subject) -> Generator[tuple[Batch, bool, Seen]]:
+    """Give the batch in float64 and its run while the model is in float64, where the loss works so; else both as they are."""
     subject.guard.rewind()
     subject.model.double()
     batch = subject.batch.to(torch.float64)
-    seen = attempt(lambda: subject.run(batch, rewind=None), otherwise=lambda _: None)
+    seen = attempt(lambda: subject.run(batch, rewind=None, wide=True), otherwise=lambda _: None)
     if isinstance(seen, Seen):
-        yield batch, True
+        yield batch, True, seen
     else:
-        subject.guard.rewind()
-        yield subject.batch, False
+        yield subject.batch, False, subject.run()
     subject.guard.rewind()

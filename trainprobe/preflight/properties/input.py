@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+
 import torch
 from torch import Tensor
 
+from trainprobe.preflight.batches import Batch
 from trainprobe.preflight.report import Line, broken, holds, not_applicable
 from trainprobe.preflight.subject import Subject, distance, relative
 
@@ -15,20 +18,29 @@ def examine(subject: Subject) -> Line:
     """Give each row the input of its neighbour, one tensor after the other, and look whether the outputs change."""
     batch = subject.batch
     if batch.rows < 2:
-        return not_applicable(batch.no_rows or "the batch has one row")
-    others = {i for role, i in batch.roles.items() if role in _NO_CONTENT}
-    content = [i for i in batch.by_row if i not in others and batch.leaves[i].dim() > 1]
+        return not_applicable("the batch has one row")
+    content = content_of(batch)
+    if subject.base.logits is not None and bool((subject.base.logits == subject.base.logits.flatten()[0]).all()):
+        return not_applicable("the outputs are constant, as of a last layer that begins at zero")
     unused = [batch.paths[i] for i in content if _is_unused(subject, i)]
     if unused:
         return broken(f"{unused[0]} is not used: rows that are given that of another row have the same outputs")
-    if (same := _twins([batch.leaves[i] for i in content])) is not None:
-        return broken(f"rows {same[0]} and {same[1]} of the batch are the same")
     told = [f"{', '.join(batch.paths[i] for i in content)} used"] if content else []
+    if twins := _twins([batch.leaves[i] for i in content]):
+        told.append(f"rows {twins[0][0]} and {twins[0][1]} of the batch are the same")
+        if len({row for pair in twins for row in pair}) * 2 >= batch.rows:  # else drawn twice by chance, as replays are
+            return broken(told[-1])
     if (mask := batch.of("mask")) is not None:
         told.append(f"{float((mask == 0).double().mean()):.0%} padding")
     if (labels := batch.text_labels) is not None:
         told.append(f"{float((labels < 0).double().mean()):.0%} of the targets ignored")
     return holds(", ".join(told)) if told else not_applicable("no tensor of the batch has content besides its labels")
+
+
+def content_of(batch: Batch) -> list[int]:
+    """Return the places of the tensors that are neither labels nor say where something is."""
+    others = {i for role, i in batch.roles.items() if role in _NO_CONTENT}
+    return [i for i in batch.by_row if i not in others and batch.leaves[i].dim() > 1]
 
 
 def _is_unused(subject: Subject, i: int) -> bool:
@@ -43,11 +55,7 @@ def _is_unused(subject: Subject, i: int) -> bool:
     return relative(seen.loss, base.loss) <= subject.eps  # where only the loss changes, it is a target
 
 
-def _twins(content: list[Tensor]) -> tuple[int, int] | None:
-    """Return two rows that are equal in all tensors."""
-    rows = len(content[0]) if content else 0
-    for a in range(rows):
-        for b in range(a + 1, rows):
-            if all(torch.equal(x[a], x[b]) for x in content):
-                return a, b
-    return None
+def _twins(content: list[Tensor]) -> list[tuple[int, int]]:
+    """Return the pairs of rows that are equal in all tensors."""
+    pairs = combinations(range(len(content[0]) if content else 0), 2)
+    return [(a, b) for a, b in pairs if all(torch.equal(x[a], x[b]) for x in content)]

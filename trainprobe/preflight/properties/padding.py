@@ -8,66 +8,59 @@ from torch import Tensor
 from trainprobe.engine.core.guard import attempt, fault_text
 from trainprobe.preflight.batches import IGNORED, Batch
 from trainprobe.preflight.report import Line, broken, holds, not_applicable
-from trainprobe.preflight.subject import Seen, Subject, apart
+from trainprobe.preflight.subject import LOSS, Seen, Subject, apart, relative
 
 COLUMNS = 3
 
 
 def examine(subject: Subject) -> Line:
-    """Change tokens and labels under the mask, add padding where the batch has it, take the targets of one row away."""
+    """Change tokens and labels under the mask and add padding, all at once and then each alone; take a row's targets away."""
     batch = subject.batch
     tokens, mask, labels = batch.of("tokens"), batch.of("mask"), batch.text_labels
     if tokens is None or mask is None or mask.shape != tokens.shape:
         return not_applicable("the batch has no mask beside its tokens")
-    hidden, tested, skipped = mask == 0, list[str](), list[str]()
+    hidden, changes = mask == 0, dict[str, Batch]()
+    left, every = bool(hidden[:, 0].any()), batch
     if bool(hidden.any()):
-        tested.append("tokens under the mask")
-        if (bad := _under_the_mask(subject, hidden)) is not None:
-            return bad
+        changes["tokens under the mask"] = every = batch.with_role("tokens", batch.other_tokens(hidden))
         if labels is not None and bool((labels[hidden] != IGNORED).any()):
-            tested.append("labels under the mask")
             other = torch.where(hidden, batch.other_tokens(hidden), labels)
-            seen = subject.run(batch.with_role("labels", other))
-            if subject.differs(seen):
-                return broken(
-                    f"padding counts: other labels where the mask is 0 change {_change(subject, seen)}", loss=seen.loss
-                )
+            changes["labels under the mask"], every = batch.with_role("labels", other), every.with_role("labels", other)
+    if not subject.draws:
+        changes["more padding"], every = batch.padded(COLUMNS, left), every.padded(COLUMNS, left)
+        every = every.reversed()
+    seen = attempt(subject.run, every, otherwise=lambda _: None)
+    skipped = ""
+    if seen is None or subject.differs(seen):
+        for what, other in changes.items():
+            alone = attempt(subject.run, other, otherwise=fault_text)
+            if isinstance(alone, str):
+                skipped = f"; not tested: {what} ({alone})"
+            elif subject.differs(alone):
+                return broken(_sentence(subject, what, other, alone, hidden), loss=alone.loss)
+    elif not subject.draws:
+        subject.order_is_free = True
     if subject.draws:
         return not_applicable(f"the step draws random numbers ({subject.draws}), other ones with more padding")
-    left = bool(hidden[:, 0].any())
-    more = batch.padded(COLUMNS, left)
-    seen = attempt(subject.run, more, otherwise=fault_text)
-    if isinstance(seen, str):
-        skipped.append(f"more padding ({seen})")
-    else:
-        tested.append("more padding")
-        if subject.differs(seen):
-            side = "left" if left else "right"
-            return broken(
-                f"{COLUMNS} more columns on the {side} change {_change(subject, seen)}{_place(subject, more, left)}",
-                loss=seen.loss,
-            )
+    tested = [what for what in changes if f"{what} (" not in skipped]
     if labels is not None and batch.rows > 1:
         tested.append("a row without targets")
-        empty = labels.clone()
-        empty[0] = IGNORED
-        seen = attempt(subject.run, batch.with_role("labels", empty), otherwise=lambda _: None)
-        if seen is not None and not seen.finite:
-            return broken(f"a row whose labels are all ignored makes the loss {seen.loss} or its gradient not finite")
-    return holds("; not tested: ".join([", ".join(tested), *skipped]))
+        found = attempt(lambda: subject.other_row, otherwise=lambda _: None)
+        if found is not None and not found[2]:
+            return broken(f"a row whose labels are all ignored makes the loss {found[1].loss} or its gradient not finite")
+    return holds(f"{', '.join(tested)}{skipped}")
 
 
-def _under_the_mask(subject: Subject, hidden: Tensor) -> Line | None:
-    batch = subject.batch
-    other = batch.with_role("tokens", batch.other_tokens(hidden))
-    seen = subject.run(other)
-    if not subject.differs(seen):
-        return None
-    place = subject.first_difference(batch, other, lambda x, _: _shown(x, ~hidden))
-    found = f"; first in {place}" if place else ""
-    if not place and _predicted_from_padding(batch, hidden):
-        found = ": the first target behind the padding is predicted from padding, whose label should be ignored"
-    return broken(f"other tokens where the mask is 0 change {_change(subject, seen)}{found}", loss=seen.loss)
+def _sentence(subject: Subject, what: str, other: Batch, seen: Seen, hidden: Tensor) -> str:
+    change, left = _change(subject, seen), bool(hidden[:, 0].any())
+    if what == "labels under the mask":
+        return f"padding counts: other labels where the mask is 0 change {change}"
+    place = _place(subject, other, ~hidden, left)
+    if what == "more padding":
+        return f"{COLUMNS} more columns on the {'left' if left else 'right'} change {change}{place}"
+    if not place and _predicted_from_padding(subject.batch, hidden):
+        place = ": the first target behind the padding is predicted from padding, whose label should be ignored"
+    return f"other tokens where the mask is 0 change {change}{place}"
 
 
 def _predicted_from_padding(batch: Batch, hidden: Tensor) -> bool:
@@ -75,31 +68,25 @@ def _predicted_from_padding(batch: Batch, hidden: Tensor) -> bool:
     return labels is not None and bool((hidden[:, :-1] & ~hidden[:, 1:] & (labels[:, 1:] != IGNORED)).any())
 
 
-def _shown(x: Tensor, mask: Tensor) -> Tensor | None:
-    """Return the places of an output [rows, time, …] that the mask lets through."""
-    return x[mask.to(x.device)] if x.dim() > 2 and x.shape[:2] == mask.shape else None
-
-
 def _change(subject: Subject, seen: Seen) -> str:
     if not seen.finite:
         return f"the loss to {seen.loss}"
     before = subject.base.loss
-    if abs(before - seen.loss) > subject.tolerance(subject.loss_floor) * abs(before):
+    if subject.beyond(relative(before, seen.loss), LOSS):
         factor = seen.loss / before if before else float("inf")
         by = f"the factor {factor:.4g}" if abs(factor - 1) > 1e-3 else f"{factor - 1:.1e} of its value"
         return f"the loss by {by} ({before:.7g} to {seen.loss:.7g})"
     return f"the gradient by {apart(subject.base, seen):.2g} of its norm"
 
 
-def _place(subject: Subject, more: Batch, left: bool) -> str:
-    tokens, mask = subject.batch.of("tokens"), subject.batch.of("mask")
-    assert tokens is not None and mask is not None
-    time = tokens.shape[1]
+def _place(subject: Subject, other: Batch, mask: Tensor, left: bool) -> str:
+    """Return the first module whose output changes where the mask lets it through, as text; other: may have more columns."""
 
-    def same(x: Tensor, side: int) -> Tensor | None:
-        if x.dim() < 3 or x.shape[1] != time + COLUMNS * side:
+    def same(x: Tensor) -> Tensor | None:
+        more = x.shape[1] - mask.shape[1] if x.dim() > 2 and len(x) == len(mask) else -1
+        if more not in (0, COLUMNS):
             return None
-        return _shown(x[:, COLUMNS:] if side and left else x[:, :time], mask.bool())
+        return (x[:, more:] if left else x[:, : mask.shape[1]])[mask.to(x.device)]
 
-    found = subject.first_difference(subject.batch, more, same)
+    found = subject.first_difference(subject.batch, other, same)
     return f"; first in {found}" if found else ""

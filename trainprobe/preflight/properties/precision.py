@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from trainprobe.preflight.modes import REDUCTIONS, without_autocast
+from trainprobe.engine.capture.step_modes import REDUCTIONS, without_autocast
 from trainprobe.preflight.report import Line, broken, holds, not_applicable
 from trainprobe.preflight.subject import Seen, Subject, apart, relative
 
@@ -20,8 +20,11 @@ def examine(subject: Subject) -> Line:
         return not_applicable("no autocast to 16 bits is used" if not used else "the weights themselves have 16 bits")
     kind = min(used, key=lambda k: torch.finfo(k).max)
     full = subject.run(modes=without_autocast())
-    rounded = _rounded(subject, kind)
-    gap, floor = apart(full, subject.base), apart(full, rounded)
+    gap, off, eps = apart(full, subject.base), relative(full.loss, subject.base.loss), torch.finfo(kind).eps
+    floor, floor_of_loss = eps, eps / 8
+    if gap > TIMES * floor or off > TIMES * floor_of_loss:
+        rounded = _rounded(subject, kind)
+        floor, floor_of_loss = max(floor, apart(full, rounded)), max(floor_of_loss, relative(full.loss, rounded.loss))
     name = LOW[kind]
     reduced = sorted(n for n, used_there in subject.base.reductions.items() if n in REDUCTIONS and used_there in LOW)
     lost = _lost(subject.base, full)
@@ -30,14 +33,11 @@ def examine(subject: Subject) -> Line:
         return broken(f"{lost:.1%} of the gradients' elements are 0 in {name} and not in float32", **figures)
     if reduced:
         return broken(f"the loss is computed in {name} ({reduced[0]})", **figures)
-    if gap > TIMES * max(floor, torch.finfo(kind).eps):
-        return broken(
-            f"gradients under {name} are off by {gap:.2g} of their norm, rounded weights change {floor:.2g}", **figures
-        )
-    off = relative(full.loss, subject.base.loss)
-    if off > TIMES * max(relative(full.loss, rounded.loss), torch.finfo(kind).eps / 8):
+    if gap > TIMES * floor:
+        return broken(f"gradients under {name} are off by {gap:.2g} of their norm, {floor:.2g} is rounding", **figures)
+    if off > TIMES * floor_of_loss:
         return broken(f"the loss under {name} is off by {off:.2g}", **figures)
-    return holds(f"{name} changes the gradients by {gap:.2g} of their norm, rounded weights by {floor:.2g}", **figures)
+    return holds(f"{name} changes the gradients by {gap:.2g} of their norm", **figures)
 
 
 def _rounded(subject: Subject, kind: torch.dtype) -> Seen:
@@ -50,9 +50,5 @@ def _rounded(subject: Subject, kind: torch.dtype) -> Seen:
 
 
 def _lost(low: Seen, full: Seen) -> float:
-    there = lost = 0
-    for name, gradient in full.gradients.items():
-        if name in low.gradients:
-            there += int((gradient != 0).sum())
-            lost += int(((gradient != 0) & (low.gradients[name] == 0)).sum())
-    return lost / max(there, 1)
+    pairs = [(gradient != 0, low.gradients[name] == 0) for name, gradient in full.gradients.items() if name in low.gradients]
+    return sum(int((there & lost).sum()) for there, lost in pairs) / max(sum(int(there.sum()) for there, _ in pairs), 1)

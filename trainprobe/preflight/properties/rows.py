@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from trainprobe.preflight.report import Line, broken, by_design, holds, not_applicable
-from trainprobe.preflight.subject import Seen, Subject, apart, distance
+from trainprobe.preflight.subject import LOGITS, Seen, Subject, apart, distance
 
 _SHARED = ("batchnorm", "batch_norm")
 _CAPACITY = ("moe", "router", "expert", "gate", "switch")
@@ -17,38 +17,26 @@ def examine(subject: Subject) -> Line:
     """Run the rows in reverse order, then put the first row in the place of the last."""
     batch = subject.batch
     if batch.rows < 2:
-        return not_applicable(batch.no_rows or "the batch has one row")
+        return not_applicable("the batch has one row")
     if subject.draws:
         return not_applicable(f"the step draws random numbers ({subject.draws}), other ones for each row")
-    turned = subject.run(subject.reversed_rows())
-    if subject.differs(turned):
+    if not subject.order_is_free and subject.differs(turned := subject.run(subject.batch.reversed())):
         factor = turned.loss / subject.base.loss if subject.base.loss else float("nan")
         text = f"the order of the rows matters: reversed, the loss is {factor:.4g} times as large"
         return broken(f"{text} and the gradient is off by {apart(subject.base, turned):.2g} of its norm", factor=factor)
-    last = batch.rows - 1
-    inputs = [i for i in batch.by_row if i != batch.roles.get("labels")]
-    other = batch.with_leaves({i: _with_last(batch.leaves[i]) for i in inputs})
-    seen = subject.run(other)
-    if not seen.finite:
+    last, (other, seen, finite) = batch.rows - 1, subject.other_row
+    if not finite:
         other = batch.take([*range(last), 0])
         seen = subject.run(other)
     before, after = _by_row(subject.base.logits, batch.rows), _by_row(seen.logits, batch.rows)
     if before is None or after is None or before.shape != after.shape:
         return holds("their order does not matter; no output has rows, so what one does to another was not seen")
     gap = distance(before[:last], after[:last])
-    if gap > subject.tolerance(subject.logits_floor):
+    if subject.beyond(gap, LOGITS):
         return _coupled(subject, other, gap)
     if _compared(subject, seen):
         return by_design("the loss compares rows with each other; outputs of rows are independent")
     return holds("their order does not matter, and one changes nothing in another")
-
-
-def _with_last(x: Tensor) -> Tensor:
-    changed = x.clone()
-    changed[-1] = x[0]
-    if x.is_floating_point():  # a row of another size: what is taken from the largest one is seen
-        changed[-1] += 2 * x.abs().max()
-    return changed
 
 
 def _by_row(x: Tensor | None, rows: int) -> Tensor | None:
@@ -58,17 +46,16 @@ def _by_row(x: Tensor | None, rows: int) -> Tensor | None:
 def _coupled(subject: Subject, other: Any, gap: float) -> Line:
     rows = subject.batch.rows
 
-    def same(x: Tensor, _: int) -> Tensor | None:
+    def same(x: Tensor) -> Tensor | None:
         by_row = _by_row(x, rows)
         return None if by_row is None else by_row[: rows - 1]
 
     place = subject.first_difference(subject.batch, other, same)
-    module = dict(subject.model.named_modules()).get(place)
-    kind = type(module).__name__.lower()
-    if any(word in kind for word in _SHARED):
-        return by_design(f"batch norm ({place}) lets rows change each other in training", gap=gap)
-    if any(word in kind for word in _CAPACITY):
-        return by_design(f"experts with a capacity ({place}) let rows change each other", gap=gap)
+    modules, parts = dict(subject.model.named_modules()), place.split(".")
+    kinds = " ".join(type(modules.get(".".join(parts[: i + 1]))).__name__.lower() for i in range(len(parts)))
+    for words, what in ((_SHARED, "batch norm"), (_CAPACITY, "experts with a capacity")):
+        if any(word in kinds for word in words):
+            return by_design(f"{what} ({place}): rows change each other in training", gap=gap)
     where = f", first in {place}" if place else ""
     return broken(f"changing row {rows - 1} changes the outputs of other rows{where}", gap=gap)
 
@@ -83,4 +70,4 @@ def _compared(subject: Subject, seen: Seen) -> bool:
     if not size:
         return False
     factor = float((a * b).sum()) / size
-    return distance(a * factor, b) > 100 * subject.tolerance(subject.logits_floor)
+    return subject.beyond(distance(a * factor, b), LOGITS, times=100)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch import Tensor
 from trainprobe.engine.core.words import counted
 from trainprobe.preflight.batches import IGNORED, Batch
 from trainprobe.preflight.report import Line, broken, by_design, holds, not_applicable
-from trainprobe.preflight.subject import Seen, Subject, apart, dot, relative
+from trainprobe.preflight.subject import LOSS, Seen, Subject, apart, dot, relative
 
 CLOSE = 1e-3  # relative, of weights that are read off gradients
 
@@ -21,19 +20,21 @@ def examine(subject: Subject) -> Line:
     told = subject.step is not None or subject.micro_batches > 1
     count = max(subject.micro_batches, 2)
     if subject.batch.rows < count:
-        why = subject.batch.no_rows or f"a batch of {counted(subject.batch.rows, 'row')} has no {count} micro-batches"
-        return not_applicable(why)
+        return not_applicable(f"a batch of {counted(subject.batch.rows, 'row')} has no {count} micro-batches")
     if subject.draws:
         return not_applicable(f"the step draws random numbers ({subject.draws}), other ones for each micro-batch")
     micros = subject.batch.split(count)
-    reported, gradients = subject.accumulate(micros)
-    whole, sum_of = subject.base, Seen(subject.base.loss, gradients)
-    if (gap := apart(whole, sum_of)) <= subject.tolerance(subject.floor):
+    parts, whole = [] if subject.step else [subject.run(micro) for micro in micros], subject.base
+    if subject.step is None:
+        reported, gradients = sum(part.loss for part in parts) / count, _sum(parts, [1 / count] * count)
+    else:
+        reported, gradients = subject.accumulate(subject.step, micros)
+    if not subject.beyond(gap := apart(whole, Seen(whole.loss, gradients))):
         return _reported(subject, micros, reported, gap)
-    parts = [subject.run(micro) for micro in micros]
+    parts = parts or [subject.run(micro) for micro in micros]
     right, left_over = _weights(whole.gradients, parts)
     actual, _ = _weights(gradients, parts)
-    if left_over > 10 * subject.tolerance(subject.floor):
+    if subject.beyond(left_over, times=10):
         return by_design(f"no weights of {count} micro-batches give the gradient of the batch: its rows change each other")
     factors = [a / r if r else float("inf") for a, r in zip(actual, right, strict=True)]
     figures = {f"factor_{i}": f for i, f in enumerate(factors)}
@@ -45,8 +46,16 @@ def examine(subject: Subject) -> Line:
     return broken(f"{_sentence(factors, actual, right, micros)}{also}", gap=gap, **figures)
 
 
+def _sum(parts: list[Seen], weights: list[float]) -> dict[str, Tensor]:
+    made = dict[str, Tensor]()
+    for weight, part in zip(weights, parts, strict=True):
+        for name, gradient in part.gradients.items():
+            made[name] = made.get(name, 0.0) + gradient.double() * weight
+    return made
+
+
 def _reported(subject: Subject, micros: list[Batch], reported: float | None, gap: float) -> Line:
-    if reported is None or relative(reported, subject.base.loss) <= 100 * subject.tolerance(subject.loss_floor):
+    if reported is None or not subject.beyond(relative(reported, subject.base.loss), LOSS, times=100):
         return holds(f"{len(micros)} micro-batches give the gradient of the batch", gap=gap)
     losses = [subject.run(micro, backward=False).loss for micro in micros]
     share = reported / subject.base.loss
@@ -67,22 +76,13 @@ def _weights(gradients: dict[str, Tensor], parts: list[Seen]) -> tuple[list[floa
     products = torch.tensor([[dot(a.gradients, b.gradients) for b in parts] for a in parts], dtype=torch.float64)
     wanted = torch.tensor([dot(a.gradients, gradients) for a in parts], dtype=torch.float64)
     weights = torch.linalg.lstsq(products, wanted.unsqueeze(1)).solution.flatten().tolist()
-    size = dot(gradients, gradients)
-    left = Seen(0.0, gradients)
-    made: dict[str, Tensor] = {}
-    for weight, part in zip(weights, parts, strict=True):
-        for name, gradient in part.gradients.items():
-            made[name] = made.get(name, 0.0) + gradient.double() * weight
-    return weights, apart(left, Seen(0.0, made)) if size else 0.0
+    return weights, apart(Seen(0.0, gradients), Seen(0.0, _sum(parts, weights))) if dot(gradients, gradients) else 0.0
 
 
 def _shares(micros: list[Batch]) -> dict[str, list[float]]:
     """Return what may be counted → the share of each micro-batch in it."""
-    counts = {
-        "targets": [m.targets() for m in micros],
-        "tokens": [m.tokens() for m in micros],
-        "rows": [m.rows for m in micros],
-    }
+    kinds = {"targets": Batch.targets, "tokens": Batch.tokens, "rows": lambda m: m.rows}
+    counts = {name: [count(m) for m in micros] for name, count in kinds.items()}
     labels = [m.text_labels for m in micros]
     shifted = [int((x[:, 1:] != IGNORED).sum()) for x in labels if x is not None]
     if len(shifted) == len(micros):
@@ -103,9 +103,8 @@ def _named(weights: list[float], micros: list[Batch]) -> str:
 def _sentence(factors: list[float], actual: list[float], right: list[float], micros: list[Batch]) -> str:
     count, first = len(micros), factors[0]
     if all(relative(f, first) < CLOSE for f in factors):
-        return (
-            f"the gradient of {count} micro-batches is that of the batch times the factor {_number(first)}{_why(first, micros)}"
-        )
+        text = f"the gradient of {count} micro-batches is that of the batch times the factor {_number(first)}"
+        return f"{text}{_why(first, micros)}"
     lost = [i for i, f in enumerate(factors) if abs(f) < CLOSE]
     if lost:
         return f"micro-batch {lost[0]} has no part in the gradient (factor 0)"
@@ -128,14 +127,9 @@ def _number(factor: float) -> str:
 
 
 def _why(factor: float, micros: list[Batch]) -> str:
-    count = len(micros)
-    whole: dict[str, Any] = {
-        "micro-batches": count,
-        "rows": sum(m.rows for m in micros),
-        "targets": sum(m.targets() for m in micros),
-    }
-    for name, number in whole.items():
-        for text, value in ((f"the {number} {name}", number), (f"1 / {number} {name}", 1 / number)):
+    wholes = {"micro-batches": len(micros), "rows": sum(m.rows for m in micros), "targets": sum(m.targets() for m in micros)}
+    for name, number in wholes.items():
+        for text, value in ((f", the {number} {name}", number), (f", 1 / {number} {name}", 1 / number)):
             if relative(factor, value) < CLOSE:
-                return f", {text}"
+                return text
     return ""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from math import log
-from typing import Any
+from collections import Counter
+from math import isfinite, log
 
-import torch
 from torch.nn.functional import cross_entropy
 
 from trainprobe.engine.core.words import and_more
@@ -18,18 +17,17 @@ ABOVE = 2.0  # nats over the uniform prediction, from which logits are called to
 
 def examine(subject: Subject) -> Line:
     """Look at the loss, the weights and an evaluation before anything is trained."""
-    told = ["evaluation twice gives the same"]
     for look in (_ties, _unreached, _optimizers, _evaluation):
         if (bad := look(subject)) is not None:
             return bad
     guess = _uniform(subject)
     if guess is None:
-        return holds("; ".join(told))
+        return holds("evaluation is repeatable")
     own, uniform, classes = guess
     if own > uniform + ABOVE:
         text = f"the loss begins at {own:.3g}, a uniform prediction of {classes} classes has {uniform:.3g}"
         return broken(f"{text}: the logits are too large", loss=own, uniform=uniform)
-    return holds(f"loss {own:.4g}, a uniform prediction {uniform:.4g}; {told[0]}", loss=own, uniform=uniform)
+    return holds(f"loss {own:.4g}, a uniform prediction {uniform:.4g}; evaluation is repeatable", loss=own, uniform=uniform)
 
 
 def _uniform(subject: Subject) -> tuple[float, float, int] | None:
@@ -48,35 +46,26 @@ def _ties(subject: Subject) -> Line | None:
         ends = [getattr(module, f"get_{side}_embeddings", None) for side in ("input", "output")]
         if not getattr(config, "tie_word_embeddings", False) or not all(map(callable, ends)):
             continue
-        first, last = (_weight_of(end) for end in ends)
+        first, last = (getattr(end(), "weight", None) for end in ends if end is not None)
         if first is not None and last is not None and first is not last and first.shape == last.shape:
             where = f" of {name}" if name else ""
             return broken(f"the configuration{where} says tied embeddings, but input and output weights are two parameters")
     return None
 
 
-def _weight_of(end: Any) -> Any:
-    return getattr(end(), "weight", None)
-
-
 def _unreached(subject: Subject) -> Line | None:
     without = [name for name in subject.parameters if name not in subject.base.gradients]
     if not without:
         return None
-    owners = {name: name.rpartition(".")[0] or "the model" for name in without}
-    idle = [name for name in without if owners[name] not in subject.base.calls]
-    first = [name for name in without if name not in idle] or idle
-    why = "its module is called, but the loss has no path to it" if first is not idle else "its module is never called"
-    return broken(f"no gradient for {and_more(first + [n for n in without if n not in first])}: {why}", count=len(without))
+    called = [name for name in without if (name.rpartition(".")[0] or "the model") in subject.base.calls]
+    why = "its module is called, but the loss has no path to it" if called else "its module is never called"
+    return broken(f"no gradient for {and_more(called + [n for n in without if n not in called])}: {why}", count=len(without))
 
 
 def _optimizers(subject: Subject) -> Line | None:
     if not subject.optimizers:
         return None
-    held: dict[int, int] = {}
-    for optimizer in subject.optimizers:
-        for parameter in {id(p) for group in optimizer.param_groups for p in group["params"]}:
-            held[parameter] = held.get(parameter, 0) + 1
+    held = Counter(x for o in subject.optimizers for x in {id(p) for group in o.param_groups for p in group["params"]})
     outside = [name for name, p in subject.parameters.items() if id(p) not in held]
     if outside:
         return broken(f"no optimizer holds {and_more(outside)}", count=len(outside))
@@ -85,9 +74,11 @@ def _optimizers(subject: Subject) -> Line | None:
 
 
 def _evaluation(subject: Subject) -> Line | None:
-    runs = [subject.run(training=False, backward=False, dropout=True, seed=seed, outputs=True) for seed in (0, 1)]
-    if relative(runs[0].loss, runs[1].loss) == 0 or not torch.isfinite(torch.tensor(runs[0].loss)):
+    runs = [subject.run(backward=False, evaluate=True, outputs=True)]
+    if not subject.guard.drawn():
         return None
-    place = subject.first_difference(runs[0], runs[1], lambda x, _: x)
-    where = f", first in {place}" if place else ""
+    runs.append(subject.run(backward=False, evaluate=True, seed=1, outputs=True))
+    if relative(runs[0].loss, runs[1].loss) == 0 or not isfinite(runs[0].loss):
+        return None
+    where = f", first in {place}" if (place := subject.first_difference(runs[0], runs[1])) else ""
     return broken(f"evaluation twice gives {runs[0].loss:.6g} and {runs[1].loss:.6g}: it draws random numbers{where}")

@@ -26,7 +26,8 @@ from trainprobe.engine.core.log_lines import say as log
 from trainprobe.engine.storage.safe_files import read_text
 from trainprobe.errors import ProbeError, UsageError
 from trainprobe.preflight.examine import checked
-from trainprobe.preflight.report import BROKEN, Report
+from trainprobe.preflight.page import write_page
+from trainprobe.preflight.report import BROKEN, COLOURS, Report
 from trainprobe.preflight.script.first_update import FirstUpdate
 from trainprobe.preflight.script.ranks import size, together
 from trainprobe.preflight.training import Training, tested
@@ -43,6 +44,10 @@ def preflight_script(
     seconds: Annotated[float, typer.Option(help="After which no further property begins.")] = 60.0,
     only: Annotated[list[str] | None, typer.Option(help="A property to test; may be given again.")] = None,
     skip: Annotated[list[str] | None, typer.Option(help="A property to leave out; may be given again.")] = None,
+    overfit: Annotated[bool, typer.Option(help="Train on the batch for 20 steps, which are undone.")] = False,
+    html: Annotated[
+        Path | None, typer.Option("--html", "-o", help="File for a page with charts of what changes with what.")
+    ] = None,
     json: Annotated[Path | None, typer.Option(help="File for the answer (docs/preflight.schema.json).")] = None,
     junit: Junit = None,
     github: Github = False,
@@ -52,25 +57,21 @@ def preflight_script(
     Nothing is trained, and nothing behind the first update runs: no checkpoint, no `finally`. Exit code: 0 nothing is broken,
     2 something is, 3 nothing could be tested.
     """
-    script = list(words or [])
-    if script and script[0] == "--":
-        script.pop(0)
+    script = [word for i, word in enumerate(words or []) if i or word != "--"]
     if not script:
         raise UsageError("nothing to run: give the script, as in `trainprobe preflight train.py --lr 3e-4`")
-    options = {"only": only or (), "skip": skip or (), "seconds": seconds}
+    options = {"only": only or (), "skip": skip or (), "seconds": seconds, "overfit": overfit, "charts": html is not None}
     checked(only or (), skip or ())
     first = next((i for i, word in enumerate(script) if word.endswith(".py") and Path(word).is_file()), 0)
     if first:
-        files = {"json": json, "junit": junit}
-        told = [word for name, path in files.items() if path is not None for word in (f"--{name}", str(path))]
-        return _launched(script[:first], script[first:], options, [*told, *(["--github"] if github else [])])
+        return _launched(script[:first], script[first:], sys.argv[1 : len(sys.argv) - len(words or [])])
     path = Path(script[0])
     if not path.is_file():
         raise UsageError(f"{path} is no file: give the script, as in `trainprobe preflight train.py --lr 3e-4`")
 
     def end(learnt: Callable[[], tuple[Training, list[Any]]]) -> None:
         """Test, print, and leave the process at once: what a script does at its end belongs to a training."""
-        told = partial(_told, json=json, junit=junit, github=github)
+        told = partial(_told, html=html, json=json, junit=junit, github=github)
         answer = attempt(lambda: _answer(learnt, options, told), otherwise=_untested)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -81,18 +82,21 @@ def preflight_script(
     sys.path.insert(0, str(path.resolve().parent))
     with FirstUpdate(end) as first:
         ended = attempt(lambda: _run(path), otherwise=_told_fault)
-    log(f"{path} {ended} without an update of an optimizer of torch{first.remark}: nothing was tested", severity="error")
+    seen = f" ({len(first.micros)} backward passes were seen)" if first.micros else ""
+    log(f"{path} {ended} without an update of an optimizer of torch{seen}: nothing was tested", severity="error")
     return _left(3)
 
 
-def _launched(launcher: list[str], script: list[str], options: dict[str, Any], outputs: list[str]) -> int:
-    """Run this command on each rank that a launcher (torchrun, accelerate launch, deepspeed) starts; return rank 0's answer."""
-    told = [word for name in ("only", "skip") for given in options[name] for word in (f"--{name}", given)]
-    told += ["--seconds", str(options["seconds"]), *outputs]
+def _launched(launcher: list[str], script: list[str], told: list[str]) -> int:
+    """Run this command on each rank that a launcher (torchrun, accelerate launch, deepspeed) starts; return rank 0's answer.
+
+    told: the command and its options.
+    """
     module = ["--module" if Path(launcher[0]).name == "deepspeed" else "-m", "trainprobe"]
+    told = told[:-1] if told[-1:] == ["--"] else told
     with TemporaryDirectory() as folder:
         answer = Path(folder, "answer")
-        command = [*launcher, *module, "preflight", *told, "--", *script]
+        command = [*launcher, *module, *told, "--", *script]
         ended = attempt(
             lambda: subprocess.run(command, env={**os.environ, ANSWER: str(answer)}).returncode, otherwise=fault_text
         )
@@ -141,12 +145,14 @@ def _answer(learnt: Callable[[], tuple[Training, list[Any]]], options: dict[str,
     return together(found[0], lambda training: told(tested(training, found[1], **options)))
 
 
-def _told(report: Report, json: Path | None, junit: Path | None, github: bool) -> int:
+def _told(report: Report, html: Path | None, json: Path | None, junit: Path | None, github: bool) -> int:
     console = Console()
     for line in report.lines:
-        say(console, str(line), line.colour)
+        say(console, str(line), COLOURS[line.status])
     verdict = report.verdict
     say(console, verdict.sentence, verdict.colours[verdict.code])
+    if html is not None:
+        write_page(report, sys.argv[0], html)
     if json is not None:
         write_json(report.as_json(), json)
     cases = [PipelineCase(line.name, "failure" if line.status == BROKEN else "passed", str(line)) for line in report.lines]

@@ -16,36 +16,45 @@ from trainprobe.engine.core.guard import attempt
 from trainprobe.errors import UsageError
 from trainprobe.integrations.live_modules import live_optimizers
 from trainprobe.integrations.preflight_steps import Found, running_step
+from trainprobe.preflight.batches import TELL
 from trainprobe.preflight.script.tape import Micro, Tape
 from trainprobe.preflight.subject import differentiate
 from trainprobe.preflight.training import Training, mean_over_ranks
 
-Ends = Callable[[Callable[[], tuple[Training, list[Any]]]], None]
+
+class _Engine:
+    """Autograd's engine, which Megatron calls by itself. seen: is given the tensors of each backward before that runs."""
+
+    def __init__(self, engine: Any, seen: Callable[[Any], None]) -> None:
+        self._engine, self._seen = engine, seen
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def run_backward(self, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("accumulate_grad"):
+            self._seen(tensors)
+        return self._engine.run_backward(tensors, *args, **kwargs)
 
 
 class FirstUpdate:
     """Calls `ends(learnt)` before an optimizer steps for the first time, behind its backward passes.
 
-    learnt: returns the training and the optimizers. Raises UsageError where the loss cannot be made again.
+    micros: what was seen. learnt: returns the training and the optimizers. It raises UsageError where the loss cannot be made
+    again.
     """
 
-    def __init__(self, ends: Ends) -> None:
+    def __init__(self, ends: Callable[[Callable[[], tuple[Training, list[Any]]]], None]) -> None:
         self._ends = ends
         self._tape = Tape()
-        self._micros: list[Micro | UsageError] = []
+        self.micros: list[Micro | Exception] = []
         self._found: list[Found] = []
         self._before: list[tuple[Tensor, Tensor]] = []  # two of the weights as they were at the first backward
         self._over = False
 
     def __enter__(self) -> FirstUpdate:
-        original = torch.autograd.backward
-
-        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self._over:
-                self._backward(tensors)
-            return original(tensors, *args, **kwargs)
-
-        self._replaced = Replaced(torch.autograd, "backward", backward)
+        engine: Any = _Engine(torch.autograd.Variable._execution_engine, self._backward)
+        self._replaced = Replaced(torch.autograd.Variable, "_execution_engine", engine)
         self._hook = register_optimizer_step_pre_hook(self._steps)
         self._call = nn.modules.module.register_module_forward_pre_hook(self._called)
         self._tape.__enter__()
@@ -60,40 +69,29 @@ class FirstUpdate:
         self._hook.remove()
         self._replaced.back()
 
-    @property
-    def remark(self) -> str:
-        """What was seen of a training without an update."""
-        return f" ({len(self._micros)} backward passes were seen)" if self._micros else ""
-
     def _called(self, module: Any, args: Any) -> None:
-        if self._is_updated():
-            self._end(None)
+        if not self._over and any(not torch.equal(p.detach(), value) for p, value in self._before):
+            self._end(None)  # the loop itself, or another optimizer, has updated weights since the first backward
         if self._over or not torch.is_grad_enabled() or (found := running_step()) is None:
             return
-        if not self._found or self._found[-1].call != found.call or len(self._found) == len(self._micros):
+        if not self._found or self._found[-1].call != found.call or len(self._found) == len(self.micros):
             self._found.append(found)
 
-    def _is_updated(self) -> bool:
-        """Tell whether weights changed since the first backward: the loop itself, or another optimizer, has updated them."""
-        if self._over or not self._before:
-            return False
-        return any(not torch.equal(p.detach(), value) for p, value in self._before)
-
     def _backward(self, tensors: Any) -> None:
-        loss = tensors if isinstance(tensors, Tensor) else next(iter(tensors), None)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
+        loss = next(iter(tensors), None)
+        if self._over or not isinstance(loss, Tensor) or loss.numel() != 1:
             return
         if not self._before:
             trained = [p for module in self._tape.modules for p in module.parameters() if p.requires_grad]
             self._before = [(p, p.detach().clone()) for p in (*trained[:1], *trained[-1:])]
-        self._micros.append(attempt(self._tape.micro, loss, otherwise=_refused))
-        del self._found[len(self._micros) :]
+        self.micros.append(attempt(self._tape.micro, loss, otherwise=lambda fault: fault))
+        del self._found[len(self.micros) :]
         self._tape.forget()
 
     def _steps(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         if self._over:
             return None
-        position, closure = next(((i, a) for i, a in enumerate(args) if callable(a)), (None, kwargs.get("closure")))
+        closure = next((a for a in (*args, *kwargs.values()) if callable(a)), None)
         if closure is None:
             self._end(optimizer)
             return None
@@ -103,13 +101,15 @@ class FirstUpdate:
             self._end(optimizer)
             return result
 
-        if position is None:
-            return args, {**kwargs, "closure": and_end}
-        return (*args[:position], and_end, *args[position + 1 :]), kwargs
+        def ending(x: Any) -> Any:
+            return and_end if x is closure else x
+
+        return tuple(map(ending, args)), {name: ending(x) for name, x in kwargs.items()}
 
     def _end(self, optimizer: Any) -> None:
-        if self._over or not self._micros:
-            return
+        held = [] if optimizer is None else [p.grad for group in optimizer.param_groups for p in group["params"]]
+        if self._over or not (self.micros or any(g is not None and bool(g.any()) for g in held)):
+            return  # as where an optimizer only makes its state
         self.__exit__(None, None, None)
         self._ends(lambda: self._learnt(optimizer))
 
@@ -120,9 +120,10 @@ class FirstUpdate:
     def _training(self, optimizer: Any) -> Training:
         if self._found:
             return self._found[0].make([found.batch for found in self._found])
-        micros = [micro for micro in self._micros if isinstance(micro, Micro)]
+        micros = [micro for micro in self.micros if isinstance(micro, Micro)]
         if not micros:
-            raise next(fault for fault in self._micros if isinstance(fault, UsageError))
+            unseen = UsageError(f"no backward was seen before the first update: {TELL}")
+            raise next((fault for fault in self.micros if isinstance(fault, Exception)), unseen)
         return _of_loop([micro if optimizer is None else micro.checked() for micro in micros])
 
 
@@ -142,19 +143,14 @@ def _holders(training: Training, first: Any) -> list[Any]:
     return found
 
 
-def _refused(fault: Exception) -> UsageError:
-    return fault if isinstance(fault, UsageError) else UsageError(f"the loss of this loop cannot be made again: {fault}")
-
-
 def _of_loop(micros: list[Micro]) -> Training:
     first, count = micros[0], len(micros)
     several = count > 1
-    base = 1.0 if several else first.scale
+    modules, wrappers = first.modules, [call.wrapper for call in first.calls if call.wrapper is not None]
 
     def loss(model: Any, batch: Any) -> Tensor:
-        return first.replay(batch) * base if base != 1.0 else first.replay(batch)
+        return first.replay(batch) if several or first.scale == 1.0 else first.replay(batch) * first.scale
 
-    modules, wrappers = first.modules, first.wrappers
     model = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
 
     def step(model: Any, parts: list[Any]) -> None:

@@ -5,6 +5,7 @@ So ranks agree on the verdict, and no collective waits for a rank that found som
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -73,21 +74,16 @@ def _follow(training: Training) -> int:
 
 def unfit(model: Any) -> str:
     """Return why rank 0 cannot run a model alone, "" where it can: its weights are shards."""
+    megatron: Any = sys.modules.get("megatron.core.parallel_state")
+    cut = size() > 1 and megatron is not None and megatron.get_tensor_model_parallel_world_size() > 1
     shards = [
         name
         for name, p in model.named_parameters()
         if hasattr(p, "device_mesh") or hasattr(p, "ds_shape") or type(p).__name__ == "FlatParameter" or not p.numel()
-        or (getattr(p, "tensor_model_parallel", False) and size() > 1 and _parts_of_layers() > 1)
+        or (cut and getattr(p, "tensor_model_parallel", False))
     ]  # fmt: skip
     what = f"{shards[0]} is a shard (FSDP, ZeRO-3 or a tensor-parallel layer)" if shards else ""
     return f"{what}: ranks cannot be tested apart; start it with one rank" if shards else ""
-
-
-def _parts_of_layers() -> int:
-    import sys
-
-    state: Any = sys.modules.get("megatron.core.parallel_state")
-    return state.get_tensor_model_parallel_world_size() if state is not None else 1
 
 
 def _from_first(message: Any) -> Any:

@@ -18,16 +18,13 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from trainprobe.engine.capture.step_modes import RANDOM
 from trainprobe.engine.core.guard import attempt
 from trainprobe.engine.state_guard import put_random_states, random_states
 from trainprobe.errors import UsageError
-from trainprobe.preflight.modes import RANDOM
+from trainprobe.preflight.batches import TELL
 from trainprobe.preflight.training import unwrapped
 
-_TELL = """tell it by
-    def loss(model, batch):
-        return criterion(model(batch[0]), batch[1])  # the scalar of one batch
-    print(trainprobe.preflight(loss, model, batch))"""
 _MOST = 5000  # calls without a backward, after which those before are forgotten
 _DEEPEST = 8  # calls between the rows of the batch and what a model or a loss is given
 _SCALES = {
@@ -44,11 +41,10 @@ class Made:
     place: int
 
 
-@dataclass(frozen=True, slots=True)
-class Given:
-    """A tensor of the batch."""
+class Given(str):
+    """The name of a tensor of the batch."""
 
-    name: str
+    __slots__ = ()
 
 
 @dataclass(slots=True)
@@ -85,22 +81,16 @@ class Micro:
             again = float(self.replay(self.batch)) * self.scale
         put_random_states(before)
         if abs(again - float(self.value)) > 1e-2 * abs(again):
-            raise UsageError(
-                f"the loss of this loop cannot be made again, it is {float(self.value):.6g} and made again {again:.6g}: {_TELL}"
-            )
+            both = f"it is {float(self.value):.6g} and made again {again:.6g}"
+            raise UsageError(f"the loss of this loop cannot be made again, {both}: {TELL}")
         return self
-
-    @property
-    def wrappers(self) -> list[Any]:
-        """What shares the gradients of modules among ranks."""
-        return [call.wrapper for call in self.calls if call.wrapper is not None]
 
     def replay(self, batch: dict[str, Tensor], wrapped: bool = False) -> Tensor:
         """Call everything again with another batch and return the loss. wrapped: by what shares gradients among ranks."""
         results: list[list[Tensor]] = []
 
         def value(x: Any) -> Any:
-            return results[x.call][x.place] if isinstance(x, Made) else batch[x.name] if isinstance(x, Given) else x
+            return results[x.call][x.place] if isinstance(x, Made) else batch[x] if isinstance(x, Given) else x
 
         for call in self.calls[: self.loss.call + 1]:
             args, kwargs = (tree_map(value, part) for part in (call.args, call.kwargs))
@@ -121,16 +111,9 @@ class Tape(TorchFunctionMode):
 
     def forget(self) -> None:
         """Begin a new micro-batch."""
-        self._calls: list[Call] = []
-        self._made: dict[int, Made] = {}
-        self._held: list[Tensor] = []
-        self._batch: dict[str, Tensor] = {}
-        self._names: dict[int, str] = {}
-        self._modules: dict[int, nn.Module] = {}
-        self._lost = ""
-        self._sources: dict[
-            int, tuple[Any, ...]
-        ] = {}  # id of a tensor that no model made → its version and the call that made it
+        self._calls, self._made, self._held = list[Call](), dict[int, Made](), list[Tensor]()
+        self._batch, self._names, self._modules = dict[str, Tensor](), dict[int, str](), dict[int, nn.Module]()
+        self._lost, self._sources = "", dict[int, tuple[Any, ...]]()  # id of a tensor that no model made → its call and version
         self._random: Any = None  # states of generators before the first call
         self._first: torch.Size | None = None  # shape of what a model was given first
 
@@ -165,7 +148,7 @@ class Tape(TorchFunctionMode):
         made, lost = self._made.get(id(loss)), self._lost
         if made is None or lost:
             why = lost or "no call of a model was seen that it comes from"
-            raise UsageError(f"the loss of this loop cannot be made again, {why}: {_TELL}")
+            raise UsageError(f"the loss of this loop cannot be made again, {why}: {TELL}")
         found = Micro(self._calls, made, self._batch, loss.detach().clone(), self._random, modules=self.modules)
         while (scaled := _scaled(self._calls[found.loss.call], found.batch)) is not None:
             found.loss, number, loss_scale = scaled
@@ -253,8 +236,8 @@ def _scaled(call: Call, batch: dict[str, Tensor]) -> tuple[Made, float, float] |
     if name not in _SCALES or len(made) != 1:
         return None
     number = next((x for x in call.args if not isinstance(x, Made)), 1.0)
-    if isinstance(number, Given) and not _SCALES[name] and batch[number.name].numel() == 1:
-        return made[0], 1.0, float(batch.pop(number.name))
+    if isinstance(number, Given) and not _SCALES[name] and batch[number].numel() == 1:
+        return made[0], 1.0, float(batch.pop(number))
     if not isinstance(number, int | float) or not number or (_SCALES[name] and made[0] is not call.args[0]):
         return None
     return made[0], 1 / number if _SCALES[name] else float(number), 1.0
@@ -267,13 +250,11 @@ def tensors_of(x: Any) -> list[Tensor]:
 
 def _names(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[int, str]:
     """Return id of each tensor that is given → the name of its argument."""
-    called = getattr(function, "forward", function)
-    signature = attempt(inspect.signature, called, otherwise=lambda _: None)
-    bound = attempt(lambda: signature.bind(*args, **kwargs).arguments, otherwise=lambda _: {}) if signature else {}
-    found: dict[int, str] = {}
-    for name, value in bound.items():
-        named = value.items() if isinstance(value, dict) else [(name, value)]
-        for key, item in named:
+    called, found = getattr(function, "forward", function), dict[int, str]()
+    for name, value in attempt(
+        lambda: inspect.signature(called).bind(*args, **kwargs).arguments, otherwise=lambda _: {}
+    ).items():
+        for key, item in value.items() if isinstance(value, dict) else [(name, value)]:
             for tensor in tensors_of(item):
                 found.setdefault(id(tensor), str(key))
     return found

@@ -12,21 +12,19 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _DROPOUTS = frozenset(
-    {
-        *("dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "alpha_dropout_"),
-        *("feature_dropout", "feature_dropout_", "feature_alpha_dropout", "feature_alpha_dropout_", "native_dropout"),
-    }
+    """dropout dropout_ dropout1d dropout2d dropout3d alpha_dropout alpha_dropout_ feature_dropout feature_dropout_
+    feature_alpha_dropout feature_alpha_dropout_ native_dropout""".split()  # noqa: SIM905
 )
 _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 _ATTENTION = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}  # place of dropout_p
 
 
 class Quiet(TorchFunctionMode):
-    """Turns dropout off and counts what is called. names: function → calls."""
+    """Turns dropout off and counts what is called. names: function → calls. wide: whether casts to float32 go to float64."""
 
-    def __init__(self, dropout: bool = False) -> None:
+    def __init__(self, dropout: bool = False, wide: bool = False) -> None:
         super().__init__()
-        self.dropout = dropout
+        self.dropout, self.wide = dropout, wide
         self.names: Counter[str] = Counter()
         self.dtypes: dict[str, set[torch.dtype]] = {}
 
@@ -41,6 +39,10 @@ class Quiet(TorchFunctionMode):
                 args = tuple(0.0 if type(a) is float else a for a in args)
             if name in _ATTENTION:
                 args, named = _without_dropout(args, named, _ATTENTION[name])
+        if self.wide:
+            func = torch.Tensor.double if name == "float" else func
+            args = tuple(torch.float64 if a is torch.float32 else a for a in args)
+            named = {key: torch.float64 if a is torch.float32 else a for key, a in named.items()}
         out = func(*args, **named)
         if isinstance(out, torch.Tensor) and out.is_floating_point():
             self.dtypes.setdefault(name, set()).add(out.dtype)
@@ -90,12 +92,9 @@ def without_autocast() -> Generator[None]:
 
 ROUNDING = frozenset({"round", "round_", "sign", "floor", "ceil", "argmin", "sgn", "heaviside", "trunc"})
 RANDOM = frozenset(
-    {
-        *("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli", "bernoulli_"),
-        *("normal", "normal_", "multinomial", "poisson", "uniform_", "exponential_", "random_", "log_normal_"),
-        *("geometric_", "cauchy_"),
-    }
+    """rand randn randint randperm rand_like randn_like randint_like bernoulli bernoulli_ normal normal_ multinomial poisson
+    uniform_ exponential_ random_ log_normal_ geometric_ cauchy_""".split()  # noqa: SIM905
 )
 REDUCTIONS = frozenset(
-    {"LogSoftmax", "Softmax", "NllLoss", "Logsumexp", "Exp", "Log", "Sum", "Mean", "MseLoss", "BinaryCrossEntropyWithLogits"}
+    "LogSoftmax Softmax NllLoss Logsumexp Exp Log Sum Mean MseLoss BinaryCrossEntropyWithLogits".split()  # noqa: SIM905
 )

@@ -1,0 +1,3 @@
+// The page of preflight: all of it is written already.
+onKeys();
+ready();
