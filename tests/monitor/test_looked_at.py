@@ -222,7 +222,7 @@ def test_a_training_that_never_steps_is_not_only_healthy(steps, tmp_path, capfd)
                     optimizer.step()
                 optimizer.zero_grad()
                 probe.note("loss", loss.detach())
-    sentence = "No step has an update: gradients and new weights are not looked at."
+    sentence = "No update was recorded: gradients of parameters and new weights are not looked at."
     capfd.readouterr()
     assert [sentence in text for text in told(tmp_path, capfd)[:2]] == [not steps] * 2
     main(["nan-trace", str(tmp_path)])

@@ -41,7 +41,7 @@ def no_update(ranks: Iterable[UpdatesSeen]) -> str:
     seen = list(ranks)
     if any(rank.any for rank in seen) or not any(rank.modules and rank.without for rank in seen):
         return ""
-    return "No step has an update: gradients and new weights are not looked at."
+    return "No update was recorded: gradients of parameters and new weights are not looked at."
 
 
 def steps_without_update(ranks: Iterable[UpdatesSeen]) -> str:
