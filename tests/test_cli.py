@@ -87,6 +87,16 @@ def test_an_unknown_verb_gives_64_and_the_nearest_one() -> None:
     assert done.stderr == "trainprobe: there is no verb 'paln' — did you mean 'plan'? (`trainprobe --help` lists them)\n"
 
 
+def test_commands_of_the_other_tool_are_pointed_to_what_takes_their_place(capsys: pytest.CaptureFixture[str]) -> None:
+    """As docs/migration.md has it."""
+    rows = (ROOT / "docs" / "migration.md").read_text("utf-8").partition("*command*: here")[2].split("\n- ")
+    for command, verb in cli.FORMER.items():
+        (row,) = (row for row in rows if re.search(rf"`{command}`[^:]*:", row.partition(": `")[0] + ":"))
+        assert f"trainprobe {verb}" in row
+        assert cli.main([command]) == cli.MISUSED
+        assert capsys.readouterr().err.startswith(f"trainprobe: there is no verb '{command}' — did you mean '{verb}'?")
+
+
 def test_an_unknown_option_gives_64_which_is_no_verdict() -> None:
     done = run("plan", "--explian")
     assert done.returncode == 64

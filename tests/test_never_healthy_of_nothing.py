@@ -200,7 +200,7 @@ def test_one_part_that_cannot_be_read_is_told(name, kind, material, tmp_path, ca
 
 
 def test_a_kernel_dump_of_which_no_tensor_can_be_read_is_not_finite(tmp_path, capsys):
-    """The only tensor has a number format that is not known: its bytes are NaN, and nobody can tell."""
+    """The only tensor has a number format that is not known: its bytes are NaN, and nobody can tell. Case c07."""
 
     def field(number: int, content: bytes) -> bytes:
         return varint(number << 3 | 2) + varint(len(content)) + content

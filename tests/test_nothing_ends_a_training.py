@@ -58,6 +58,7 @@ def trained(model: nn.Module, folder: Path, steps: int = 2, **plan) -> Probe:
 
 @pytest.mark.parametrize("plan", [{"audit": True, "monitor": True}, {"config_check": True}, {"level": "mix"}], ids=str)
 def test_a_frozen_torchscript_module_may_be_called(tmp_path, plan):
+    """Case c05."""
     probe = trained(Distilled(), tmp_path / "out", **{"level": "off", **plan})
     assert probe.guard.tripped is None and [f for f in probe.findings if f.rule in ("guard", "probe")] == []
 
@@ -69,6 +70,7 @@ def bomb(depth: int) -> str:
 
 
 def test_merge_keys_that_never_end_are_refused_at_once(tmp_path, capsys):
+    """Case c06."""
     (tmp_path / "bomb.yaml").write_text(bomb(12))
     (tmp_path / "good.yaml").write_text("monitor: &m {actions: {}}\naudit: {every: 3}\n")
     began = time.process_time()

@@ -77,6 +77,8 @@ def test_only_regular_files_of_a_bounded_size_are_read(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(FormatError, match="no regular file"):
         read_bounded(tmp_path / "pipe", 100)
+    with pytest.raises(FormatError, match=f"{tmp_path} is no regular file"):
+        read_bounded(tmp_path, 100)
     (tmp_path / "large").write_bytes(b"x" * 101)
     with pytest.raises(FormatError, match="101 bytes, and more than 100 are not read"):
         read_bounded(tmp_path / "large", 100)

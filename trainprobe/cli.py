@@ -116,6 +116,16 @@ EXAMPLES = {
     "run": "trainprobe run -- train.py --lr 3e-4",
 }
 
+# commands of mindstudio-probe whose names are near to other verbs, or to none
+FORMER = {
+    **dict.fromkeys(
+        ("run_ut", "multi_run_ut", "acc_check", "multi_acc_check", "api_precision_compare", "op_generate"), "op-check classic"
+    ),
+    **dict.fromkeys(("run_overflow_check", "overflow_check", "nan_analyze"), "nan-trace"),
+    **dict.fromkeys(("compare", "merge_result", "graph_visualize"), "dump-compare"),
+    "parse": "kernel-dump",
+}
+
 NO_ANSWER, MISUSED, INTERRUPTED, UNREAD = 3, 64, 130, 141
 
 
@@ -162,7 +172,7 @@ def _answer(arguments: list[str]) -> int:
         return 0
     if verb not in VERBS:
         kind = "option" if verb.startswith("-") else "verb"
-        hint = did_you_mean(verb, list(VERBS))
+        hint = did_you_mean(FORMER.get(verb, verb), list(VERBS))
         return _complain(f"there is no {kind} {verb!r}{hint} (`trainprobe --help` lists them)", MISUSED)
     return _carry_out(verb, rest)
 

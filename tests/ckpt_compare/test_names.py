@@ -92,7 +92,7 @@ def test_a_map_that_cannot_be_used_is_refused_with_its_place(text, said):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"), [(None, "No such file"), (b"family: \xff", "not UTF-8 text"), ("", "Is a directory")]
+    ("content", "said"), [(None, "No such file"), (b"family: \xff", "not UTF-8 text"), ("", "is no regular file")]
 )
 def test_a_map_that_cannot_be_read_is_told_by_its_path(tmp_path, content, said):
     own = tmp_path / "own.yaml"

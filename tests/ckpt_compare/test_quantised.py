@@ -32,6 +32,7 @@ def test_codes_decode_to_what_their_writer_decodes_them_to(name):
 
 
 def test_each_planted_fault_of_a_quantised_checkpoint_is_named_and_no_healthy_one_is_accused(tmp_path):
+    """Case p01 is among them."""
     answers = list(coded_pairs(tmp_path))
     assert len(answers) > 80
     assert [(a.model, a.layout, a.cause, a.sentence) for a in answers if not a.good] == []

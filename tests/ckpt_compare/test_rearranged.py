@@ -49,6 +49,7 @@ def test_other_rows_are_no_order():
 
 
 def test_each_planted_cause_is_named_and_no_healthy_pair_is_accused(tmp_path):
+    """Cases c10, p02, p03, p04 and p09 are among them."""
     answers = list(rearranged_pairs(tmp_path))
     assert len(answers) > 34
     assert [(a.model, a.layout, a.cause, a.sentence) for a in answers if not a.good] == []

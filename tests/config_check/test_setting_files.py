@@ -165,6 +165,7 @@ round: ${circle}
 
 
 def test_references_are_what_they_refer_to(tmp_path, monkeypatch):
+    """Case p07."""
     monkeypatch.setenv("TRAINPROBE_TEST_HOME", "/data")
     path = tmp_path / "a.yaml"
     path.write_text(REFERENCES)

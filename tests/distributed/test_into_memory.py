@@ -23,6 +23,7 @@ def runs(request, tmp_path_factory):
 
 
 def test_equal_runs_are_equal_and_the_page_is_written_without_a_warning(runs, capsys):
+    """Case p10."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert main(["dump-compare", str(runs / "one"), str(runs / "other"), "--html", str(runs / "page.html")]) == 0

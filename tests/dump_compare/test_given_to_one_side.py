@@ -51,6 +51,7 @@ def trained(folder, change: str = "", level: str = "mix", inner_only: bool = Fal
 @pytest.mark.parametrize("level", ["L0", "mix"])
 @pytest.mark.parametrize("sides", ["AB", "BA"])
 def test_the_call_that_gets_it_is_named(level, sides, tmp_path, capsys):
+    """Case p05."""
     folders = [trained(tmp_path / "a", level=level, pos=POSITIONS), trained(tmp_path / "b", level=level)]
     assert main(["dump-compare", *(folders if sides == "AB" else folders[::-1])]) == 2
     first = capsys.readouterr().out.splitlines()[0]

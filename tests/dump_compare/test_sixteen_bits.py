@@ -53,6 +53,7 @@ def right(tmp_path_factory):
 
 @pytest.mark.parametrize(("name", "plan"), matrix(NAMED, PLANS))
 def test_a_wrong_kernel_or_weight_is_named(tmp_path, capsys, right, name, plan):
+    """Case c01."""
     plant = next(each for each in PLANTS if each.name == name)
     way = Way(**REGIMES["bfloat16"], kernels=Replaced(fault=plant.fault), weights=plant.weights)
     b = train(tmp_path / "b", "gpt", way, step=[0], **PLANS[plan])

@@ -87,6 +87,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.mark.parametrize("start", covered(HEALTHY, program_of))
 def test_a_healthy_program_gets_no_word(watched, start):
+    """Cases c11 (`dummy_update.py dcp`) and c12 (`fsdp2_evaluated.py before`) are among them."""
     result, _ = watched(start)
     assert result.codes == (0, 0)
     assert result.difference == ""

@@ -150,6 +150,7 @@ print(json.dumps([f.message for f in probe.findings]))
 
 
 def test_what_collectives_give_is_stored_and_their_pattern_matches(tmp_path: Path) -> None:
+    """Case c08."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

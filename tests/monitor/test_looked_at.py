@@ -208,6 +208,27 @@ def test_gradients_of_steps_that_a_scaler_skipped_are_not_taken_for_finite_ones(
     assert sentence in capfd.readouterr().out
 
 
+@pytest.mark.parametrize("steps", [True, False])
+def test_a_training_that_never_steps_is_not_only_healthy(steps, tmp_path, capfd):
+    """Each step clears what its backward pass made, and no optimizer uses it."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Tanh())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with trainprobe.watch(model, optimizer, {"output": tmp_path, "level": "off", "monitor": True}) as probe:
+        for step in range(10):
+            with probe.step(step):
+                loss = model(torch.randn(3, 4)).square().mean()
+                loss.backward()
+                if steps:
+                    optimizer.step()
+                optimizer.zero_grad()
+                probe.note("loss", loss.detach())
+    sentence = "No update was recorded: gradients of parameters and new weights are not looked at."
+    capfd.readouterr()
+    assert [sentence in text for text in told(tmp_path, capfd)[:2]] == [not steps] * 2
+    main(["nan-trace", str(tmp_path)])
+    assert (sentence in capfd.readouterr().out) is not steps
+
+
 KILLED = """
 import os, signal, sys
 from pathlib import Path

@@ -60,6 +60,7 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 
 def test_backward_behind_requires_grad_is_tested(capsys: pytest.CaptureFixture[str]) -> None:
+    """Case c09; the next test has its checkpoint."""
     with trainprobe.CompareWithCPU():
         x = torch.randn(64).detach().requires_grad_()
         F.gelu(x).sum().backward()

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainprobe.ckpt_compare.coverage import coverage_of, overlaps
-from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor, bottom
+from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor
 from trainprobe.ckpt_compare.tasks import chunks, release, run, tasks_of
 from trainprobe.ckpt_compare.transforms import turn
 from trainprobe.engine.compare.difference import Difference
@@ -236,13 +236,13 @@ def sample(tensor: LogicalTensor) -> Sample | None:
     for part in coverage_of(tensor).parts:
         inside = np.all((places >= part.box.offset) & (places < part.box.end), axis=1) & missing
         if inside.any():
-            for box in chunks(part.box, part.piece.source) if hasattr(bottom(part.piece.source), "part") else (part.box,):
+            for box in chunks(part.box, part.piece.source):
                 here = inside & np.all((places >= box.offset) & (places < box.end), axis=1)
                 if here.any():
                     bits = part.load(box)[tuple((places[here] - np.array(box.offset, dtype=np.int64)).T)]
                     values[here] = decode(np.atleast_1d(bits), part.piece.source.format).reshape(int(here.sum()), -1)[:, 0]
+                    release(part.piece.source)  # the system maps the neighbours of a page: with 512 places, the whole file
             missing &= ~inside
-            release(part.piece.source)
     return None if missing.any() else values
 
 

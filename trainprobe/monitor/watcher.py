@@ -19,7 +19,7 @@ from trainprobe.monitor.memory import Memory
 from trainprobe.monitor.rules import GRAVITY, RuleOptions, load_rule
 from trainprobe.monitor.rules.nonfinite import wants_forward
 from trainprobe.monitor.scalar_names import scalar
-from trainprobe.monitor.updates_seen import UpdatesSeen, steps_without_update
+from trainprobe.monitor.updates_seen import UpdatesSeen, no_update, steps_without_update
 
 FORMAT = 1
 _STEPS = "collected steps"  # in the memory of each rule
@@ -256,8 +256,9 @@ def unjudged(watchers: Collection[Watcher]) -> str:
     longest = min((watcher.not_judged() for watcher in watchers), key=lambda missing: sum(missing.values()), default={})
     needed = any(OF_THE_LOSS & watcher.rules.keys() for watcher in watchers)
     no_loss = needed and not any(watcher.knows_loss for watcher in watchers)
-    skipped = steps_without_update(watcher.updates for watcher in watchers)
-    return " ".join(filter(None, [too_few_steps(longest), NO_LOSS if no_loss else "", skipped]))
+    updates = [watcher.updates for watcher in watchers]
+    skipped = steps_without_update(updates)
+    return " ".join(filter(None, [too_few_steps(longest), NO_LOSS if no_loss else "", skipped, no_update(updates)]))
 
 
 def too_few_steps(missing: Mapping[str, int]) -> str:

@@ -80,6 +80,7 @@ def before(i, probe):
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root may mount")
 def test_a_disk_that_is_full_for_a_moment_costs_the_steps_of_that_moment(tmp_path, capsys):
+    """Case c04."""
     disk = tmp_path / "disk"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)], capture_output=True).returncode:

@@ -284,6 +284,7 @@ def test_a_plateau_scheduler_with_the_mode_of_another_metric_is_found(tmp_path, 
 
 @pytest.mark.parametrize("how", ["made anew", "its own", "shared groups", "two networks", "made late"])
 def test_a_scheduler_that_moves_an_optimizer_which_does_not_step_is_found(tmp_path, how):
+    """Case p06."""
     torch.manual_seed(0)
     model, other = nn.Linear(8, 1), nn.Linear(8, 1)
     first = torch.optim.AdamW(model.parameters(), 1e-2)

@@ -132,6 +132,7 @@ def feed_all(bench, rng, times=1.0, loss=1.0, common=None, **more):
 
 
 def test_a_batch_that_moves_every_layer_is_told_of_the_loss_with_what_else_moved_and_what_did_not():
+    """Case c02 with a bad batch."""
     bench, rng = Bench("spike"), np.random.default_rng(0)
     for _ in range(150):
         feed_all(bench, rng)
@@ -174,6 +175,7 @@ def test_a_loss_close_to_zero_that_varies_by_decades_does_not_hide_a_bad_batch()
 
 
 def test_a_rate_that_leaves_its_schedule_is_the_incident_and_what_follows_is_counted_with_it():
+    """Case c02 with a wrong rate."""
     bench, rng = Bench("spike"), np.random.default_rng(0)
     for step in range(240):
         high = 150 <= step < 153

@@ -72,11 +72,11 @@ def regular(path: Path) -> Path:
 def open_to_read(path: Path, *, follow: bool = True) -> BinaryIO:
     """Open a regular file for reading. Raises what `regular` raises. follow: a link may stand there."""
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-    file = os.fdopen(os.open(path, flags | (0 if follow else NO_LINK)), "rb")
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
+    handle = os.open(path, flags | (0 if follow else NO_LINK))
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
         raise FormatError(f"{path} is no regular file")
-    return file
+    return os.fdopen(handle, "rb")
 
 
 def read_bounded(path: Path, most: int, *, follow: bool = False) -> bytes:

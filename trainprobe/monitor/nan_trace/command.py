@@ -21,7 +21,7 @@ from trainprobe.monitor.looked_at import LookedAt
 from trainprobe.monitor.nan_trace.steps import RankStep, steps_of
 from trainprobe.monitor.nan_trace.trace import RankTrace, RunTrace, reached, trace_run
 from trainprobe.monitor.rules.nonfinite import describe, is_given
-from trainprobe.monitor.updates_seen import UpdatesSeen, steps_without_update
+from trainprobe.monitor.updates_seen import UpdatesSeen, no_update, steps_without_update
 
 _SHOWN = 3  # results behind the first
 _LARGEST = {"float16": 65504.0, "bfloat16": 2.0**127 * (2 - 2.0**-7), "float32": 2.0**127 * (2 - 2.0**-23)}
@@ -43,7 +43,8 @@ def nan_trace(
     found, looked = trace_run(_followed(_with_overflows(steps_of(folder), overflows), updates, seen, unread))
     if not looked and found is None and not overflows:
         raise FormatError(f"{folder} holds no step that could be read: nothing was looked at")
-    not_seen = [*(f"{sentence}." for sentence in seen.lacking()), *filter(None, [steps_without_update(updates.values())])]
+    of_updates = [steps_without_update(updates.values()), no_update(updates.values())]
+    not_seen = [*(f"{sentence}." for sentence in seen.lacking()), *filter(None, of_updates)]
     not_seen = not_seen if found is None else []  # of a run that was not read to its end, this is not known
     lacking = [] if found is not None else [*filter(None, [seen.shortfall(folder)]), *_not_looked_at(seen, list(unread))]
     not_seen = [*lacking[1:], *not_seen]
