@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from trainprobe.engine.core.findings import Finding
+from trainprobe.engine.core.guard import attempt, fault_text
 from trainprobe.engine.core.words import and_more
 from trainprobe.errors import UsageError, did_you_mean
 from trainprobe.rollout.logprobs.columns import NAMES
@@ -32,15 +34,23 @@ def note_rollout(
     [n, t] in nats; what is absent is not judged. group_size: rollouts of a prompt, where they stand together and neither
     prompts nor groups are given. end_token: what ends a response, one or several.
 
-    Only tensors of the batch are read, on their device; the host sees the numbers as the step ends. Raises UsageError for a
-    batch without any known name, and for shapes that do not fit.
+    Only tensors of the batch are read, on their device; the host sees the numbers as the step ends. A batch without any known
+    name, or with shapes that do not fit, is a finding of the run, and the training goes on.
     """
     session = getattr(probe, "session", probe)
     watched = getattr(session, "probe", session)
     if watched is None or watched.tape is None:
         return
-    for name, value in rollout_numbers(batch, group_size=group_size, end_token=end_token).items():
-        session.note(f"rollout/{name}", value)
+
+    def noted() -> str:
+        for name, value in rollout_numbers(batch, group_size=group_size, end_token=end_token).items():
+            session.note(f"rollout/{name}", value)
+        return ""
+
+    why = attempt(noted, otherwise=fault_text)
+    if why:
+        message = f"a batch of rollouts was not judged: {why}"
+        watched.report_once(Finding("probe", "warning", message, step=watched.step_number, place=watched.place))
 
 
 def rollout_numbers(
@@ -51,7 +61,8 @@ def rollout_numbers(
 
     with torch.no_grad():
         found = _found(batch)
-        columns = {kind: x if kind == "groups" else torch.as_tensor(x) for kind, (_, x) in found.items()}
+        texts = {kind for kind in ("groups", "prompts") if kind in found and _is_text(found[kind][1])}
+        columns = {kind: x if kind in texts else torch.as_tensor(x) for kind, (_, x) in found.items()}
         rows = _rows(found, columns)
         mask = columns["mask"] > 0 if "mask" in columns else None
         numbers: dict[str, Any] = {}
@@ -72,10 +83,14 @@ def rollout_numbers(
 
 
 def _found(batch: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
-    """Return kind → name and value of what the batch has."""
+    """Return kind → name and value of what the batch has; of verl's DataProto with the columns that are no tensors."""
+    if hasattr(batch, "non_tensor_batch"):
+        proto: Any = batch
+        batch = {**dict(proto.batch.items()), **proto.non_tensor_batch}
+    given_names = set(batch.keys())  # some mappings of tensors refuse `in`
     found: dict[str, tuple[str, Any]] = {}
     for kind, names in OF_A_BATCH.items():
-        given = next((name for name in names if name in batch and batch[name] is not None), None)
+        given = next((name for name in names if name in given_names and batch[name] is not None), None)
         if given is not None:
             found[kind] = given, batch[given]
     if not found:
@@ -89,6 +104,9 @@ def _found(batch: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
 
 def _rows(found: Mapping[str, tuple[str, Any]], columns: Mapping[str, Any]) -> int:
     """Return the number of rollouts. Raises UsageError where columns do not agree about it."""
+    single = [found[kind][0] for kind, x in columns.items() if getattr(x, "ndim", 1) == 0]
+    if single:
+        raise UsageError(f"{and_more(single)} of the batch is one number: give one for each rollout, [rollouts, …]")
     sizes = {found[kind][0]: len(x) for kind, x in columns.items()}
     if len(set(sizes.values())) > 1:
         raise UsageError(f"the columns of the batch have different numbers of rollouts: {sizes}")
@@ -158,12 +176,13 @@ def _groups(columns: Mapping[str, Any], rows: int, group_size: int | None) -> An
     """Return the number of each rollout's group, [n], below n; None where it is not known."""
     import torch
 
+    given = columns.get("groups", columns.get("prompts"))
+    if _is_text(given):
+        numbers: dict[str, int] = {}
+        keys = [str(each.tolist() if hasattr(each, "tolist") else each) for each in given]
+        return torch.tensor([numbers.setdefault(key, len(numbers)) for key in keys])
     if "groups" in columns:
-        given = columns["groups"]
-        if not hasattr(given, "dtype") or getattr(given.dtype, "kind", "") in "OUS":
-            numbers: dict[str, int] = {}
-            return torch.tensor([numbers.setdefault(str(each), len(numbers)) for each in given])
-        key = torch.as_tensor(given).reshape(rows, -1)[:, 0].long()
+        key = given.reshape(rows, -1)[:, 0].long()
     elif "prompts" in columns and columns["prompts"].dim() == 2:
         key = _hashed(columns["prompts"])
     elif group_size is not None:
@@ -173,6 +192,11 @@ def _groups(columns: Mapping[str, Any], rows: int, group_size: int | None) -> An
     ordered, order = key.sort()
     number = torch.cat([ordered.new_zeros(1), (ordered[1:] != ordered[:-1]).long()]).cumsum(0)
     return torch.empty_like(number).scatter_(0, order, number)
+
+
+def _is_text(column: Any) -> bool:
+    """Return whether a column is of texts or other objects, such as lists of tokens."""
+    return getattr(getattr(column, "dtype", None), "kind", None) in ("O", "U", "S") or isinstance(column, list | tuple)
 
 
 def _alike(tokens: Any, mask: Any, groups: Any) -> Any:
