@@ -5,8 +5,8 @@
 Log-probabilities: tiny random models of transformers score the same tokens in two ways. Eleven causes with two seeds each must
 be named first; ten healthy pairs must be called identical or rounding. Weights: twelve faults in two layouts must be named with
 the tensor; twenty healthy pushes must arrive. Health: seventeen faults of GRPO loops must be named first, and twenty healthy
-loops have no finding. Layers: the first module of 13 faults of an engine must be named, and ten healthy pairs must agree
-within rounding. Exits with 1 below 20 of 22, 22 of 24, 16 of 17 or 12 of 13, or with a false answer.
+loops have no finding. Layers: the first module of 15 faults of an engine must be named, and ten healthy pairs must agree
+within rounding. Exits with 1 below 20 of 22, 22 of 24, 16 of 17 or 14 of 15, or with a false answer.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from benchmarks.rollout import weights as pushes
 from benchmarks.rollout import layers as modules
+from benchmarks.rollout import weights as pushes
 from benchmarks.rollout.health import results
 from benchmarks.rollout.logprobs import healthy, planted
 from benchmarks.rollout.models import LAYERS
 from trainprobe.rollout.logprobs.judge import judge
 from trainprobe.rollout.logprobs.read import read_file
 
-GOAL, GOAL_OF_WEIGHTS, GOAL_OF_HEALTH, GOAL_OF_LAYERS = 20, 22, 16, 12
+GOAL, GOAL_OF_WEIGHTS, GOAL_OF_HEALTH, GOAL_OF_LAYERS = 20, 22, 16, 14
 
 
 def logprobs(details: bool, seed: int) -> bool:

@@ -1,4 +1,4 @@
-"""Which layer: ten healthy pairs of engine and trainer, and twelve faults in one module of the engine.
+"""Which layer: ten healthy pairs of engine and trainer, and fifteen faults in one module of the engine.
 
 The engine writes a text with its KV cache, a prefill and then a token at a time; the trainer sees the text in one forward. Both
 are tiny random models of transformers: a Llama, a mixture of experts (Qwen 3) and GPT-2. Each records one step with values.
@@ -11,6 +11,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,21 +89,8 @@ class _Fused(torch.nn.Module):
         return torch.nn.functional.linear(x, self.weight)
 
 
-class _Part(torch.nn.Module):
-    """Calls the fused projection for the first of its parts, and hands on the others."""
-
-    def __init__(self, owner: dict[str, Any], begin: int, size: int) -> None:
-        super().__init__()
-        self.owner, self.begin, self.size = owner, begin, size
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.begin == 0:
-            self.owner["out"] = self.owner["call"](x)
-        return self.owner["out"][..., self.begin : self.begin + self.size]
-
-
 def fuse(model: Any, wrong: int | None = None) -> Any:
-    """Give a Llama `qkv_proj`. wrong: the layer whose rows of k and v are exchanged."""
+    """Give a Llama `qkv_proj` in the place of three projections. wrong: the layer whose rows of k and v are exchanged."""
     for number, layer in enumerate(model.model.layers):
         attention = layer.self_attn
         parts = [attention.q_proj, attention.k_proj, attention.v_proj]
@@ -110,9 +98,15 @@ def fuse(model: Any, wrong: int | None = None) -> Any:
         if number == wrong:
             parts[1:] = parts[:0:-1]
         attention.qkv_proj = _Fused(*parts)
-        owner = {"call": attention.qkv_proj.__call__}
+        held: dict[str, torch.Tensor] = {}
+
+        def part(x: torch.Tensor, i: int, owner: Any = attention, held: Any = held, sizes: Any = sizes) -> torch.Tensor:
+            held["out"] = owner.qkv_proj(x) if i == 0 else held["out"]
+            return held["out"].split(sizes, -1)[i]
+
         for i, name in enumerate(("q_proj", "k_proj", "v_proj")):
-            setattr(attention, name, _Part(owner, sum(sizes[:i]), sizes[i]))
+            delattr(attention, name)
+            object.__setattr__(attention, name, partial(part, i=i))
     return model
 
 
@@ -125,12 +119,12 @@ def changed(model: Any, change: Callable[[Any], None]) -> Any:
 
 
 def roll_cache(layer: int) -> Callable[[Any, int], None]:
-    """Return what puts the keys and values of one layer into each other's slots, at the third decode step."""
+    """Return what puts the keys of one layer one slot on, at the third decode step; the values stay."""
 
     def spoil(cache: Any, step: int) -> None:
         if step == 2:
             held = cache.layers[layer]
-            held.keys, held.values = held.keys.roll(1, 2), held.values.roll(1, 2)
+            held.keys = held.keys.roll(1, 2)
 
     return spoil
 
@@ -229,9 +223,11 @@ def planted() -> Iterator[Case]:
 
 def record(folder: Path, model: Any, run: Run) -> None:
     """Record one step of values without gradients."""
-    with trainprobe.watch(
-        model, output=str(folder), console=False, record="L0", task="tensor", monitor=False
-    ) as probe, torch.no_grad(), probe.step():
+    with (
+        trainprobe.watch(model, output=str(folder), console=False, record="L0", task="tensor", monitor=False) as probe,
+        torch.no_grad(),
+        probe.step(),
+    ):
         run()
 
 
