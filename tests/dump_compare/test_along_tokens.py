@@ -92,12 +92,16 @@ def test_a_fused_engine_with_a_wrong_cache_is_named_at_the_token(llama, tmp_path
     record(tmp_path / "engine", engine, lambda: decode(engine, ids, spoil=roll_cache(1)))
     record(tmp_path / "trainer", llama, lambda: llama(ids))
     monkeypatch.setenv("COLUMNS", "1000")
-    code = main(["rollout-compare", str(tmp_path / "engine"), str(tmp_path / "trainer"), "--json", str(tmp_path / "all.json")])
+    sides = [str(tmp_path / "engine"), str(tmp_path / "trainer")]
+    code = main(["rollout-compare", *sides, "--json", str(tmp_path / "all.json"), "--html", str(tmp_path / "page.html")])
     said = " ".join(capsys.readouterr().out.split())
     assert code == 2
     assert "first difference is at Module.model.layers.1.self_attn.LlamaAttention.forward.0" in said
     assert any(f"token {PROMPT + step} of text 0" in said for step in range(2, NEW))
-    assert (tmp_path / "all.json").stat().st_size > 1000
+    assert "LlamaAttention" in (tmp_path / "all.json").read_text()
+    assert "LlamaAttention" in (tmp_path / "page.html").read_text()
+    assert main(["rollout-compare", *sides, "--floor", sides[0]]) == 3
+    assert "--floor is of folders of key data" in " ".join(capsys.readouterr().err.split())
 
 
 def test_what_cannot_be_joined_is_said(llama, tmp_path):

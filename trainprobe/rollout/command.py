@@ -25,7 +25,7 @@ def rollout_compare(
     dtype: Annotated[str | None, typer.Option(help="a file: what both engines compute in (bfloat16, float32 …)")] = None,
     layers: Annotated[int | None, typer.Option(help="a file: layers of the model, which with --dtype give the noise")] = None,
     json: Annotated[Path | None, typer.Option(help="a file or dumps: write all that was found here")] = None,
-    html: Annotated[Path | None, typer.Option(help="a file: write one self-contained page here")] = None,
+    html: Annotated[Path | None, typer.Option(help="a file or dumps: write one self-contained page here")] = None,
 ) -> int:
     """Say where two runs' key data first differ, in which module two dumps do, or why the log-probabilities of a file do.
 
@@ -34,20 +34,25 @@ def rollout_compare(
     if b is None:
         return _file(a, dtype, layers, json, html)
     if all(any(map(holds_dump, ranks.values())) for path in (a, b) for ranks in find_dumps(path).values() or [{}]):
-        return _modules(a, b, json)
+        if floor is not None:
+            raise UsageError("--floor is of folders of key data: two dumps are judged by the rounding of their formats")
+        return _modules(a, b, json, html)
     found = SingleComparator.compare(a, b, output, workers, floor=floor)
     typer.echo(found.sentence)
     typer.echo(f"sheets and verdict.json in {output}")
     return found.code
 
 
-def _modules(engine: Path, trainer: Path, json: Path | None) -> int:
+def _modules(engine: Path, trainer: Path, json: Path | None, html: Path | None) -> int:
     """Compare two dumps along the tokens of the engine."""
     from trainprobe.comparison.terminal import wide_console
     from trainprobe.dump_compare.along_tokens import compare_along_tokens
+    from trainprobe.dump_compare.page.comparison import page_of_rank, write_comparison
     from trainprobe.dump_compare.report import show, write_calls
 
-    ranks, verdict = compare_along_tokens(engine, trainer)
+    ranks, verdict = compare_along_tokens(engine, trainer, make={"page": page_of_rank} if html is not None else None)
+    if html is not None:
+        write_comparison(ranks, verdict, (engine, trainer), html)
     if json is not None:
         write_calls(ranks, verdict, json)
     show(ranks, verdict, wide_console())

@@ -9,16 +9,8 @@ from trainprobe.engine.core.findings import Finding
 from trainprobe.engine.core.guard import attempt, fault_text
 from trainprobe.engine.core.words import and_more
 from trainprobe.errors import UsageError, did_you_mean
-from trainprobe.rollout.logprobs.columns import NAMES
+from trainprobe.rollout.batches import OF_A_BATCH, columns_of
 
-# what a value is → the names that it has in trainers; the first is ours, and log-probabilities are named as in files
-OF_A_BATCH: dict[str, tuple[str, ...]] = {
-    "rewards": ("rewards", "reward", "scores", "token_level_rewards", "token_level_scores"),
-    "advantages": ("advantages", "advantage"),
-    "prompts": ("prompts", "prompt_ids", "prompt"),
-    "groups": ("groups", "group", "uid", "group_index", "prompt_index"),
-    **{kind: NAMES[kind] for kind in ("tokens", "mask", "trainer", "engine", "entropy")},
-}
 SPAN = 4  # tokens of an n-gram
 EQUAL = 1e-6  # rewards that differ by less, relative to their size, are equal
 
@@ -28,11 +20,12 @@ def note_rollout(
 ) -> None:
     """Note how healthy a batch of rollouts is. Costs nothing at a step that is not collected.
 
-    probe: of `watch`, or the callback of a framework. batch: name → tensor, by our names or by those of TRL, verl, slime and
-    OpenRLHF. Of n rollouts with at most t tokens: `tokens` [n, t], `mask` [n, t], `rewards` [n], `advantages` [n] or
-    [n, t], `prompts` [n, any] or `groups` [n] of numbers or texts, `trainer_logprobs`, `engine_logprobs` and `entropy`
-    [n, t] in nats; what is absent is not judged. group_size: rollouts of a prompt, where they stand together and neither
-    prompts nor groups are given. end_token: what ends a response, one or several.
+    probe: of `watch`, or the callback of a framework. batch: name → tensor, by our names or by those of TRL, verl, slime,
+    OpenRLHF and AReaL; verl's DataProto and OpenRLHF's Experience are taken as they are, and lists of sequences are padded. Of
+    n rollouts with at most t tokens: `tokens` [n, t], `mask` [n, t], `rewards` [n], `advantages` [n] or [n, t], `prompts`
+    [n, any] or `groups` [n] of numbers or texts, `trainer_logprobs`, `engine_logprobs` and `entropy` [n, t] in nats; what is
+    absent is not judged. group_size: rollouts of a prompt, where they stand together and neither prompts nor groups are given.
+    end_token: what ends a response, one or several.
 
     Only tensors of the batch are read, on their device; the host sees the numbers as the step ends. A batch without any known
     name, or with shapes that do not fit, is a finding of the run, and the training goes on.
@@ -60,7 +53,7 @@ def rollout_numbers(
     import torch
 
     with torch.no_grad():
-        found = _found(batch)
+        found = _found(columns_of(batch))
         texts = {kind for kind in ("groups", "prompts") if kind in found and _is_text(found[kind][1])}
         columns = {kind: x if kind in texts else torch.as_tensor(x) for kind, (_, x) in found.items()}
         rows = _rows(found, columns)
@@ -83,14 +76,10 @@ def rollout_numbers(
 
 
 def _found(batch: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
-    """Return kind → name and value of what the batch has; of verl's DataProto with the columns that are no tensors."""
-    if hasattr(batch, "non_tensor_batch"):
-        proto: Any = batch
-        batch = {**dict(proto.batch.items()), **proto.non_tensor_batch}
-    given_names = set(batch.keys())  # some mappings of tensors refuse `in`
+    """Return kind → name and value of what the batch has."""
     found: dict[str, tuple[str, Any]] = {}
     for kind, names in OF_A_BATCH.items():
-        given = next((name for name in names if name in given_names and batch[name] is not None), None)
+        given = next((name for name in names if name in batch and batch[name] is not None), None)
         if given is not None:
             found[kind] = given, batch[given]
     if not found:
@@ -120,7 +109,7 @@ def _mean(x: Any, mask: Any) -> Any:
     """Return the mean over the counted tokens; over all without a mask."""
     if mask is None or mask.shape != x.shape:
         return x.double().mean()
-    return x.double().masked_fill(~mask, 0.0).sum() / mask.sum()
+    return x.double().masked_fill(~mask, 0.0).sum() / mask.sum().clamp(min=1)
 
 
 def _of_tokens(tokens: Any, mask: Any, end_token: int | Sequence[int] | None) -> dict[str, Any]:
@@ -162,13 +151,13 @@ def _of_weights(trainer: Any, engine: Any, mask: Any) -> dict[str, Any]:
 
     log_ratio = (trainer - engine).double()
     usable = torch.isfinite(log_ratio) & (mask if mask is not None else True)
-    count = usable.sum()
+    count = usable.sum().clamp(min=1)
     log_ratio = log_ratio.masked_fill(~usable, 0.0)
     weight = log_ratio.exp().masked_fill(~usable, 0.0)
     return {
         "gap": log_ratio.abs().sum() / count,
         "weight_max": weight.max(),
-        "effective_share": weight.sum() ** 2 / (weight**2).sum() / count,
+        "effective_share": weight.sum() ** 2 / (weight**2).sum().clamp(min=1e-300) / count,
     }
 
 
@@ -232,23 +221,26 @@ def _of_rewards(columns: Mapping[str, Any], groups: Any) -> dict[str, Any]:
     in_group = pair.any(1)
     in_varied = (pair & varied[None, :]).any(1) | varied
     flat = in_group & ~in_varied
-    numbers["flat_groups"] = flat.sum() / in_group.sum()
+    numbers["flat_groups"] = flat.sum() / in_group.sum().clamp(min=1)
     if advantages is None:
         return numbers
     norm = numbers["advantage"].clamp(min=1e-30)
     means = (pair.double() @ advantages + advantages) / (pair.sum(1) + 1)
     numbers["off_centre"] = means.masked_fill(~in_varied, 0.0).abs().max() / norm
-    numbers["off_blocks"] = _off_blocks(advantages) / norm
+    numbers |= {name: x / norm for name, x in _off_blocks(advantages).items()}
     unlike = higher & (advantages[:, None] < advantages[None, :] - 1e-3 * norm)
-    numbers["against_reward"] = unlike.sum() / higher.sum()
+    numbers["against_reward"] = unlike.sum() / higher.sum().clamp(min=1)
     differ = (pair & flat[:, None] & (rewards[:, None] != rewards[None, :])).any(1)
     same = ~(pair & (advantages[:, None] != advantages[None, :])).any(1)
     numbers["at_equal_rewards"] = advantages.abs().masked_fill(~(flat & (differ | same)), 0.0).max()
     return numbers
 
 
-def _off_blocks(advantages: Any) -> Any:
-    """Return the largest mean over equal blocks, at the blocks where it is least: neighbours, every k-th, shifted by one."""
+def _off_blocks(advantages: Any) -> dict[str, Any]:
+    """Return the largest mean over equal blocks, at the blocks where it is least: neighbours, every k-th, shifted by one.
+
+    Nothing of a number of rollouts that has no such blocks.
+    """
     import torch
 
     n = len(advantages)
@@ -263,7 +255,7 @@ def _off_blocks(advantages: Any) -> Any:
             advantages.roll(-1).view(-1, size),
         )
     ]
-    return torch.stack(tried).min() if tried else advantages.new_full((), torch.inf)
+    return {"off_blocks": torch.stack(tried).min()} if tried else {}
 
 
 def _of_rows(advantages: Any, mask: Any) -> Any:
