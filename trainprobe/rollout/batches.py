@@ -37,7 +37,9 @@ def columns_of(batch: Any) -> dict[str, Any]:
     else:
         given = {name: batch[name] for name in batch.keys()}  # noqa: SIM118  (some mappings of tensors refuse `in`)
     found = {str(name): column for name, column in given.items() if column is not None}
-    if "prox_logp" in found and "logprobs" in found:  # AReaL, whose `logprobs` are those of the engine
+    if found.get("prox_logp") is found.get("logprobs"):
+        found.pop("prox_logp", None)
+    elif {"prox_logp", "logprobs"} <= found.keys():  # AReaL, whose `logprobs` are those of the engine
         found |= {"trainer_logprobs": found.pop("prox_logp"), "engine_logprobs": found.pop("logprobs")}
     mask = next((found[name] for name in OF_A_BATCH["mask"] if name in found), None)
     lengths = [len(row) for row in mask] if mask is not None and _is_ragged(mask) else None
