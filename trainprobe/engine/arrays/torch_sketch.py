@@ -40,7 +40,7 @@ def sums_of(t: Tensor, shard: Shard) -> Tensor:
         across = across.to(narrow)
         for begin in range(0, t.shape[0], step):
             x = t[begin : begin + step].reshape(-1, len(across)).to(narrow)
-            squares = (x * x).sum(1).to(torch.float64).sum()
+            squares = torch.linalg.vector_norm(x, dim=1).to(torch.float64).square().sum()
             total += torch.stack([along[begin : begin + step] @ (x @ across).to(torch.float64), squares])
         return total
 
