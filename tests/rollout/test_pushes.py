@@ -100,6 +100,24 @@ def test_a_model_that_no_optimizer_moves_is_named_live_and_in_the_log(tmp_path, 
     assert messages[0] in " ".join(said.split())
 
 
+def test_pushes_between_batches_do_not_break_a_streak(tmp_path):
+    model = model_of()
+    batch = {"tokens": torch.randint(3, 9, (4, 12)), "mask": torch.ones(4, 12), "rewards": torch.ones(4)}
+    said: dict[bool, list[tuple[int | None, str]]] = {}
+    for pushes in (False, True):
+        with trainprobe.watch(model, output=str(tmp_path / f"run{pushes}"), console=False) as probe:
+            for step in range(30):
+                with probe.step():
+                    if step % 2 == 0:
+                        note_rollout(probe, batch, group_size=2)
+                    elif pushes:
+                        with trainprobe.weight_sync(model, step, probe=probe):
+                            pass
+                    model(torch.ones(1, 6)).sum().backward()
+        said[pushes] = [(finding.step, finding.message) for finding in probe.findings if finding.rule == "rollout"]
+    assert said[True] == said[False] != []
+
+
 def test_a_version_that_goes_back_is_named(tmp_path):
     messages = train(tmp_path / "run", versions={3: 1})
     assert messages == ["version 1 was pushed behind version 2: the engine goes back"]

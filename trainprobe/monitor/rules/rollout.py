@@ -227,12 +227,14 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     levels = _first_levels(values, memory, options.start)
     back, same = _follow_pushes(frame, values, memory)
     batch = _Batch(values, levels, _centred(values, memory), _usual(values, memory), back, same)
-    rows = np.array([memory.row(f"{i} {symptom.series}") for i, symptom in enumerate(_SYMPTOMS)])
-    holds = np.array([symptom.holds(batch, options) for symptom in _SYMPTOMS])
-    lasting = np.array([symptom.lasting for symptom in _SYMPTOMS])
+    rollouts = any(not name.startswith("push_") for name in values)  # else streaks of batches stay as they are
+    judged = [(i, symptom) for i, symptom in enumerate(_SYMPTOMS) if rollouts or symptom.series.startswith("push_")]
+    rows = np.array([memory.row(f"{i} {symptom.series}") for i, symptom in judged])
+    holds = np.array([symptom.holds(batch, options) for _, symptom in judged])
+    lasting = np.array([symptom.lasting for _, symptom in judged])
     held = memory.lasting("held", rows, holds) >= np.where(lasting, options.patience, 1)
     begins = memory.newly("told", rows, holds & held, REARM)
-    return [_finding(symptom, batch, frame, options) for symptom, new in zip(_SYMPTOMS, begins, strict=True) if new]
+    return [_finding(symptom, batch, frame, options) for (_, symptom), new in zip(judged, begins, strict=True) if new]
 
 
 def _finding(symptom: _Symptom, batch: _Batch, frame: Frame, options: Options) -> Finding:
@@ -267,9 +269,11 @@ def _first_levels(values: Mapping[str, float], memory: Memory, start: int) -> di
 
 def _usual(values: Mapping[str, float], memory: Memory) -> bool:
     """Tell whether a streak of batches with equal rewards has a chance above `RARE`, by the share of such before it."""
+    if "flat_groups" not in values:
+        return True
     numbers = memory.numbers
     streak = numbers.get("streak", 0.0)
-    if values.get("flat_groups", 0.0) < 1:
+    if values["flat_groups"] < 1:
         numbers |= {
             "flat": numbers.get("flat", 0.0) + streak,
             "batches": numbers.get("batches", 0.0) + streak + 1,
