@@ -1,11 +1,12 @@
 """What the first line says of planted causes in reinforcement learning, and of healthy pairs.
 
-    python -m benchmarks.rollout [--part logprobs|weights|health] [--details] [--seed 0]
+    python -m benchmarks.rollout [--part logprobs|weights|health|layers] [--details] [--seed 0]
 
 Log-probabilities: tiny random models of transformers score the same tokens in two ways. Eleven causes with two seeds each must
 be named first; ten healthy pairs must be called identical or rounding. Weights: twelve faults in two layouts must be named with
 the tensor; twenty healthy pushes must arrive. Health: seventeen faults of GRPO loops must be named first, and twenty healthy
-loops have no finding. Exits with 1 below 20 of 22, 22 of 24 or 16 of 17, or with a false answer.
+loops have no finding. Layers: the first module of 15 faults of an engine must be named, and ten healthy pairs must agree
+within rounding. Exits with 1 below 20 of 22, 22 of 24, 16 of 17 or 14 of 15, or with a false answer.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
+from benchmarks.rollout import layers as modules
 from benchmarks.rollout import weights as pushes
 from benchmarks.rollout.health import results
 from benchmarks.rollout.logprobs import healthy, planted
@@ -26,7 +28,7 @@ from benchmarks.rollout.models import LAYERS
 from trainprobe.rollout.logprobs.judge import judge
 from trainprobe.rollout.logprobs.read import read_file
 
-GOAL, GOAL_OF_WEIGHTS, GOAL_OF_HEALTH = 20, 22, 16
+GOAL, GOAL_OF_WEIGHTS, GOAL_OF_HEALTH, GOAL_OF_LAYERS = 20, 22, 16, 14
 
 
 def logprobs(details: bool, seed: int) -> bool:
@@ -80,10 +82,26 @@ def health(seed: int) -> bool:
     return named >= GOAL_OF_HEALTH and not false
 
 
+def layers(details: bool) -> bool:
+    """Print the answers; return whether the goal is met."""
+    named = found = false = planted = 0
+    for case, verdict in modules.results():
+        good = modules.named(case, verdict.sentence) if case.pattern else verdict.code < 2
+        planted += bool(case.pattern)
+        named += bool(case.pattern) and good
+        found += bool(case.pattern) and verdict.code == 2
+        false += not case.pattern and not good
+        print(f"{'ok  ' if good else 'MISS'} {case.name:45} {verdict.sentence}", flush=True)
+        if details:
+            print(*(f"       {line}" for line in verdict.details), sep="\n")
+    print(f"layers: {found} of {planted} found, {named} named first, {false} false of 10 healthy pairs")
+    return named >= GOAL_OF_LAYERS and not false
+
+
 def main() -> None:
     """Run the benches."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--part", choices=["logprobs", "weights", "health"])
+    parser.add_argument("--part", choices=["logprobs", "weights", "health", "layers"])
     parser.add_argument("--details", action="store_true")
     parser.add_argument("--seed", type=int, default=0, help="the first, an even number")
     given = parser.parse_args()
@@ -91,6 +109,7 @@ def main() -> None:
         "logprobs": lambda: logprobs(given.details, given.seed),
         "weights": weights,
         "health": lambda: health(given.seed),
+        "layers": lambda: layers(given.details),
     }
     met = [part() for name, part in parts.items() if given.part in (None, name)]
     sys.exit(0 if all(met) else 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -113,6 +114,55 @@ def test_names_of_other_trainers_are_known():
 def test_a_batch_that_does_not_fit_is_refused_with_its_names(given, words):
     with pytest.raises(UsageError, match=words):
         rollout_numbers(given)
+
+
+def test_lists_of_sequences_and_whole_texts_are_taken_as_slime_and_openrlhf_have_them():
+    given = batch()
+    lengths = [7 + i for i in range(PROMPTS * EACH)]
+    names = ("tokens", "mask", "trainer_logprobs", "engine_logprobs")
+    cut = {**given, "mask": given["mask"] & (torch.arange(LENGTH) < torch.tensor(lengths)[:, None])}
+    expected = numbers(cut | {name: cut[name] * cut["mask"] for name in names[2:]}, end_token=END)
+    prompts = [torch.arange(5)] * len(lengths)
+    ragged = {
+        "tokens": [torch.cat([p, row[:n]]) for p, row, n in zip(prompts, given["tokens"], lengths, strict=True)],
+        "loss_masks": [row[:n].long() for row, n in zip(given["mask"], lengths, strict=True)],
+        "log_probs": [row[:n] for row, n in zip(given["trainer_logprobs"], lengths, strict=True)],
+        "rollout_log_probs": [row[:n] for row, n in zip(given["engine_logprobs"], lengths, strict=True)],
+        "rewards": given["rewards"].tolist(),
+        "advantages": [x.expand(n) for x, n in zip(given["advantages"], lengths, strict=True)],
+    }
+    got = numbers(ragged, group_size=EACH, end_token=END)  # type: ignore[arg-type]
+    assert got == pytest.approx({name: x for name, x in expected.items() if name != "entropy"}, abs=1e-6)
+
+    @dataclass
+    class Experience:
+        sequences: torch.Tensor
+        action_mask: torch.Tensor
+        action_log_probs: torch.Tensor
+        rewards: torch.Tensor
+        prompts: list[str]
+        base_action_log_probs: None = None
+
+    whole = Experience(
+        torch.cat([given["prompts"], given["tokens"]], 1),
+        given["mask"],
+        given["trainer_logprobs"],
+        given["rewards"],
+        [f"prompt {i // EACH}" for i in range(PROMPTS * EACH)],
+    )
+    ours = {name: given[name] for name in ("tokens", "mask", "trainer_logprobs", "rewards", "prompts")}
+    assert numbers(whole) == pytest.approx(numbers(ours))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 8])
+@pytest.mark.parametrize("each", [1, 2, 3])
+@pytest.mark.parametrize("counted", [True, False])
+def test_no_series_is_undefined_for_want_of_something_to_count(rows, each, counted):
+    given = {name: x[:rows] for name, x in batch().items() if name != "prompts"}
+    given |= {"rewards": torch.ones(rows), "mask": given["mask"] & counted}
+    got = numbers(given, group_size=each, end_token=END)
+    assert all(math.isfinite(x) for x in got.values()), got
+    assert got["against_reward"] == 0
 
 
 def test_a_step_that_is_not_collected_reads_nothing(tmp_path):

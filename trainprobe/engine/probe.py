@@ -93,6 +93,8 @@ class EngineProbe:
         self._stores = False  # the step that has begun hands values to the writer, which takes step after step
         self.more_is_told = False  # `tell` is called between two steps
         self._waiting = WaitingSteps(self._judge, self._submit, self._act, guard.part)
+        self._awaiting: dict[str, float] = {}  # numbers for the next step that is collected
+        self._waits = False  # such numbers came between two steps
         self.first_step: int | None = None  # that began
         self._unmatched_selections = UnmatchedSelections(plan)
         guard._on_finding = self.report
@@ -147,6 +149,14 @@ class EngineProbe:
         if self.tape is not None:
             self.guard.run(self._note, self.tape, name, value)
 
+    def note_soon(self, name: str, number: float) -> None:
+        """Keep a number of this step; between steps, or where none is collected, of the next one that is."""
+        if self.tape is not None:
+            self.note(name, number)
+        else:
+            self._awaiting[name] = number
+            self._waits = True  # where no step follows, it stands with the last one
+
     def tell(self, name: str, number: float) -> bool:
         """Keep a number of the step that has begun, or of the last one until the next begins, beside what was noted of it.
 
@@ -173,7 +183,7 @@ class EngineProbe:
                     self.guard.run(self._waiting.settle)
                 return None
             self.guard.run(self._remove, complete)
-            return self.guard.run(self._finish, complete, more and self.more_is_told)
+            return self.guard.run(self._finish, complete, more and (self.more_is_told or self._waits))
         finally:
             self.programs.call_in_any_case("ended", self.step_number, complete)
 
@@ -199,6 +209,9 @@ class EngineProbe:
         if self._inside:
             self.end_step(complete=False)
         self.guard.keep_on(self._remove)
+        for name, number in self._awaiting.items():  # no step follows
+            if not self.tell(name, number):
+                self.at_end(f"{name} was {number:g} after the last step, and no row has it.")
         self.settle()
         self.closed = True
         self.programs.call("closing")
@@ -346,6 +359,9 @@ class EngineProbe:
                 self._start_recording()
             self._running = running
             self.tape = self.new_tape(self.step_number)
+            for name, number in self._awaiting.items():
+                self._note(self.tape, name, number)
+            self._awaiting.clear()
             self.scheduler.install(running, self.tape)
 
     def _note(self, tape: Tape, name: Any, value: Any) -> None:

@@ -7,13 +7,14 @@ from typing import Annotated
 
 import typer
 
+from trainprobe.engine.storage.dumps.layout import find_dumps, holds_dump
 from trainprobe.errors import UsageError
 from trainprobe.rollout.compare import SingleComparator
 
 
 def rollout_compare(
-    a: Annotated[Path, typer.Argument(help="folder that SingleSave wrote to, or one file of log-probabilities")],
-    b: Annotated[Path | None, typer.Argument(help="the other run's folder")] = None,
+    a: Annotated[Path, typer.Argument(help="folder of SingleSave, dump of the engine, or file of log-probabilities")],
+    b: Annotated[Path | None, typer.Argument(help="the other run's folder, or the dump of the trainer")] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="folders: where a sheet a key and verdict.json go")] = Path(
         "rollout_compare"
     ),
@@ -23,19 +24,39 @@ def rollout_compare(
     workers: Annotated[int, typer.Option("--workers", "-n", help="arrays that are compared at a time")] = 8,
     dtype: Annotated[str | None, typer.Option(help="a file: what both engines compute in (bfloat16, float32 …)")] = None,
     layers: Annotated[int | None, typer.Option(help="a file: layers of the model, which with --dtype give the noise")] = None,
-    json: Annotated[Path | None, typer.Option(help="a file: write verdict, statistics and causes here")] = None,
-    html: Annotated[Path | None, typer.Option(help="a file: write one self-contained page here")] = None,
+    json: Annotated[Path | None, typer.Option(help="a file or dumps: write all that was found here")] = None,
+    html: Annotated[Path | None, typer.Option(help="a file or dumps: write one self-contained page here")] = None,
 ) -> int:
-    """Say where two runs' key data first differ, or why the log-probabilities of one file do.
+    """Say where two runs' key data first differ, in which module two dumps do, or why the log-probabilities of a file do.
 
     Exit code: 0 the same, 1 within noise, 2 they differ, 3 not comparable.
     """
     if b is None:
         return _file(a, dtype, layers, json, html)
+    if all(any(map(holds_dump, ranks.values())) for path in (a, b) for ranks in find_dumps(path).values() or [{}]):
+        if floor is not None:
+            raise UsageError("--floor is of folders of key data: two dumps are judged by the rounding of their formats")
+        return _modules(a, b, json, html)
     found = SingleComparator.compare(a, b, output, workers, floor=floor)
     typer.echo(found.sentence)
     typer.echo(f"sheets and verdict.json in {output}")
     return found.code
+
+
+def _modules(engine: Path, trainer: Path, json: Path | None, html: Path | None) -> int:
+    """Compare two dumps along the tokens of the engine."""
+    from trainprobe.comparison.terminal import wide_console
+    from trainprobe.dump_compare.along_tokens import compare_along_tokens
+    from trainprobe.dump_compare.page.comparison import page_of_rank, write_comparison
+    from trainprobe.dump_compare.report import show, write_calls
+
+    ranks, verdict = compare_along_tokens(engine, trainer, make={"page": page_of_rank} if html is not None else None)
+    if html is not None:
+        write_comparison(ranks, verdict, (engine, trainer), html)
+    if json is not None:
+        write_calls(ranks, verdict, json)
+    show(ranks, verdict, wide_console())
+    return verdict.code
 
 
 def _file(path: Path, dtype: str | None, layers: int | None, json: Path | None, html: Path | None) -> int:

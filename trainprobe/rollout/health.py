@@ -5,18 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from trainprobe.engine.core.findings import Finding
+from trainprobe.engine.core.guard import attempt, fault_text
 from trainprobe.engine.core.words import and_more
 from trainprobe.errors import UsageError, did_you_mean
-from trainprobe.rollout.logprobs.columns import NAMES
+from trainprobe.rollout.batches import OF_A_BATCH, columns_of
 
-# what a value is → the names that it has in trainers; the first is ours, and log-probabilities are named as in files
-OF_A_BATCH: dict[str, tuple[str, ...]] = {
-    "rewards": ("rewards", "reward", "scores", "token_level_rewards", "token_level_scores"),
-    "advantages": ("advantages", "advantage"),
-    "prompts": ("prompts", "prompt_ids", "prompt"),
-    "groups": ("groups", "group", "uid", "group_index", "prompt_index"),
-    **{kind: NAMES[kind] for kind in ("tokens", "mask", "trainer", "engine", "entropy")},
-}
 SPAN = 4  # tokens of an n-gram
 EQUAL = 1e-6  # rewards that differ by less, relative to their size, are equal
 
@@ -26,21 +20,30 @@ def note_rollout(
 ) -> None:
     """Note how healthy a batch of rollouts is. Costs nothing at a step that is not collected.
 
-    probe: of `watch`, or the callback of a framework. batch: name → tensor, by our names or by those of TRL, verl, slime and
-    OpenRLHF. Of n rollouts with at most t tokens: `tokens` [n, t], `mask` [n, t], `rewards` [n], `advantages` [n] or
-    [n, t], `prompts` [n, any] or `groups` [n] of numbers or texts, `trainer_logprobs`, `engine_logprobs` and `entropy`
-    [n, t] in nats; what is absent is not judged. group_size: rollouts of a prompt, where they stand together and neither
-    prompts nor groups are given. end_token: what ends a response, one or several.
+    probe: of `watch`, or the callback of a framework. batch: name → tensor, by our names or by those of TRL, verl, slime,
+    OpenRLHF and AReaL; verl's DataProto and OpenRLHF's Experience are taken as they are, and lists of sequences are padded. Of
+    n rollouts with at most t tokens: `tokens` [n, t], `mask` [n, t], `rewards` [n], `advantages` [n] or [n, t], `prompts`
+    [n, any] or `groups` [n] of numbers or texts, `trainer_logprobs`, `engine_logprobs` and `entropy` [n, t] in nats; what is
+    absent is not judged. group_size: rollouts of a prompt, where they stand together and neither prompts nor groups are given.
+    end_token: what ends a response, one or several.
 
-    Only tensors of the batch are read, on their device; the host sees the numbers as the step ends. Raises UsageError for a
-    batch without any known name, and for shapes that do not fit.
+    Only tensors of the batch are read, on their device; the host sees the numbers as the step ends. A batch without any known
+    name, or with shapes that do not fit, is a finding of the run, and the training goes on.
     """
     session = getattr(probe, "session", probe)
     watched = getattr(session, "probe", session)
     if watched is None or watched.tape is None:
         return
-    for name, value in rollout_numbers(batch, group_size=group_size, end_token=end_token).items():
-        session.note(f"rollout/{name}", value)
+
+    def noted() -> str:
+        for name, value in rollout_numbers(batch, group_size=group_size, end_token=end_token).items():
+            session.note(f"rollout/{name}", value)
+        return ""
+
+    why = attempt(noted, otherwise=fault_text)
+    if why:
+        message = f"a batch of rollouts was not judged: {why}"
+        watched.report_once(Finding("probe", "warning", message, step=watched.step_number, place=watched.place))
 
 
 def rollout_numbers(
@@ -50,8 +53,9 @@ def rollout_numbers(
     import torch
 
     with torch.no_grad():
-        found = _found(batch)
-        columns = {kind: x if kind == "groups" else torch.as_tensor(x) for kind, (_, x) in found.items()}
+        found = _found(columns_of(batch))
+        texts = {kind for kind in ("groups", "prompts") if kind in found and _is_text(found[kind][1])}
+        columns = {kind: x if kind in texts else torch.as_tensor(x) for kind, (_, x) in found.items()}
         rows = _rows(found, columns)
         mask = columns["mask"] > 0 if "mask" in columns else None
         numbers: dict[str, Any] = {}
@@ -89,6 +93,9 @@ def _found(batch: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
 
 def _rows(found: Mapping[str, tuple[str, Any]], columns: Mapping[str, Any]) -> int:
     """Return the number of rollouts. Raises UsageError where columns do not agree about it."""
+    single = [found[kind][0] for kind, x in columns.items() if getattr(x, "ndim", 1) == 0]
+    if single:
+        raise UsageError(f"{and_more(single)} of the batch is one number: give one for each rollout, [rollouts, …]")
     sizes = {found[kind][0]: len(x) for kind, x in columns.items()}
     if len(set(sizes.values())) > 1:
         raise UsageError(f"the columns of the batch have different numbers of rollouts: {sizes}")
@@ -102,7 +109,7 @@ def _mean(x: Any, mask: Any) -> Any:
     """Return the mean over the counted tokens; over all without a mask."""
     if mask is None or mask.shape != x.shape:
         return x.double().mean()
-    return x.double().masked_fill(~mask, 0.0).sum() / mask.sum()
+    return x.double().masked_fill(~mask, 0.0).sum() / mask.sum().clamp(min=1)
 
 
 def _of_tokens(tokens: Any, mask: Any, end_token: int | Sequence[int] | None) -> dict[str, Any]:
@@ -144,13 +151,13 @@ def _of_weights(trainer: Any, engine: Any, mask: Any) -> dict[str, Any]:
 
     log_ratio = (trainer - engine).double()
     usable = torch.isfinite(log_ratio) & (mask if mask is not None else True)
-    count = usable.sum()
+    count = usable.sum().clamp(min=1)
     log_ratio = log_ratio.masked_fill(~usable, 0.0)
     weight = log_ratio.exp().masked_fill(~usable, 0.0)
     return {
         "gap": log_ratio.abs().sum() / count,
         "weight_max": weight.max(),
-        "effective_share": weight.sum() ** 2 / (weight**2).sum() / count,
+        "effective_share": weight.sum() ** 2 / (weight**2).sum().clamp(min=1e-300) / count,
     }
 
 
@@ -158,12 +165,13 @@ def _groups(columns: Mapping[str, Any], rows: int, group_size: int | None) -> An
     """Return the number of each rollout's group, [n], below n; None where it is not known."""
     import torch
 
+    given = columns.get("groups", columns.get("prompts"))
+    if _is_text(given):
+        numbers: dict[str, int] = {}
+        keys = [str(each.tolist() if hasattr(each, "tolist") else each) for each in given]
+        return torch.tensor([numbers.setdefault(key, len(numbers)) for key in keys])
     if "groups" in columns:
-        given = columns["groups"]
-        if not hasattr(given, "dtype") or getattr(given.dtype, "kind", "") in "OUS":
-            numbers: dict[str, int] = {}
-            return torch.tensor([numbers.setdefault(str(each), len(numbers)) for each in given])
-        key = torch.as_tensor(given).reshape(rows, -1)[:, 0].long()
+        key = given.reshape(rows, -1)[:, 0].long()
     elif "prompts" in columns and columns["prompts"].dim() == 2:
         key = _hashed(columns["prompts"])
     elif group_size is not None:
@@ -173,6 +181,11 @@ def _groups(columns: Mapping[str, Any], rows: int, group_size: int | None) -> An
     ordered, order = key.sort()
     number = torch.cat([ordered.new_zeros(1), (ordered[1:] != ordered[:-1]).long()]).cumsum(0)
     return torch.empty_like(number).scatter_(0, order, number)
+
+
+def _is_text(column: Any) -> bool:
+    """Return whether a column is of texts or other objects, such as lists of tokens."""
+    return getattr(getattr(column, "dtype", None), "kind", None) in ("O", "U", "S") or isinstance(column, list | tuple)
 
 
 def _alike(tokens: Any, mask: Any, groups: Any) -> Any:
@@ -214,7 +227,7 @@ def _of_rewards(columns: Mapping[str, Any], groups: Any) -> dict[str, Any]:
     norm = numbers["advantage"].clamp(min=1e-30)
     means = (pair.double() @ advantages + advantages) / (pair.sum(1) + 1)
     numbers["off_centre"] = means.masked_fill(~in_varied, 0.0).abs().max() / norm
-    numbers["off_blocks"] = _off_blocks(advantages) / norm
+    numbers |= {name: x / norm for name, x in _off_blocks(advantages).items()}
     unlike = higher & (advantages[:, None] < advantages[None, :] - 1e-3 * norm)
     numbers["against_reward"] = unlike.sum() / higher.sum().clamp(min=1)
     differ = (pair & flat[:, None] & (rewards[:, None] != rewards[None, :])).any(1)
@@ -223,8 +236,11 @@ def _of_rewards(columns: Mapping[str, Any], groups: Any) -> dict[str, Any]:
     return numbers
 
 
-def _off_blocks(advantages: Any) -> Any:
-    """Return the largest mean over equal blocks, at the blocks where it is least: neighbours, every k-th, shifted by one."""
+def _off_blocks(advantages: Any) -> dict[str, Any]:
+    """Return the largest mean over equal blocks, at the blocks where it is least: neighbours, every k-th, shifted by one.
+
+    Nothing of a number of rollouts that has no such blocks.
+    """
     import torch
 
     n = len(advantages)
@@ -239,7 +255,7 @@ def _off_blocks(advantages: Any) -> Any:
             advantages.roll(-1).view(-1, size),
         )
     ]
-    return torch.stack(tried).min() if tried else advantages.new_full((), torch.inf)
+    return {"off_blocks": torch.stack(tried).min()} if tried else {}
 
 
 def _of_rows(advantages: Any, mask: Any) -> Any:

@@ -90,5 +90,7 @@ class Composed(Side):
 
     def place_of(self, value: Value, at: Sequence[int]) -> str:
         """Return which element of which of several modules an element of theirs is."""
-        made = None if value.row < self._count else self._made[value.row - self._count]
-        return "" if made is None or made.laid is None else made.laid.place(at)
+        if value.row < self._count:
+            return self._side.place_of(value, at)
+        made = self._made[value.row - self._count]
+        return "" if made.laid is None else made.laid.place(at)

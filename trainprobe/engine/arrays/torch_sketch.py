@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -30,24 +33,30 @@ def sums_of(t: Tensor, shard: Shard) -> Tensor:
         total = torch.zeros(2, dtype=torch.float64, device=t.device)
         if not t.numel():
             return total
-        inner = torch.zeros((), dtype=torch.int64, device=t.device)
-        for size, start, width in zip(t.shape[1:], offset[1:], whole[1:], strict=True):
-            inner = inner.unsqueeze(-1) * width + torch.arange(start, start + size, device=t.device)
-        across = _signs(inner.reshape(-1))
-        along = _signs(torch.arange(offset[0], offset[0] + t.shape[0], device=t.device) + _ROWS)
+        axes = tuple(zip(t.shape[1:], offset[1:], whole[1:], strict=True))
+        across, along = _signs(axes, 0, t.device), _signs(((t.shape[0], offset[0], 0),), _ROWS, t.device)
         step = max(1, _CHUNK // len(across))
         narrow = torch.float64 if t.dtype == torch.float64 else torch.float32  # a row's sum is within 1e-7 of its norm
         across = across.to(narrow)
         for begin in range(0, t.shape[0], step):
             x = t[begin : begin + step].reshape(-1, len(across)).to(narrow)
-            squares = (x * x).sum(1).to(torch.float64).sum()
+            squares = torch.linalg.vector_norm(x, dim=1).to(torch.float64).square().sum()
             total += torch.stack([along[begin : begin + step] @ (x @ across).to(torch.float64), squares])
         return total
 
 
-def _signs(place: Tensor) -> Tensor:
-    """Return ±1 for places [n], float64 [n]."""
-    return 1.0 - 2.0 * (hashed(place) & 1).to(torch.float64)
+def _signs(axes: tuple[tuple[int, int, int], ...], begin: int, device: torch.device) -> Tensor:
+    """Return ±1 for the places of a box, float64 [n]. axes: size, start and size of the whole of each. begin: is added."""
+    small = math.prod(size for size, _, _ in axes) <= _CHUNK
+    return (_made_signs if small else _made_signs.__wrapped__)(axes, begin, device)
+
+
+@lru_cache(64)  # the same at each push, and of most tensors of a model
+def _made_signs(axes: tuple[tuple[int, int, int], ...], begin: int, device: torch.device) -> Tensor:
+    place = torch.zeros((), dtype=torch.int64, device=device)
+    for size, start, width in axes:
+        place = place.unsqueeze(-1) * width + torch.arange(start, start + size, device=device)
+    return 1.0 - 2.0 * (hashed(place.reshape(-1) + begin) & 1).to(torch.float64)
 
 
 def prints_of(pieces: list[tuple[Tensor, Shard]]) -> list[tuple[int, float, float] | None]:

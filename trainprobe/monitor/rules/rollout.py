@@ -12,7 +12,9 @@ At each collected step of rollouts, for `patience` such steps in a row where a s
   penalty in the reward, both are in order;
 - against the median of the first `start` steps: responses repeat n-grams (above one half, and twice as much), hardly any
   response ends (of a quarter or more), responses are shorter than a tenth, entropy below a tenth or one nat and a half above;
-- the largest importance weight before its clamp is above `weight`, and the effective sample size below `effective`.
+- the largest importance weight before its clamp is above `weight`, and the effective sample size below `effective`;
+- of `weight_sync`: tensors that did not arrive, a version below that of the push before, or a push with all the bits of the
+  one before although parameters moved between them, as their largest magnitudes show.
 
 Source: group advantages as in Shao et al. (2024), "DeepSeekMath", section 4.1; effective sample size as in Kong (1992).
 """
@@ -22,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
+from zlib import crc32
 
 import numpy as np
 
@@ -64,6 +67,10 @@ class _Batch:
     """Whether advantages sum to 0 over each prompt, as was seen so far."""
     usual: bool
     """Whether so many batches in a row with equal rewards are usual here, as where a reward is rare."""
+    back: float
+    """The version of the push before, of a push that goes back; else NaN."""
+    same: bool
+    """Whether the last push had the bits of the one before it although parameters moved."""
 
     def __getitem__(self, name: str) -> float:
         return self.values.get(name, np.nan)  # no comparison holds
@@ -86,6 +93,27 @@ class _Symptom(NamedTuple):
 
 # in the order in which they are told: what explains others comes first
 _SYMPTOMS = (
+    _Symptom(
+        "push_lost",
+        lambda b, _: b["push_lost"] > 0,
+        "a push did not arrive in the engine as sent: {x:.0f} of its tensors",
+        "0",
+        "`weight_sync`'s `received` says which, and why",
+    ),
+    _Symptom(
+        "push_version",
+        lambda b, _: b["push_version"] < b.back,
+        "version {x:.0f} was pushed behind version {back:.0f}: the engine goes back",
+        "versions that grow",
+        "look at which weights are pushed when, and at their numbers",
+    ),
+    _Symptom(
+        "push_changed",
+        lambda b, _: b.same,
+        "the last push had the bits of the one before it, and parameters moved between them",
+        "some other bits",
+        "look at which model is pushed, and whether updates are lost in its cast",
+    ),
     _Symptom(
         "length", lambda b, _: b["length"] == 0, "no token of the rollouts counts", "tokens in the mask", "look at the mask"
     ),
@@ -192,23 +220,26 @@ _SYMPTOMS = (
 def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     """Judge the batch of rollouts of this step, if there is one."""
     values = {name.removeprefix(PREFIX): value for name, value in frame.scalars.items() if name.startswith(PREFIX)}
-    if not values:
+    if not values and not memory.numbers.get("awaits"):
         return []
     if values.get("length") == 0:  # all else follows from it
-        values = {"length": 0.0}
+        values = {"length": 0.0} | {name: x for name, x in values.items() if name.startswith("push_")}
     levels = _first_levels(values, memory, options.start)
-    batch = _Batch(values, levels, _centred(values, memory), _usual(values, memory))
-    rows = np.array([memory.row(f"{i} {symptom.series}") for i, symptom in enumerate(_SYMPTOMS)])
-    holds = np.array([symptom.holds(batch, options) for symptom in _SYMPTOMS])
-    lasting = np.array([symptom.lasting for symptom in _SYMPTOMS])
+    back, same = _follow_pushes(frame, values, memory)
+    batch = _Batch(values, levels, _centred(values, memory), _usual(values, memory), back, same)
+    rollouts = any(not name.startswith("push_") for name in values)  # else streaks of batches stay as they are
+    judged = [(i, symptom) for i, symptom in enumerate(_SYMPTOMS) if rollouts or symptom.series.startswith("push_")]
+    rows = np.array([memory.row(f"{i} {symptom.series}") for i, symptom in judged])
+    holds = np.array([symptom.holds(batch, options) for _, symptom in judged])
+    lasting = np.array([symptom.lasting for _, symptom in judged])
     held = memory.lasting("held", rows, holds) >= np.where(lasting, options.patience, 1)
     begins = memory.newly("told", rows, holds & held, REARM)
-    return [_finding(symptom, batch, frame, options) for symptom, new in zip(_SYMPTOMS, begins, strict=True) if new]
+    return [_finding(symptom, batch, frame, options) for (_, symptom), new in zip(judged, begins, strict=True) if new]
 
 
 def _finding(symptom: _Symptom, batch: _Batch, frame: Frame, options: Options) -> Finding:
     x = batch[symptom.series]
-    message = symptom.message.format(x=x, first=batch.start(symptom.series))
+    message = symptom.message.format(x=x, first=batch.start(symptom.series), back=batch.back)
     return Finding(
         rule="rollout",
         severity=options.severity,
@@ -238,9 +269,11 @@ def _first_levels(values: Mapping[str, float], memory: Memory, start: int) -> di
 
 def _usual(values: Mapping[str, float], memory: Memory) -> bool:
     """Tell whether a streak of batches with equal rewards has a chance above `RARE`, by the share of such before it."""
+    if "flat_groups" not in values:
+        return True
     numbers = memory.numbers
     streak = numbers.get("streak", 0.0)
-    if values.get("flat_groups", 0.0) < 1:
+    if values["flat_groups"] < 1:
         numbers |= {
             "flat": numbers.get("flat", 0.0) + streak,
             "batches": numbers.get("batches", 0.0) + streak + 1,
@@ -250,6 +283,37 @@ def _usual(values: Mapping[str, float], memory: Memory) -> bool:
     numbers["streak"] = streak + 1
     share = (numbers.get("flat", 0.0) + 1) / (numbers.get("batches", 0.0) + 2)
     return bool(share ** (streak + 1) > RARE)
+
+
+def _follow_pushes(frame: Frame, values: Mapping[str, float], memory: Memory) -> tuple[float, bool]:
+    """Return the version before that of this step's push where that is higher; and whether a push had only the bits before.
+
+    A push of step n is before its update or behind it, so the second is known at the next step that is collected: parameters
+    moved since the push at m where their bits differ at n and m, and at the steps behind these.
+    """
+    numbers, version = memory.numbers, values.get("push_version", np.nan)
+    known = not np.isnan(version)
+    now = _magnitudes(frame, memory) if known or numbers.get("awaits") else 0.0
+    same = bool(numbers.get("awaits") and numbers["idle"]) and numbers.get("behind", now) != now
+    if numbers.get("awaits"):
+        numbers |= {"behind": now, "awaits": 0.0}
+    back = np.nan
+    if known:
+        back, moved = numbers.get("version", np.nan), numbers.get("parameters", now) != now
+        idle = float(values.get("push_changed") == 0 and moved)
+        numbers |= {"version": version, "parameters": now, "idle": idle, "awaits": 1.0}
+    return (back if back > version else np.nan), same
+
+
+def _magnitudes(frame: Frame, memory: Memory) -> float:
+    """Return a number that tells all parameters from others, by their largest magnitudes, which round nowhere."""
+    at, places = memory.scratch.get("parameters", (None, None))
+    if at is not frame.at:
+        series = [frame.table.series[i] for i in frame.at.tolist()]
+        wanted = [s.statistic == "absmax" and s.address.kind == "parameter" and s.address.slot == "value" for s in series]
+        places = np.flatnonzero(wanted)
+        memory.scratch["parameters"] = frame.at, places
+    return float(crc32(frame.values[places].tobytes()))
 
 
 def _centred(values: Mapping[str, float], memory: Memory) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 import orjson
 
+from trainprobe.engine.core.findings import Finding
 from trainprobe.engine.core.sources import Source
 from trainprobe.engine.storage.safe_files import LARGEST_STATE, read_bounded, write_whole
 from trainprobe.errors import FormatError, UsageError
@@ -30,6 +31,8 @@ class WeightSync:
 
     pushes: list[Push] = field(default_factory=list[Push])
     """The last of them is this one."""
+    probe: Any = None
+    """Whose run log has the push, or None."""
 
     def received(self, engine: Any, *, config: Mapping[str, Any] | None = None) -> WeightArrival:
         """Judge what an engine's model holds now. config: as of `fingerprints`, for an engine's model that does not say it.
@@ -41,6 +44,8 @@ class WeightSync:
         pieces = list(held_pieces(engine, None, config))
         answer = judge_arrival(self.pushes, pieces, _engines.get(engine))
         _engines[engine] = prints_of_pieces(pieces)
+        if self.probe is not None:
+            _log_arrival(self.probe, answer)
         return answer
 
     def write(self, path: str | Path) -> Path:
@@ -70,6 +75,7 @@ def weight_sync(
     config: Mapping[str, Any] | None = None,
     dtype: str | None = None,
     gather: Gather | None = None,
+    probe: Any = None,
 ) -> Generator[WeightSync]:
     """Stamp what the block pushes: the weights as they are when it ends.
 
@@ -78,9 +84,11 @@ def weight_sync(
         print(sync.received(engine_model).verdict.sentence)
 
     version: of the weights, which grows with each push. source, config, dtype: as of `fingerprints`. gather: hands the
-    fingerprints of this rank to all and returns those of all ranks, such as by `all_gather_object`: 16 bytes a piece.
+    fingerprints of this rank to all and returns those of all ranks, such as by `all_gather_object`: 16 bytes a piece. probe:
+    of `watch`, or the callback of a framework: the push becomes series `rollout/push_*` of its run log, which the rule
+    `rollout` judges. A push between two steps stands with the one that follows.
     """
-    sync = WeightSync()
+    sync = WeightSync(probe=watched(probe))
     yield sync
     own = fingerprints(model, source=source, config=config, dtype=dtype)
     sent = joined(gather(own)) if gather is not None else own
@@ -88,3 +96,28 @@ def weight_sync(
     earlier.append(Push(version, sent))
     del earlier[:-MOST]
     sync.pushes = list(earlier)
+    if sync.probe is not None:
+        _log_push(sync.probe, sync.pushes)
+
+
+def watched(probe: Any) -> Any:
+    """Return the probe that a user names by itself, by a session or by a framework's callback; None where none is open."""
+    session = getattr(probe, "session", probe)
+    return getattr(session, "probe", session)
+
+
+def _log_push(probe: Any, pushes: Sequence[Push]) -> None:
+    """Note the version of the last push, and the share of its tensors with other bits than the push before sent."""
+    probe.note_soon("rollout/push_version", float(pushes[-1].version))
+    if len(pushes) > 1:
+        now, before = pushes[-1].sent, pushes[-2].sent
+        same = sum(name in before and each.fingerprint == before[name].fingerprint for name, each in now.items())
+        probe.note_soon("rollout/push_changed", 1 - same / max(1, len(now)))
+
+
+def _log_arrival(probe: Any, answer: WeightArrival) -> None:
+    """Note how many tensors did not arrive, and have the findings file say which."""
+    lost = sum(fate.cause != "not comparable" for fate in answer.fates)
+    probe.note_soon("rollout/push_lost", float(lost))
+    if lost:
+        probe.report_once(Finding("rollout", "info", answer.verdict.sentence, step=probe.step_number, place=probe.place))
