@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
 
 from trainprobe.demo.gpt import GPT, Shape, next_token_loss
 
@@ -248,7 +248,7 @@ def gelu_by_tanh() -> AbstractContextManager[Any]:
 
     def swap(graph: Any) -> None:
         for node in graph.nodes:
-            if node.target is torch._C._nn.gelu and "layers.1" in str(node.meta.get("nn_module_stack")):
+            if node.target is F.gelu and "layers.1" in str(node.meta.get("nn_module_stack")):
                 node.kwargs = {"approximate": "tanh"}
 
     return _config("pre_grad_custom_pass", swap)
@@ -318,36 +318,39 @@ class Writes(nn.Module):
         return y.tanh()
 
 
+class Hinged(nn.Module):
+    """A model with its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.hinge = nn.Linear(4, 4, bias=False), nn.HingeEmbeddingLoss(margin=1.7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the loss of distances that are all to be large."""
+        return self.hinge(self.embed(x), -torch.ones_like(x))
+
+
 def hinged() -> Step:
     """Return a step of pytorch#185517: a margin that is no number of bfloat16."""
     torch.manual_seed(0)
-    model = nn.ModuleDict({"embed": nn.Linear(4, 4, bias=False), "hinge": nn.HingeEmbeddingLoss(margin=1.7)}).bfloat16()
+    model = Hinged().bfloat16()
     with torch.no_grad():
-        model["embed"].weight.copy_(torch.eye(4))
-
-    class Hinged(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.parts = model
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.parts["hinge"](self.parts["embed"](x), -torch.ones_like(x))
-
-    return (lambda model, batch: model(batch)), Hinged(), torch.full((4, 4), 1.703125, dtype=torch.bfloat16)
+        model.embed.weight.copy_(torch.eye(4))
+    return (lambda model, batch: model(batch)), model, torch.full((4, 4), 1.703125, dtype=torch.bfloat16)
 
 
 def thresholded() -> Step:
     """Return a step with a threshold that is no number of bfloat16, on values that meet it."""
-    loss, model, (x, y) = net(lambda: nn.Threshold(1.7, 0.0), torch.bfloat16)
+    loss, model, batch = net(lambda: nn.Threshold(1.7, 0.0), torch.bfloat16)
     with torch.no_grad():
-        up = model.get_submodule("layers.1.up")
-        up.weight[:10], up.bias[:10] = 0.0, 1.703125
-    return loss, model, (x, y)
+        model.get_parameter("layers.1.up.weight")[:10] = 0.0
+        model.get_parameter("layers.1.up.bias")[:10] = 1.703125
+    return loss, model, batch
 
 
 PLANTED: dict[str, Case] = {
     "decomposition: layer norm without eps": Case(net, norm_without_eps, "layers.1.norm1", "output"),
-    "decomposition: backward of layer norm": Case(net, norm_backward_uncentred, "layers.0.norm1", "gradient"),
+    "decomposition: backward of layer norm": Case(net, norm_backward_uncentred, "layers.0.norm2", "gradient"),
     "decomposition: running variance": Case(conv, running_variance_biased, "norm2", "buffer"),
     "pass: a scale is dropped": Case(net, scale_dropped, "layers.1.attn", "output"),
     "pass: GELU by tanh": Case(net, gelu_by_tanh, "layers.1.act", "output"),
@@ -355,7 +358,7 @@ PLANTED: dict[str, Case] = {
     "lowering: sign, in the backward alone": Case(lambda: net(Absolute), wrong_lowering, "layers.1.act", "gradient"),
     "module: another path under a compiler": Case(lambda: net(Asks), module="layers.1.act", tensor="output"),
     "operator: a write that is not declared": Case(lambda: net(Writes), module="layers.1.act", tensor="output"),
-    "real: hinge loss in bfloat16 (pytorch#185517)": Case(hinged, module="parts.hinge", tensor="gradient"),
+    "real: hinge loss in bfloat16 (pytorch#185517)": Case(hinged, module="hinge", tensor="gradient"),
     "real: threshold in bfloat16": Case(thresholded, module="layers.1.act", tensor="gradient"),
 }
 
