@@ -102,10 +102,10 @@ class Conv(nn.Module):
         return self.head(F.max_pool2d(F.relu(self.norm2(self.body(x))), 2).mean((2, 3)))
 
 
-def conv(norm: Callable[[int], nn.Module] = nn.BatchNorm2d) -> Step:
+def conv(norm: Callable[[int], nn.Module] = nn.BatchNorm2d, dtype: torch.dtype = torch.float32) -> Step:
     """Return a step of `Conv`."""
     torch.manual_seed(0)
-    return _ce, Conv(norm), (torch.randn(6, 3, 12, 12), torch.randint(5, (6,)))
+    return _ce, Conv(norm).to(dtype), (torch.randn(6, 3, 12, 12).to(dtype), torch.randint(5, (6,)))
 
 
 def gpt(cast: bool = False) -> Step:
@@ -232,15 +232,16 @@ def _config(name: str, value: Any) -> AbstractContextManager[Any]:
 
 
 def scale_dropped() -> AbstractContextManager[Any]:
-    """A pass over the forward graph that takes a product with 0.125 for nothing, in the layer of width 24."""
+    """A pass over the graph that takes the first product with 0.125 in the layer of width 24 for nothing."""
 
     def drop(graph: Any) -> None:
         for node in list(graph.nodes):
             if node.target is aten.mul.Tensor and node.args[1] == 0.125 and "layers.1" in str(node.meta.get("nn_module_stack")):
                 node.replace_all_uses_with(node.args[0])
                 graph.erase_node(node)
+                return
 
-    return _config("post_grad_custom_pre_pass", drop)
+    return _config("joint_custom_pre_pass", drop)
 
 
 def gelu_by_tanh() -> AbstractContextManager[Any]:
@@ -369,6 +370,7 @@ HEALTHY: dict[str, Case] = {
     "GPT": Case(gpt),
     "GPT, autocast to bfloat16": Case(lambda: gpt(True)),
     "weights in bfloat16": Case(lambda: net(dtype=torch.bfloat16)),
+    "convolutions in bfloat16": Case(lambda: conv(dtype=torch.bfloat16)),
     "mixture of experts, graph breaks": Case(lambda: of(Routed)),
     "LSTM": Case(lambda: of(Recurrent)),
     "Llama": Case(lambda: transformer("LlamaForCausalLM", "LlamaConfig"), needs="transformers"),

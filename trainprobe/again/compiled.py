@@ -10,8 +10,8 @@ as it is: the operator whose turn makes the difference is named, with its module
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -81,7 +81,6 @@ class _Check:
         self._loss, self._model, self._batch, self._guard, self._deadline = loss, model, Batch(batch), guard, deadline
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._names = {id(module): name.replace("_orig_mod.", "") for name, module in model.named_modules()}
-        self._wrappers = [m for m in model.modules() if hasattr(m, "_orig_mod")]
         self._targets = _targets(model)
         self._base: Values = {}
         self._floors: dict[str, float] = {}
@@ -113,7 +112,10 @@ class _Check:
             return CompileVerdict(0, f"identical: the same bits eager and compiled ({what})")
         worst = max(ratios, key=lambda name: ratios[name])
         if not self._differs(seen):
-            return CompileVerdict(1, f"equal within rounding: at most {ratios[worst]:.2g} measured floors apart ({what})")
+            blind = {name: floor for name, floor in self._floors.items() if floor * MARGIN >= 1}
+            more = [f"not judged: {name}, which rounding alone moves by {floor:.0%}" for name, floor in blind.items()]
+            what += f"; {len(blind)} not judged, as rounding alone moves them far" if blind else ""
+            return CompileVerdict(1, f"equal within rounding: at most {ratios[worst]:.2g} floors apart ({what})", more)
         text = f"{worst} is {_apart(self._base, seen)[worst]:.3g} apart, {ratios[worst]:.3g} measured floors"
         return self._placed(text, seen, whole)
 
@@ -173,6 +175,15 @@ class _Check:
             at, inner = self._names[id(wrong)], _called(wrong)
         return at
 
+    def _compile(self, backend: Beginning, targets: list[nn.Module]) -> None:
+        """Let modules be compiled by a backend and by nothing else, until the guard rewinds."""
+        for module in self._model.modules():
+            vars(module).pop("_compiled_call_impl", None)
+            if (inner := getattr(module, "_orig_mod", None)) is not None:
+                vars(module)["forward"] = inner
+        for module in targets:
+            module.compile(backend=backend, dynamic=False)
+
     def _run(
         self, backend: Any = None, *, modes: Any = None, nudged: bool = False, targets: list[nn.Module] | None = None
     ) -> Values:
@@ -181,11 +192,12 @@ class _Check:
         torch._dynamo.reset()
         if nudged:
             _nudge(self._parameters.values())
+        if backend is not None:
+            self._compile(backend, self._targets if targets is None else targets)
         with ExitStack() as stack:
             stack.enter_context(torch.compiler.set_stance("force_eager" if backend is None else "default"))
             stack.enter_context(inductor.patch(fallback_random=True, fx_graph_cache=False))
             stack.enter_context(aot.patch(enable_autograd_cache=False))
-            stack.enter_context(_compiled(self._wrappers, self._targets if targets is None else targets, backend))
             stack.enter_context(torch.enable_grad())
             if modes is not None:
                 stack.enter_context(modes)
@@ -198,24 +210,6 @@ class _Check:
         values |= {f"buffer {name}": b.detach().clone() for name, b in self._model.named_buffers()}
         self._guard.clear_gradients()
         return values
-
-
-@contextmanager
-def _compiled(wrappers: list[Any], targets: list[nn.Module], backend: Any) -> Generator[None]:
-    """Let modules be compiled by a backend, and by nothing else."""
-    kept = [(module, dict(vars(module))) for module in (*wrappers, *targets)]
-    try:
-        for module in wrappers:
-            vars(module)["forward"] = module._orig_mod
-        for module in targets:
-            vars(module).pop("_compiled_call_impl", None)
-            if backend is not None:
-                module.compile(backend=backend, dynamic=False)
-        yield
-    finally:
-        for module, attributes in kept:
-            vars(module).clear()
-            vars(module).update(attributes)
 
 
 def _targets(model: nn.Module) -> list[nn.Module]:

@@ -29,27 +29,22 @@ class Beginning:
 
     def __call__(self, graph: Any, inputs: list[Any]) -> Any:
         """Return what runs a graph; Dynamo calls this for each."""
-        given: list[tuple[Any, Any]] = []
         nodes = [node for node in graph.graph.nodes if node.op.startswith("call")]
         holders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+        given = list(zip(holders, inputs, strict=False))
         self.nodes += [(node, given) for node in nodes]
         self.graphs += bool(nodes)
         taken, self._left = min(self._left, len(nodes)), max(self._left - len(nodes), 0)
         while 0 < taken < len(nodes) and nodes[taken].target is operator.getitem:  # what unpacks a result stays with it
             taken += 1
-        run: Any = graph.forward
         if taken == len(nodes):
-            run = self._backend(graph, inputs)
-        elif taken:
-            first = set(nodes[:taken])
-            run = split_module(graph, None, lambda node: int(node not in first), keep_original_order=True)  # pyright: ignore
-            run.submod_0 = _Part(run.submod_0, self._backend, self.handed)
-
-        def noted(*args: Any) -> Any:
-            given[:] = zip(holders, args, strict=False)
-            return run(*args)
-
-        return noted
+            return self._backend(graph, inputs)
+        if not taken:
+            return graph.forward
+        first = set(nodes[:taken])
+        cut: Any = split_module(graph, None, lambda node: int(node not in first), keep_original_order=True)  # pyright: ignore
+        cut.submod_0 = _Part(cut.submod_0, self._backend, self.handed)
+        return cut
 
 
 class _Part(nn.Module):
