@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -110,16 +111,27 @@ def test_of_a_model_that_is_compiled_in_part_that_part_is_checked(how: str):
     if how == "in place":
         model[1].compile(backend="eager")
     else:
-        model[1] = torch.compile(model[1], backend="eager")
+        model.register_module("1", cast(nn.Module, torch.compile(model[1], backend="eager")))
     verdict = trainprobe.compile_check(lambda m, x: m(x).square().mean(), model, torch.randn(5, 4))
     assert verdict.code in (0, 1) and "1 graph of 1 operator" in verdict.sentence, verdict.sentence
 
 
+class Unseen(nn.Module):
+    """A layer that the program keeps from the compiler."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        keep_out: Any = torch.compiler.disable
+        return keep_out(self.inner)(x)
+
+
 def test_what_cannot_be_compared_is_no_answer_and_wrong_arguments_are_told():
     torch.manual_seed(0)
-    model = nn.Linear(4, 3)
-    model.forward = torch.compiler.disable(model.forward)
-    assert trainprobe.compile_check(lambda m, x: m(x).sum(), model, torch.randn(5, 4)).code == 3
+    hidden = Unseen()
+    assert trainprobe.compile_check(lambda m, x: m(x).sum(), hidden, torch.randn(5, 4)).code == 3
     unsteady = trainprobe.compile_check(lambda m, x: m(x).sum() * time_of_day(), nn.Linear(4, 3), torch.randn(5, 4))
     assert unsteady.code == 3 and "two eager runs" in unsteady.sentence
     with pytest.raises(UsageError, match="without trained parameters"):

@@ -72,8 +72,11 @@ def compile_check(loss: Callable[[Any, Any], Any], model: Any, batch: Any, *, se
     """
     if not isinstance(model, nn.Module) or not any(p.requires_grad for p in model.parameters()):
         raise UsageError(f"the model is a {type(model).__name__} without trained parameters: compile_check(loss, model, batch)")
-    with TrainingGuard(model) as guard:
-        return _Check(loss, model, batch, guard, time.monotonic() + seconds).verdict()
+    try:
+        with TrainingGuard(model) as guard:
+            return _Check(loss, model, batch, guard, time.monotonic() + seconds).verdict()
+    finally:
+        torch._dynamo.reset()  # it holds what was compiled here
 
 
 class _Check:
@@ -142,8 +145,9 @@ class _Check:
         if tensor == "gradient" and any(a.shape == b.shape and distance(a, b) > MARGIN * _eps(a) for a, b in handed):
             tensor = "output"
         place = module_and_line(tried.nodes[high - 1], self._owners())
-        late = [] if high - low == 1 else [f"the time was over: it is one of the {high - low} operators up to this one"]
-        return _told(layer, place, tensor, text, late)
+        if high - low > 1:  # the time was over
+            place = "", f"one of {high - low} operators up to {place[1]} of {place[0] or 'the model'}", place[2]
+        return _told(layer, place, tensor, text)
 
     def _owners(self) -> dict[int, str]:
         named = self._model.named_parameters()
@@ -250,8 +254,8 @@ def _nudge(parameters: Iterable[Tensor]) -> None:
             p.mul_(1 + sign * torch.finfo(p.dtype).eps)
 
 
-def _told(layer: str, place: tuple[str, str, str], tensor: str, text: str, more: Iterable[str] = ()) -> CompileVerdict:
+def _told(layer: str, place: tuple[str, str, str], tensor: str, text: str) -> CompileVerdict:
     module, operator, line = place
     where = f"{module or 'the model'}{f' ({operator})' if operator else ''}, {tensor}"
-    details = [*([f"called at {line}"] if line else []), *more]
+    details = [f"called at {line}"] if line else []
     return CompileVerdict(2, f"not the same: {layer} changes {where}; {text}", details, layer, module, tensor, operator, line)
