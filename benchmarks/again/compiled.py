@@ -19,7 +19,7 @@ def main() -> None:
     """Print a line a program, and the figures."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default="")
-    only, figures = parser.parse_args().only, {"named": [0, 0], "alarms": [0, 0]}
+    only, figures = parser.parse_args().only, {"named": [0, 0], "alarms": [0, 0], "no answer of healthy ones": [0, 0]}
     for name, case in (PLANTED | HEALTHY).items():
         if only not in name or importlib.util.find_spec(case.needs) is None:
             continue
@@ -30,11 +30,11 @@ def main() -> None:
             verdict = compile_check(loss, model, batch)
         planted = name in PLANTED
         right = verdict.code == 2 and (verdict.module, verdict.tensor) == (case.module, case.tensor)
-        hit = right if planted else verdict.code not in (0, 1)
-        figure = figures["named" if planted else "alarms"]
-        figure[0] += hit
-        figure[1] += 1
-        word = ("named" if right else "MISSED") if planted else "ALARM" if hit else "quiet"
+        healthy = {"alarms": verdict.code == 2, "no answer of healthy ones": verdict.code == 3}
+        for figure, hit in ({"named": right} if planted else healthy).items():
+            figures[figure][0] += hit
+            figures[figure][1] += 1
+        word = ("named" if right else "MISSED") if planted else ("quiet", "quiet", "ALARM", "NONE")[verdict.code]
         print(f"{word:7} {name:46} {time.monotonic() - begin:5.0f} s  {verdict.code} {verdict.sentence}", flush=True)
     for word, (hits, of) in figures.items():
         print(f"{word}: {hits} of {of}")

@@ -177,8 +177,8 @@ def transformer(kind: str, config: str, **settings: Any) -> Step:
 @contextmanager
 def _held(table: Any, key: Any, make: Callable[[Any], Any]) -> Generator[None]:
     """Give an entry of a table, or an attribute, another value within the block."""
-    get, put = (dict.__getitem__, dict.__setitem__) if isinstance(table, dict) else (getattr, setattr)
-    old = get(table, key)
+    held, put = (table, dict.__setitem__) if isinstance(table, dict) else (vars(table), setattr)
+    old = held[key]
     put(table, key, make(old))
     try:
         yield

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.external_utils import wrap_inline
 from torch._functorch import config as aot
 from torch._inductor import config as inductor
 
@@ -186,7 +187,8 @@ class _Check:
             if (inner := getattr(module, "_orig_mod", None)) is not None:
                 vars(module)["forward"] = inner
         for module in targets:
-            module.compile(backend=backend, dynamic=False)
+            call = wrap_inline(module._call_impl)  # which Dynamo would leave out where the module is one of torch
+            module._compiled_call_impl = torch.compile(call, backend=backend, dynamic=False)
 
     def _run(
         self, backend: Any = None, *, modes: Any = None, nudged: bool = False, targets: list[nn.Module] | None = None
