@@ -71,6 +71,10 @@ VERBS: dict[str, tuple[str, str]] = {
         "trainprobe.preflight.script.command:preflight_script",
         "test the loss and the model of a script on its first batch, and train nothing",
     ),
+    "compile-check": (
+        "trainprobe.again.compiled_command:compile_check_script",
+        "does torch.compile change the step of a script, and where",
+    ),
     "golden": ("trainprobe.again.golden_command:app", "record what a small run computes, and check it after an upgrade"),
     "resume-check": ("trainprobe.again.resume_check:resume_check", "does a resumed run have all that the run had"),
     "why": ("trainprobe.again.why:why", "what may be wrong with a run: at most five causes, with what speaks for and against"),
@@ -109,6 +113,7 @@ EXAMPLES = {
     "floor": "trainprobe floor plan.yaml -- train.py",
     "parity": "trainprobe parity --layout 'tp=2 --tp 2' --layout dp=2 -- train.py",
     "preflight": "trainprobe preflight -- train.py --lr 3e-4",
+    "compile-check": "trainprobe compile-check -- train.py --lr 3e-4",
     "golden": "trainprobe golden check golden.txt -- train.py",
     "resume-check": "trainprobe resume-check straight.pt resumed.pt",
     "why": "trainprobe why probe_out --against good_out",

@@ -34,6 +34,7 @@ from trainprobe.preflight.training import Training, tested
 
 ANSWER = "TRAINPROBE_PREFLIGHT_ANSWER"  # file for the exit code, under a launcher
 UNREAD = 141
+Learnt = Callable[[], tuple[Training, list[Any]]]
 
 
 def preflight_script(
@@ -65,17 +66,25 @@ def preflight_script(
     first = next((i for i, word in enumerate(script) if word.endswith(".py") and Path(word).is_file()), 0)
     if first:
         return _launched(script[:first], script[first:], sys.argv[1 : len(sys.argv) - len(words or [])])
+    told = partial(_told, html=html, json=json, junit=junit, github=github)
+    return at_first_update(script, lambda learnt: _answer(learnt, options, told))
+
+
+def at_first_update(script: list[str], answer: Callable[[Learnt], int]) -> int:
+    """Run a script and, before its first update, `answer(learnt)`; then end the process at once, with the code that it returns.
+
+    What a script does at its end belongs to a training. Returns 3 where no optimizer of torch stepped. Raises UsageError where
+    the first word is no file.
+    """
     path = Path(script[0])
     if not path.is_file():
-        raise UsageError(f"{path} is no file: give the script, as in `trainprobe preflight train.py --lr 3e-4`")
+        raise UsageError(f"{path} is no file: give the script and its arguments, as in `-- train.py --lr 3e-4`")
 
-    def end(learnt: Callable[[], tuple[Training, list[Any]]]) -> None:
-        """Test, print, and leave the process at once: what a script does at its end belongs to a training."""
-        told = partial(_told, html=html, json=json, junit=junit, github=github)
-        answer = attempt(lambda: _answer(learnt, options, told), otherwise=_untested)
+    def end(learnt: Learnt) -> None:
+        code = attempt(lambda: answer(learnt), otherwise=_untested)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(_left(answer))
+        os._exit(_left(code))
 
     os.environ[DOOR] = "off"  # a script that is watched writes no run
     sys.argv = script
@@ -138,7 +147,7 @@ def _untested(fault: Exception) -> int:
 preflight_script.context_settings = {"ignore_unknown_options": True, "allow_interspersed_args": False}  # type: ignore[attr-defined]
 
 
-def _answer(learnt: Callable[[], tuple[Training, list[Any]]], options: dict[str, Any], told: Callable[[Report], int]) -> int:
+def _answer(learnt: Learnt, options: dict[str, Any], told: Callable[[Report], int]) -> int:
     if size() == 1:
         return told(tested(*learnt(), **options))
     found = attempt(learnt, otherwise=lambda fault: (fault, []))
