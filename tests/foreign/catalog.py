@@ -224,7 +224,10 @@ PROGRAMS = (
         "{site}/trl/scripts/grpo.py --model_name_or_path {data}/tinylm --dataset_name {data}/promptc"
         f" --reward_funcs think_format_reward --num_generations 4 --max_completion_length 8 {OF_TRL}",
         updates=30,
-        findings=(("dead", "has been zero", "all rewards are equal, so every gradient is exactly 0"),),
+        findings=(
+            ("dead", "have been zero", "all rewards are equal, so every gradient is exactly 0"),
+            ("rollout", "equal rewards", "the reward function finds no answer in the wanted form"),
+        ),
     ),
     Program(
         "cleanrl_dqn",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -54,7 +55,7 @@ def run(program: Program, folder: Path) -> Result:
     said = [
         line
         for line in output.replace("\r", "\n").splitlines()
-        if "trainprobe: " in line and "trainprobe: watching " not in line
+        if re.search("trainprobe: ?(?!watching )", line)  # without the blank where the program sets a format for logs
     ]
     result = Result(
         program.name,
