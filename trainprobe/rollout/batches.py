@@ -58,8 +58,9 @@ def _is_ragged(column: Any) -> bool:
 
 def _padded(rows: Sequence[Any], lengths: Sequence[int] | None) -> Any:
     """Return rows as one tensor [rollouts, longest], of each as many of the last as it has places in the mask."""
-    from torch.nn.utils.rnn import pad_sequence
-
     if lengths is not None and len(lengths) == len(rows):
         rows = [row[max(0, len(row) - n) :] for row, n in zip(rows, lengths, strict=True)]
-    return pad_sequence([*rows], batch_first=True)
+    whole = rows[0].new_zeros((len(rows), max(map(len, rows))))
+    for i, row in enumerate(rows):
+        whole[i, : len(row)] = row
+    return whole
