@@ -1,7 +1,7 @@
 """What a preflight costs: `python -m benchmarks.preflight.cost`. Each case in a process of its own, on one thread.
 
-step: the first of two steps of a training is left out. Peak: of the resident memory, beside that of the same process with its
-model, batch and optimizer before anything ran.
+Seconds are those of the processor. step: the first of two steps of a training is left out. Peak: of the resident memory, beside
+that of the same process with its model, batch and optimizer before anything ran.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def run(what: str) -> dict[str, float]:
     def loss(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         return next_token_loss(model(batch[0]), batch[1])
 
-    before, start, passes = _peak(), time.monotonic(), 1
+    before, start, passes = _peak(), time.process_time(), 1
     if what == "step":
         for _ in range(2):
-            start = time.monotonic()
+            start = time.process_time()
             optimizer.zero_grad(set_to_none=True)
             loss(model, batch).backward()
             optimizer.step()
@@ -50,7 +50,7 @@ def run(what: str) -> dict[str, float]:
         report = trainprobe.preflight(loss, model, batch, optimizer=optimizer, seconds=3600, **asked)
         passes = report.passes
         assert not report.broken, report
-    return {"seconds": time.monotonic() - start, "passes": passes, "MiB": _peak() - before, "weights": weights}
+    return {"seconds": time.process_time() - start, "passes": passes, "MiB": _peak() - before, "weights": weights}
 
 
 def main() -> None:

@@ -193,3 +193,64 @@ def test_the_command_writes_the_page(tmp_path):
     assert "overfit      holds: 20 steps on this batch change its loss from" in done.stdout
     page = (tmp_path / "page.html").read_text()
     assert "Outputs of each row" in page and "v-holds" in page
+
+
+def test_the_gradient_is_measured_in_its_own_precision_where_memory_does_not_suffice_for_float64():
+    def loss(model, batch):
+        if model.head.weight.dtype is torch.float64:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return Counted()(model, batch)
+
+    (found,) = trainprobe.preflight(loss, Text(), text(), only=["gradient"], seconds=600).lines
+    assert (found.status, found.text) == ("holds", "as measured in its own precision")
+
+
+def pictures(rows=8):
+    torch.manual_seed(0)
+    return torch.randn(rows, 5), torch.arange(rows) % 3
+
+
+def classified(model, batch):
+    return cross_entropy(model(batch[0]), batch[1])
+
+
+def test_a_last_layer_that_begins_at_zero_hides_no_input_that_others_use():
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    nn.init.zeros_(model[2].weight), nn.init.zeros_(model[2].bias)
+    (found,) = trainprobe.preflight(classified, model, pictures(), only=["input"], seconds=600).lines
+    assert found.status == "holds" and "used" in found.text
+    blind = trainprobe.preflight(lambda m, b: classified(m, (b[0] * 0, b[1])), model, pictures(), only=["input"], seconds=600)
+    assert blind.lines[0].status == "BROKEN"
+
+
+@pytest.mark.parametrize(("equal", "status"), [([(0, 5)], "holds"), ([(0, 5), (1, 7)], "BROKEN")])
+def test_a_row_drawn_twice_by_chance_is_told_and_half_of_the_rows_are_broken(equal, status):
+    torch.manual_seed(0)
+    x, y = pictures()
+    for a, b in equal:
+        x[b] = x[a]
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    (found,) = trainprobe.preflight(classified, model, (x, y), only=["input"], seconds=600).lines
+    assert found.status == status and "rows 0 and 5 of the batch are the same" in found.text
+
+
+def test_batch_norm_is_told_by_the_part_that_is_called_within_it():
+    class Norm(nn.BatchNorm1d):
+        """As timm has it: what follows is a part of the norm, and returns before it does."""
+
+        def __init__(self, width):
+            super().__init__(width)
+            self.act = nn.Identity()
+
+        def forward(self, x):
+            return self.act(super().forward(x))
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), Norm(7), nn.Tanh(), nn.Linear(7, 3))
+    (found,) = trainprobe.preflight(classified, model, pictures(), only=["rows"], seconds=600).lines
+    assert found.status == "by design" and "batch norm (1.act)" in found.text
+
+
+def test_a_batch_without_rows_is_refused():
+    with pytest.raises(UsageError, match="without a tensor"):
+        trainprobe.preflight(classified, nn.Linear(5, 3), (torch.zeros(0, 5), torch.zeros(0)))

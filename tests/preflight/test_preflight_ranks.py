@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.ckpt_compare.test_megatron_lm import INSTALLED, WORDS, needs_megatron_lm
 from tests.distributed.launch import ON_A_CPU, ROOT
 
 TRAIN = Path(__file__).with_name("ranks") / "train.py"
@@ -68,3 +70,25 @@ def test_gradients_in_buffers_of_a_framework(require, tmp_path, kind, needs):
     lines = told(tmp_path, kind, "split", "causality", "start", code=0)
     assert [line["status"] for line in lines.values()] == ["holds"] * 3
     assert "4 micro-batches" in lines["split"]["text"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ["", "--bf16 --use-distributed-optimizer --ddp-bucket-size 3000"])
+@needs_megatron_lm
+def test_pretrain_of_megatron_lm_itself(tmp_path, words):
+    """Its schedule calls the engine of autograd without `torch.autograd.backward`; its optimizer may hold copies of weights."""
+    script = ROOT / "tests/ckpt_compare/writers/write_megatron_lm.py"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    ranks = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    env = {**os.environ, **ranks, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{INSTALLED}"}
+    command = [sys.executable, "-m", "trainprobe", "preflight", "--json", "answer.json", "--seconds", "600", "--", str(script)]
+    more = [*WORDS, "--ckpt-format", "torch", *words.split(), "--save", str(tmp_path / "saved")]
+    done = subprocess.run([*command, *more], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    lines = {line["name"]: line for line in json.loads((tmp_path / "answer.json").read_text())["properties"]}
+    told = {name for name, line in lines.items() if line["status"] == "holds"}
+    assert told >= {"split", "causality", "rows", "gradient", "start", "determinism", "input"}
+    assert lines["update"]["status"] == ("not applicable" if words else "holds")
+    assert not (tmp_path / "saved").exists(), "nothing was trained"

@@ -43,7 +43,7 @@ class Batch:
         flat, self._form = tree_flatten_with_path(_plain(tree))
         self.paths = [_name(path) for path, _ in flat]
         self.leaves = [leaf for _, leaf in flat]
-        sizes = Counter(x.shape[0] for x in self.leaves if isinstance(x, Tensor) and x.dim())
+        sizes = Counter(len(x) for x in self.leaves if isinstance(x, Tensor) and x.dim() and len(x))
         if not sizes:
             raise UsageError(f"the batch is a {type(tree).__name__} without a tensor: {TELL}")
         self.time = self._time_first()

@@ -20,8 +20,6 @@ def examine(subject: Subject) -> Line:
     if batch.rows < 2:
         return not_applicable("the batch has one row")
     content = content_of(batch)
-    if subject.base.logits is not None and bool((subject.base.logits == subject.base.logits.flatten()[0]).all()):
-        return not_applicable("the outputs are constant, as of a last layer that begins at zero")
     unused = [batch.paths[i] for i in content if _is_unused(subject, i)]
     if unused:
         return broken(f"{unused[0]} is not used: rows that are given that of another row have the same outputs")
@@ -48,10 +46,12 @@ def _is_unused(subject: Subject, i: int) -> bool:
     turned = batch.leaves[i].roll(1, 0)
     if bool((turned == batch.leaves[i]).all()):
         return False
-    seen, base = subject.run(batch.with_leaves({i: turned}), backward=False), subject.base
-    alike = seen.logits is not None and base.logits is not None and seen.logits.shape == base.logits.shape
-    if alike and distance(seen.logits, base.logits) > subject.eps:
-        return False
+    other, base = batch.with_leaves({i: turned}), subject.base
+    seen = subject.run(other, backward=False)
+    if seen.logits is not None and base.logits is not None and seen.logits.shape == base.logits.shape:
+        at_zero = not bool(base.logits.any())  # the last layer begins so: those before it show what is used
+        if distance(seen.logits, base.logits) > subject.eps or (at_zero and subject.first_difference(batch, other)):
+            return False
     return relative(seen.loss, base.loss) <= subject.eps  # where only the loss changes, it is a target
 
 

@@ -52,7 +52,8 @@ def _coupled(subject: Subject, other: Any, gap: float) -> Line:
 
     place = subject.first_difference(subject.batch, other, same)
     modules, parts = dict(subject.model.named_modules()), place.split(".")
-    kinds = " ".join(type(modules.get(".".join(parts[: i + 1]))).__name__.lower() for i in range(len(parts)))
+    around = [type(modules.get(".".join(parts[: i + 1]))) for i in range(len(parts))]
+    kinds = " ".join(kind.__name__.lower() for module in around for kind in module.__mro__)
     for words, what in ((_SHARED, "batch norm"), (_CAPACITY, "experts with a capacity")):
         if any(word in kinds for word in words):
             return by_design(f"{what} ({place}): rows change each other in training", gap=gap)
