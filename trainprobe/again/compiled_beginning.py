@@ -74,7 +74,7 @@ class _Part(nn.Module):
 def module_and_line(placed: Placed, owners: Mapping[int, str]) -> tuple[str, str, str]:
     """Return the module, the name and the line of an operator. owners: id of a parameter → its module.
 
-    A graph may begin inside a layer, and names modules from there, as `__self__` where the module itself is compiled: what is before is told by its parameters.
+    A graph may begin inside a layer, and names modules from there: what is before is told by its parameters.
     """
     node, given = placed
     inner = _below(node)
