@@ -88,4 +88,4 @@ def module_and_line(placed: Placed, owners: Mapping[int, str]) -> tuple[str, str
 def _below(node: Any) -> str:
     """Return the name of an operator's module below the one whose frame is compiled: L['self'].layers.0 gives layers.0."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
-    return re.sub(r"^\w+\[.*?\]\.?", "", stack[-1][0]) if stack else ""
+    return re.sub(r"^\w+\[.*?\]\.?(__self__(\.|$))?", "", stack[-1][0]) if stack else ""
