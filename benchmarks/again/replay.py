@@ -27,14 +27,18 @@ from benchmarks.again.replay_models import LogOfPart, Projection
 STEPS, STRUCK = 4, 2
 MODELS = "benchmarks.again.replay_models"
 MONITORED = {"monitor": {"gradients": True, "parameters": True, "scalars": True, "activations": False}}
-FAULTS = {"log of zero": "op", "bfloat16 overflow": "precision", "poisoned row": "data"}
-FAULTS |= {"flipped weight": "hardware", "wrong kernel": "op"}
+FAULTS = {
+    **{"log of zero": "op", "bfloat16 overflow": "precision", "poisoned row": "data"},
+    **{"flipped weight": "hardware", "wrong kernel": "op"},
+}
 Change = Callable[[nn.Module, Tensor, int], Tensor]
 
 
-def train(model: nn.Module, batches: Callable[[int], Tensor], folder: Path, plan: dict[str, Any], change: Change) -> Any:
+def train(
+    model: nn.Module, batches: Callable[[int], Tensor], folder: Path, plan: dict[str, Any], change: Change, lr: float = 1e-3
+) -> Any:
     """Train a few steps. change: is given the model, the batch and the step in front of each step; returns the batch."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     with trainprobe.watch(model, optimizer, {"output": folder, "console": False, "on_error": "raise", **plan}) as probe:
         for step in range(STEPS):
             x = change(model, batches(step), step)
@@ -71,7 +75,7 @@ def overflow(seed: int, folder: Path, broken: bool) -> None:
         return x.bfloat16() * 300
 
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)).bfloat16()
-    train(model, data(seed), folder, plan(broken), change)
+    train(model, data(seed), folder, plan(broken), change, lr=1e-9)
 
 
 def poisoned(seed: int, folder: Path, broken: bool) -> None:
@@ -107,7 +111,9 @@ def on_rank(rank: int, store: str, seed: int, folder: str, broken: bool) -> None
 
 def flipped(seed: int, folder: Path, broken: bool) -> None:
     store = tempfile.mkdtemp()
-    mp.spawn(on_rank, (f"{store}/store", seed, str(folder), broken), 2)
+    mp.spawn(  # pyright: ignore[reportPrivateImportUsage]
+        on_rank, (f"{store}/store", seed, str(folder), broken), 2
+    )
 
 
 def plan(broken: bool) -> dict[str, Any]:
@@ -146,7 +152,9 @@ def main() -> None:
                 named, quiet = named + (right and broken), quiet + (right and not broken)
                 same, cases = same + bool(answer.get("reproduced")), cases + 1
                 kind = "fault" if broken else "healthy"
-                print(f"{kind:8}{name:20}{seed} {'right' if right else 'WRONG':6} {answer.get('sentence', '')[:220]}", flush=True)
+                print(
+                    f"{kind:8}{name:20}{seed} {'right' if right else 'WRONG':6} {answer.get('sentence', '')[:220]}", flush=True
+                )
     print(f"faults named by class: {named} of {cases // 2}")
     print(f"healthy twins with no class: {quiet} of {cases // 2}")
     print(f"reproduced bit for bit in another process: {same} of {cases}")
