@@ -266,6 +266,7 @@ ANYWHERE: dict[str, tuple[dict[str, Any], Shows]] = {
         lambda r: bool([*r.output.rglob("*config_check_pack*")]),
     ),
     "op_check": ({"level": "off", "op_check": True}, lambda r: False),
+    "replay": ({"level": "off", "monitor": True, "replay": True}, lambda r: False),
 }
 
 

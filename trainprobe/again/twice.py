@@ -80,7 +80,7 @@ class RepeatedStep(Program):
 
     def opened(self, model: Any, optimizer: Any, declared: bool) -> None:
         """Learn the model."""
-        self._roots = {id(root): root for root in map(_inside_of_ranks, chunks_of(model))}
+        self._roots = {id(root): root for root in map(inside_of_ranks, chunks_of(model))}
         self._recorder = Recorder(self._making, self._probe.report)
         self._recorder.open(model, optimizer)
         self._recorder.guard.on_trip(self._remove)
@@ -91,7 +91,7 @@ class RepeatedStep(Program):
         self._remove()
         if step % self.every or self._recorder is None:
             return
-        why = _why_not(list(self._roots.values()))
+        why = why_not(list(self._roots.values()))
         if why:
             self._say(why)
             return
@@ -398,13 +398,13 @@ def _site(place: Difference) -> Site:
     return Site(key.kind, key.name, place.slot, key.number)  # pyright: ignore[reportArgumentType]
 
 
-def _inside_of_ranks(model: Any) -> Any:
+def inside_of_ranks(model: Any) -> Any:
     """Return a model without the wrappers that exchange gradients, but as it is compiled."""
     layers = list(unwrapped(model))
     return next((layer for layer in layers if type(layer).__name__ == "OptimizedModule"), layers[-1])
 
 
-def _why_not(roots: Sequence[Any]) -> str:
+def why_not(roots: Sequence[Any]) -> str:
     """Return why a model cannot be run again; empty where it can."""
     for root in roots:
         for name, p in root.named_parameters():

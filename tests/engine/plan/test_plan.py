@@ -97,7 +97,7 @@ def test_no_plan_judges_and_dumps_nothing() -> None:
     assert load_plan().sinks == ("parquet", "csv") and load_plan(sinks="jsonl").sinks == ("jsonl",)
 
 
-@pytest.mark.parametrize("program", ["monitor", "audit", "black_box", "config_check", "op_check"])
+@pytest.mark.parametrize("program", ["monitor", "audit", "black_box", "config_check", "op_check", "replay"])
 def test_a_plan_that_asks_for_one_program_alone_dumps_nothing(program: str) -> None:
     plan = load_plan({program: True})
     asked = [name for name in sections() if getattr(plan, name)]

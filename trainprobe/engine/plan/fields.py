@@ -63,3 +63,4 @@ class PlanFields(TypedDict, total=False):
     config_check: Section
     monitor: Section
     op_check: Section
+    replay: Section

@@ -1,0 +1,44 @@
+"""The `replay` section of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+
+from trainprobe.engine.plan.model import Numbers, one_or_many
+from trainprobe.engine.plan.selection import parse_names, parse_steps
+from trainprobe.engine.plan.subplans import read_section
+
+
+class ReplayPlan(BaseModel):
+    """All settings of replay packs."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    on: Literal["error", "step"] = "error"
+    """error: the first error finding writes a pack of the call that it is about; step: each step of `step` writes one of all
+    innermost calls."""
+    step: Numbers = ("all",)
+    """Which steps are held until they are judged, or packed; written as a plan's `step` is."""
+    modules: Annotated[tuple[str, ...], BeforeValidator(one_or_many)] = ("**",)
+    """Patterns of the modules that are held."""
+    megabytes: Annotated[int, Field(strict=True, ge=1)] = 64
+    """How many MB a step may hold in memory, and a pack has at most; what comes later in the step is left out."""
+
+    @field_validator("step")
+    @classmethod
+    def _check_step(cls, value: tuple[int | str, ...]) -> tuple[int | str, ...]:
+        parse_steps(value)
+        return value
+
+    @field_validator("modules")
+    @classmethod
+    def _check_modules(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return parse_names(value).patterns
+
+
+def validate(settings: Mapping[str, Any] | bool | None = True) -> ReplayPlan:
+    """Return the plan of a section. Raises PlanError, which names each key, its value and what was meant."""
+    return read_section("replay", ReplayPlan, settings)
