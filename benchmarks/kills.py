@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -46,7 +46,9 @@ def train(folder: Path, rest: float, layers: int, sink: str, monitor: bool, pipe
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(layers)))
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    with trainprobe.watch(model, optimizer, level="L0", sinks=[sink], monitor=monitor, output=folder, console=False) as probe:
+    with trainprobe.watch(
+        model, optimizer, level="L0", sinks=sink.split(","), monitor=monitor, output=folder, console=False
+    ) as probe:
         while True:
             with probe.step():
                 loss = model(torch.randn(8, 16)).square().mean()
@@ -58,14 +60,16 @@ def train(folder: Path, rest: float, layers: int, sink: str, monitor: bool, pipe
             time.sleep(rest)
 
 
-def kill_one(rest: float, layers: int, sink: str, monitor: bool, after: float) -> Kill:
-    """Kill a training so many seconds after its first step, and read what it left."""
+def kill_one(
+    rest: float, layers: int, sink: str, monitor: bool, after: float, kept: Callable[[Path], set[int]] | None = None
+) -> Kill:
+    """Kill a training so many seconds after its first step, and read what it left. kept: returns the steps that are there."""
     with tempfile.TemporaryDirectory() as folder:
         ours, theirs = os.pipe()
         given = [folder, str(rest), str(layers), sink, str(int(monitor)), str(theirs)]
         child = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.kills", "--train", *given],
-            cwd=ROOT,
+            [sys.executable, "-P", __file__, "--train", *given],  # a package of others may be named `benchmarks`, too
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))},
             pass_fds=[theirs],
             stderr=subprocess.DEVNULL,
         )
@@ -83,7 +87,7 @@ def kill_one(rest: float, layers: int, sink: str, monitor: bool, after: float) -
         os.close(ours)
         lines = [line.split() for line in told.split(b"\n")[:-1]]
         ended = {int(step): float(when) for step, when in lines}
-        missing = sorted(ended.keys() - _kept(Path(folder)))
+        missing = sorted(ended.keys() - (kept or kept_in_log)(Path(folder)))
         return Kill(rest, len(ended), len(ended) - len(missing), killed - ended[missing[0]] if missing else 0.0)
 
 
@@ -94,7 +98,8 @@ def _waiting(pipe: int) -> bytes:
         return b""
 
 
-def _kept(folder: Path) -> set[int]:
+def kept_in_log(folder: Path) -> set[int]:
+    """Return the steps that the run log holds."""
     from trainprobe.errors import FormatError
     from trainprobe.monitor.run_folder import find_logs, steps_of_log
 

@@ -269,7 +269,7 @@ class Writer:
         if not self._raise or threading.current_thread() is self._thread:
             return
         for name, record in self._records.items():
-            if record.fault is not None:
+            if record.fault is not None and not isinstance(record.fault, ConnectionError):  # a service ends no training
                 self._raise = False
                 raise OutputError(f"the writer {name!r} failed: {record.fault}") from record.fault
 

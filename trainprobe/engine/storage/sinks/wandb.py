@@ -1,53 +1,46 @@
 """Weights & Biases: a run of its own beside that of the script, in its project and group; findings are alerts.
 
-The client's own environment variables decide where to: `WANDB_PROJECT`, `WANDB_MODE=offline`. Rank 0 sends. The client hands
-what is logged to a process of its own, so a step does not wait for the network.
+The client's own environment variables decide where to: `WANDB_PROJECT`, `WANDB_MODE=offline`. Rank 0 sends, on a
+thread of its own, so a step does not wait for the network.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainprobe.engine.core.records import Finding, Place, StepData
+from trainprobe.engine.core.records import Finding, Place
 from trainprobe.engine.plan.model import Plan
-from trainprobe.engine.storage.service_clients import FewNumbers, SendsNothing, client_of
+from trainprobe.engine.storage.service_clients import SendsNothing, client_of
+from trainprobe.engine.storage.service_thread import ServiceSink
 
 _LEVELS = {"error": "ERROR", "warning": "WARN"}
 
 
-class WandbSink:
+class WandbService:
     """Logs the numbers of each step. run: that of the client."""
 
     def __init__(self, run: Any) -> None:
-        self._run: Any = run  # None once it is closed
-        self._few = FewNumbers("wandb")
+        self._run = run
 
-    def write(self, step_data: StepData) -> None:
+    def send(self, step: int, numbers: Mapping[str, float]) -> None:
         """Log the numbers of a step."""
-        self._run.log(self._few.of(step_data), step=step_data.step)
+        self._run.log(dict(numbers), step=step)
 
-    def findings(self, findings: Sequence[Finding]) -> None:
-        """Raise an alert for each warning and error."""
-        for finding in findings:
-            if finding.severity in _LEVELS:
-                text = "\n".join(filter(None, [finding.message, finding.next]))
-                self._run.alert(f"trainprobe: {finding.rule}, step {finding.step}", text, level=_LEVELS[finding.severity])
+    def tell(self, finding: Finding) -> None:
+        """Raise an alert for a warning or an error."""
+        if finding.severity in _LEVELS:
+            text = "\n".join(filter(None, [finding.message, finding.next]))
+            self._run.alert(f"trainprobe: {finding.rule}, step {finding.step}", text, level=_LEVELS[finding.severity])
 
-    def warnings_made(self) -> Sequence[Finding]:
-        """Return what the sink leaves out."""
-        return self._few.warnings_made()
-
-    def close(self) -> None:
+    def end(self) -> None:
         """End the run."""
-        if self._run is not None:
-            self._run.finish()
-            self._run = None
+        self._run.finish()
 
 
-def open(folder: Path, plan: Plan, place: Place) -> WandbSink | SendsNothing:
+def open(folder: Path, plan: Plan, place: Place) -> ServiceSink | SendsNothing:
     """Begin a run on rank 0. Raises MissingExtra without the client."""
     (client,) = client_of("wandb", "wandb")
     if place.rank:
@@ -63,4 +56,4 @@ def open(folder: Path, plan: Plan, place: Place) -> WandbSink | SendsNothing:
         reinit="create_new",
         settings=client.Settings(console="off", silent=True, x_disable_stats=True),
     )
-    return WandbSink(run)
+    return ServiceSink("wandb", WandbService(run))
