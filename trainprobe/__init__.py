@@ -11,6 +11,7 @@ from trainprobe import unobserved
 __version__ = "0.2.0"
 
 if TYPE_CHECKING:
+    from trainprobe.again.compiled import compile_check as compile_check
     from trainprobe.compare_with_cpu import CompareWithCPU as CompareWithCPU
     from trainprobe.compare_with_cpu import ModuleInfo as ModuleInfo
     from trainprobe.compare_with_cpu import NanInfTracker as NanInfTracker
