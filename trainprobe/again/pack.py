@@ -20,7 +20,7 @@ from trainprobe.engine.capture.held_calls import HeldCall, HeldCalls, HeldStep, 
 from trainprobe.engine.core.naming import chunks_of
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.plan.selection import parse_names, parse_steps
-from trainprobe.engine.probe import Probe
+from trainprobe.engine.probe import EngineProbe
 from trainprobe.engine.program import Program, Schedule
 from trainprobe.engine.storage.safe_files import write_whole
 
@@ -42,7 +42,7 @@ class Packing(Program):
         self._seen = 0
         self._written = False
 
-    def attached(self, probe: Probe) -> None:
+    def attached(self, probe: EngineProbe) -> None:
         """Have calls held under a guard of their own."""
         self._probe = probe
         self._calls = HeldCalls(probe.guard.of(self.part), parse_names(self.plan.modules), self.plan.megabytes * 10**6)
