@@ -137,7 +137,7 @@ def test_prometheus_is_served_the_numbers_of_the_last_step_on_loopback(tmp_path,
             assert shown[f'trainprobe_value{{rank="0",series="{name}"}}'] == pytest.approx(number)
 
 
-@pytest.mark.parametrize("sink", ["wandb", "mlflow", "otlp", "prometheus"])
+@pytest.mark.parametrize("sink", ["wandb", "mlflow", "trackio", "otlp", "prometheus"])
 def test_another_rank_of_the_machine_sends_nothing(tmp_path, sink):
     opened = import_module(f"trainprobe.engine.storage.sinks.{sink}").open(tmp_path, Plan(), Place(1, 2))
     assert isinstance(opened, SendsNothing) and not hasattr(opened, "write")
