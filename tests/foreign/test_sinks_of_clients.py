@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shlex
 import threading
 import urllib.request
 from collections.abc import Generator
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 
 import trainprobe
+from trainprobe.cli import main
 from trainprobe.engine.core.records import Place
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.storage.dumps.log import read_log
@@ -79,6 +81,26 @@ def test_wandb_gets_the_series_in_a_run_of_its_own_and_the_script_keeps_its_step
     assert [{n: pytest.approx(x) for n, x in step.items()} for step in wanted] == got
 
 
+def test_an_alert_of_wandb_ends_with_the_command_to_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    import wandb
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    from trainprobe.monitor.scalar_logs import wandb as reader
+
+    train(tmp_path / "a run", "wandb", nan=True)
+    wandb.teardown()  # its process writes the rest
+    ((log,),) = reader.find(tmp_path)
+    with log.open("rb") as file:
+        alerts = [r.alert for r in map(Record.FromString, reader._records(file, log)) if r.HasField("alert")]
+    (alert,) = [alert for alert in alerts if alert.title == "trainprobe: nonfinite, step 3"]
+    *_, command = alert.text.splitlines()
+    assert alert.level == "ERROR" and "the first NaN of step 3" in alert.text
+    assert shlex.split(command) == ["trainprobe", "why", str(tmp_path / "a run")]
+    assert main(shlex.split(command)[1:]) == 1  # there is a cause
+
+
 def test_mlflow_gets_the_series_in_the_active_run(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -115,7 +137,7 @@ def test_prometheus_is_served_the_numbers_of_the_last_step_on_loopback(tmp_path,
             assert shown[f'trainprobe_value{{rank="0",series="{name}"}}'] == pytest.approx(number)
 
 
-@pytest.mark.parametrize("sink", ["wandb", "mlflow", "otlp", "prometheus"])
+@pytest.mark.parametrize("sink", ["wandb", "mlflow", "trackio", "otlp", "prometheus"])
 def test_another_rank_of_the_machine_sends_nothing(tmp_path, sink):
     opened = import_module(f"trainprobe.engine.storage.sinks.{sink}").open(tmp_path, Plan(), Place(1, 2))
     assert isinstance(opened, SendsNothing) and not hasattr(opened, "write")

@@ -40,6 +40,7 @@ EXTRAS = {
     "xlsx": "`config-check` tables as .xlsx",
     "wandb": "the sink `wandb`, and reading its offline files",
     "mlflow": "the sink `mlflow`",
+    "trackio": "the sink `trackio`",
     "otlp": "the sink `otlp`, for OpenTelemetry",
     "prometheus": "the sink `prometheus`",
     "mcp": "`mcp`: agents read runs",

@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import os
 import random
+import shlex
 import sys
+from pathlib import Path
 from typing import Any
 
 from trainprobe.engine.core.records import Finding, Place, StepData
@@ -36,6 +38,12 @@ def client_of(sink: str, *modules: str) -> list[Any]:
 def sends(place: Place) -> bool:
     """Tell whether this process is the one of its machine that sends."""
     return int(os.environ.get("LOCAL_RANK") or place.rank) == 0
+
+
+def alert_text(finding: Finding, folder: Path) -> str:
+    """Return what an alert says: the finding, what to do next, and the command that looks for its cause in the run's folder."""
+    command = f"trainprobe why {shlex.quote(str(folder.absolute()))}"
+    return "\n".join(filter(None, [finding.message, finding.next, command]))
 
 
 class SendsNothing:

@@ -13,17 +13,17 @@ from typing import Any
 
 from trainprobe.engine.core.records import Finding, Place
 from trainprobe.engine.plan.model import Plan
-from trainprobe.engine.storage.service_clients import SendsNothing, client_of
+from trainprobe.engine.storage.service_clients import SendsNothing, alert_text, client_of
 from trainprobe.engine.storage.service_thread import ServiceSink
 
 _LEVELS = {"error": "ERROR", "warning": "WARN"}
 
 
 class WandbService:
-    """Logs the numbers of each step. run: that of the client."""
+    """Logs the numbers of each step. run: that of the client. folder: of the run log."""
 
-    def __init__(self, run: Any) -> None:
-        self._run = run
+    def __init__(self, run: Any, folder: Path) -> None:
+        self._run, self._folder = run, folder
 
     def send(self, step: int, numbers: Mapping[str, float]) -> None:
         """Log the numbers of a step."""
@@ -32,8 +32,8 @@ class WandbService:
     def tell(self, finding: Finding) -> None:
         """Raise an alert for a warning or an error."""
         if finding.severity in _LEVELS:
-            text = "\n".join(filter(None, [finding.message, finding.next]))
-            self._run.alert(f"trainprobe: {finding.rule}, step {finding.step}", text, level=_LEVELS[finding.severity])
+            title, text = f"trainprobe: {finding.rule}, step {finding.step}", alert_text(finding, self._folder)
+            self._run.alert(title, text, level=_LEVELS[finding.severity])
 
     def end(self) -> None:
         """End the run."""
@@ -56,4 +56,4 @@ def open(folder: Path, plan: Plan, place: Place) -> ServiceSink | SendsNothing:
         reinit="create_new",
         settings=client.Settings(console="off", silent=True, x_disable_stats=True),
     )
-    return ServiceSink("wandb", WandbService(run))
+    return ServiceSink("wandb", WandbService(run, folder))
