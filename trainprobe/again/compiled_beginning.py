@@ -43,11 +43,11 @@ class Beginning:
             return graph.forward
         first = set(nodes[:taken])
         cut: Any = split_module(graph, None, lambda node: int(node not in first), keep_original_order=True)  # pyright: ignore
-        cut.submod_0 = _Part(cut.submod_0, self._backend, self.handed)
+        cut.submod_0 = _Beginning(cut.submod_0, self._backend, self.handed)
         return cut
 
 
-class _Part(nn.Module):
+class _Beginning(nn.Module):
     """The beginning of a graph, compiled at its first call."""
 
     def __init__(self, part: Any, backend: Any, handed: dict[str, Tensor]) -> None:

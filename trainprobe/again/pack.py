@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from trainprobe.again.replay_plan import ReplayPlan
 from trainprobe.again.twice import inside_of_ranks, why_not
 from trainprobe.comparison.files import writing
-from trainprobe.engine.capture.held_calls import HeldCall, HeldCalls, HeldStep, Reference, random_now
+from trainprobe.engine.capture.held_calls import HeldCall, HeldCalls, HeldStep, HeldTensor, random_now
 from trainprobe.engine.core.naming import chunks_of
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.plan.selection import parse_names, parse_steps
@@ -139,7 +139,7 @@ def offender(calls: Sequence[HeldCall], found: Sequence[Finding]) -> HeldCall | 
 
 
 def _finite(tree: Any) -> bool:
-    held = [x for x in pytree.tree_leaves(tree) if isinstance(x, Reference) and x.stands]
+    held = [x for x in pytree.tree_leaves(tree) if isinstance(x, HeldTensor) and x.stands]
     return all(bool(x.tensor.isfinite().all()) for x in held)
 
 
@@ -159,7 +159,7 @@ def _told(call: HeldCall, at: str, tensors: dict[str, Any]) -> dict[str, Any]:
     tensors |= {f"{at}.random.{name}": t for name, t in call.random.items()}
     _tree(call.state, f"{at}.state", tensors)
     args, kwargs = _tree(call.given, f"{at}.input", tensors)
-    device = next((x.tensor.device.type for x in pytree.tree_leaves(call.made) if isinstance(x, Reference)), "")
+    device = next((x.tensor.device.type for x in pytree.tree_leaves(call.made) if isinstance(x, HeldTensor)), "")
     about = {"name": call.name, "number": call.number, "device": device, "autocast": call.autocast}
     made = _tree(call.made, f"{at}.output", tensors)
     return {**about, "module": _described(call.module), "args": args, "kwargs": kwargs, "outputs": made}
@@ -167,7 +167,7 @@ def _told(call: HeldCall, at: str, tensors: dict[str, Any]) -> dict[str, Any]:
 
 def _tree(x: Any, name: str, tensors: dict[str, Any]) -> Any:
     """Return a nest as JSON has it, and add its tensors: {"tensor": NAME}, or {"unknown": WHY} for what cannot be kept."""
-    if isinstance(x, Reference):
+    if isinstance(x, HeldTensor):
         if not x.stands:
             return {"unknown": "it was written in place afterwards"}
         tensors[name] = x.tensor.cpu().contiguous().clone()

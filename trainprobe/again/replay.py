@@ -38,7 +38,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(slots=True)
-class Answer:
+class ReplayAnswer:
     """What is wrong: "data", "op", "precision", "hardware", "none", or "unknown"; and whether the bits came again."""
 
     kind: str = "none"
@@ -107,7 +107,7 @@ def _ranks_differ(packs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> Ite
                 yield f"one bit of {full} differs between ranks {held[other][0]} and {held[i][0]} ({whose}): element {few[0]}"
 
 
-def judge_call(told: Any, at: int, tensors: dict[str, Any], find: Any, double: bool) -> Answer:
+def judge_call(told: Any, at: int, tensors: dict[str, Any], find: Any, double: bool) -> ReplayAnswer:
     """Run one call again, and in float64. Raises an error where it cannot be made from what the pack holds."""
     name, then = told["name"], list(values(told["outputs"], tensors))
     if _of_torch(told["module"]):
@@ -119,13 +119,15 @@ def judge_call(told: Any, at: int, tensors: dict[str, Any], find: Any, double: b
     _same_shapes(name, now, then)
     differ = [flips(_bits(a), _bits(b), str(a.dtype).removeprefix("torch.")) for a, b in zip(then, now, strict=True)]
     count = sum(found[0] for found in differ)
-    answer = Answer(
+    answer = ReplayAnswer(
         sentence=f"{name}: {sum(t.numel() for t in now)} results have the bits of the training", reproduced=not count
     )
     if count:
         few = next(found[1] for found in differ if found[0])
         if count == 1 and len(few[0].bits) == 1:
-            return Answer("hardware", f"one bit of a result of {name} was flipped in the training: element {few[0]}", False)
+            return ReplayAnswer(
+                "hardware", f"one bit of a result of {name} was flipped in the training: element {few[0]}", False
+            )
         answer.sentence = f"{name}: {count} results have other bits here than on {told['device']}: element {few[0]}"
     if double and not drew:
         answer.details = [answer.sentence]
@@ -204,34 +206,34 @@ def _bits(t: Any) -> Any:
     return (t.view(_BITS[t.element_size()]) if t.is_floating_point() else t).numpy()
 
 
-def judge(packs: Sequence[tuple[dict[str, Any], dict[str, Any]]], find: Any, double: bool) -> Answer:
+def judge(packs: Sequence[tuple[dict[str, Any], dict[str, Any]]], find: Any, double: bool) -> ReplayAnswer:
     """Return the answer of all ranks and calls, the first that is wrong; what was not judged is among its details."""
-    answers: list[Answer] = []
+    answers: list[ReplayAnswer] = []
     for document, tensors in packs:
         torch.set_num_threads(max(1, min(1024, int(document["threads"]))))  # which decides the order of sums
         row = _odd_rows(tensors) if document["findings"] else ""
         for at, told in enumerate(document["calls"]):
             answer = attempt(judge_call, told, at, tensors, find, double, otherwise=_failed(told["name"]))
             if row and answer.kind != "hardware":
-                answer = Answer("data", row, answer.reproduced, [answer.sentence, *answer.details])
+                answer = ReplayAnswer("data", row, answer.reproduced, [answer.sentence, *answer.details])
             answers.append(answer)
     lacking = [f"not held: {sentence}" for document, _ in packs for sentence in document["left_out"]]
     lacking += [f"not judged: {answer.sentence}" for answer in answers if answer.kind == "unknown"]
     order = ("hardware", "data", "op", "precision", "none", "unknown")
-    worst = min(answers, key=lambda answer: order.index(answer.kind), default=Answer("unknown", "the pack holds no call"))
+    worst = min(answers, key=lambda answer: order.index(answer.kind), default=ReplayAnswer("unknown", "the pack holds no call"))
     known = [answer.reproduced for answer in answers if answer.reproduced is not None]
     flip = next(_ranks_differ(packs), None)
     if flip is not None:
-        worst = Answer("hardware", flip, details=[worst.sentence])
+        worst = ReplayAnswer("hardware", flip, details=[worst.sentence])
     elif worst.kind == "none" and len(answers) > 1:
         worst.sentence = (
             f"{sum(a.kind == 'none' for a in answers)} of {len(answers)} calls were judged; the first: {worst.sentence}"
         )
-    return Answer(worst.kind, worst.sentence, all(known) if known else None, [*worst.details, *lacking])
+    return ReplayAnswer(worst.kind, worst.sentence, all(known) if known else None, [*worst.details, *lacking])
 
 
-def _failed(name: str) -> Callable[[Exception], Answer]:
-    return lambda fault: Answer("unknown", f"{name} cannot be run again: {fault_text(fault)}")
+def _failed(name: str) -> Callable[[Exception], ReplayAnswer]:
+    return lambda fault: ReplayAnswer("unknown", f"{name} cannot be run again: {fault_text(fault)}")
 
 
 def replay(

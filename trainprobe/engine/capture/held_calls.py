@@ -25,7 +25,7 @@ from trainprobe.errors import FormatError
 
 
 @dataclass(slots=True)
-class Reference:
+class HeldTensor:
     """A tensor as it was: a view of its memory, or a copy. version: of the memory, None of a copy."""
 
     tensor: Any
@@ -39,7 +39,7 @@ class Reference:
 
 @dataclass(slots=True)
 class HeldCall:
-    """One call. given: (args, kwargs). given, state and made hold a `Reference` for each tensor; made is None until it ends.
+    """One call. given: (args, kwargs). given, state and made hold a `HeldTensor` for each tensor; made is None until it ends.
 
     random: device → state of its generator. autocast: (device, dtype) in force. inner: it called no module that is held.
     """
@@ -48,7 +48,7 @@ class HeldCall:
     module: Any
     number: int
     given: Any
-    state: dict[str, Reference]
+    state: dict[str, HeldTensor]
     random: dict[str, Any]
     autocast: list[tuple[str, str]]
     made: Any = None
@@ -154,24 +154,24 @@ class HeldCalls:
         step.calls.append(held)
         held.made = [self._reference(t) for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
 
-    def _reference(self, t: Any, copied: bool = False) -> Reference:
+    def _reference(self, t: Any, copied: bool = False) -> HeldTensor:
         if type(t) not in (torch.Tensor, torch.nn.Parameter) or t.layout is not torch.strided or t.is_meta:
             raise FormatError(f"a {type(t).__name__} is not held")
         if copied:
             self._grow(t.nbytes)
-            return Reference(t.detach().clone(), None)
+            return HeldTensor(t.detach().clone(), None)
         memory = t.untyped_storage()
         if memory.data_ptr() not in self._kept:
             self._grow(memory.nbytes())
             self._kept[memory.data_ptr()] = t.detach()  # alive: the address is not used again
-        return Reference(t.detach(), t._version)
+        return HeldTensor(t.detach(), t._version)
 
     def _grow(self, size: int) -> None:
         if self._size + size > self._most:
             raise FormatError(f"its {size} bytes are beyond the {self._most // 10**6} MB that a step may hold")
         self._size += size
 
-    def _copy(self, t: Any) -> Reference:
+    def _copy(self, t: Any) -> HeldTensor:
         known = self._kept.get(-id(t)) if isinstance(t, torch.nn.Parameter) else None
         if known is None or known[1] != t._version:
             known = self._kept[-id(t)] = (self._reference(t, copied=True), t._version)
