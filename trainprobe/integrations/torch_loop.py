@@ -12,6 +12,7 @@ its fifth update on, in a folder of its own. Where you can edit the loop, `train
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -27,8 +28,8 @@ from trainprobe.engine.core.log_lines import say
 from trainprobe.engine.core.naming import in_training
 from trainprobe.engine.core.words import counted, spans
 from trainprobe.engine.plan.loading import load_plan
-from trainprobe.errors import ProbeError, StopTraining
-from trainprobe.integrations.auto_attach import called_from
+from trainprobe.errors import OutputError, ProbeError, StopTraining
+from trainprobe.integrations.auto_attach import EARLIER, called_from
 from trainprobe.integrations.left_out import LeftOut
 from trainprobe.integrations.live_modules import (
     has_data,
@@ -211,7 +212,17 @@ class TorchLoop:
             if driven(module):
                 self._stand_by()
                 return True
-            self._take(model_around(module), [], first=0)
+            try:
+                self._take(model_around(module), [], first=0)
+            except OutputError as error:
+                if EARLIER not in os.environ:
+                    raise
+                say(
+                    f"this process is not watched, as another of this run that has no rank writes there: {error}",
+                    severity="warning",
+                )
+                self.close()  # `trainprobe run` found the folder free
+                return True
         if id(module) not in self._owned or not has_own_parameters(self._model):
             return False
         self._begin(id(module))

@@ -257,3 +257,30 @@ def test_a_script_of_a_framework_gets_its_callback_and_no_second_watcher(tmp_pat
 def test_what_cannot_be_run_is_told_before_anything_starts(tmp_path, plan):
     run("-m", "trainprobe", "run", str(plan), cwd=tmp_path, code=3)
     run("-m", "trainprobe", "run", "no.yaml", "--", SCRIPT, cwd=tmp_path, code=3)
+
+
+def test_of_two_processes_without_a_rank_one_is_watched_and_both_train(tmp_path, plan):
+    """As trainers of a parameter server, which speak by RPC: the second finds the folder of the first."""
+    (tmp_path / "train.py").write_text(
+        "import sys, subprocess, torch\n"
+        "if len(sys.argv) == 1:\n"
+        "    first = subprocess.Popen([sys.executable, 'train.py', 'first'], stdin=subprocess.PIPE, stdout=subprocess.PIPE)\n"
+        "    first.stdout.readline()\n"
+        "    subprocess.run([sys.executable, 'train.py', 'second'], check=True)\n"
+        "    first.communicate(b'go on')\n"
+        "    sys.exit(first.returncode)\n"
+        "model = torch.nn.Linear(4, 1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for step in range(4):\n"
+        "    model(torch.ones(2, 4)).sum().backward()\n"
+        "    optimizer.step()\n"
+        "    if step == 1 and sys.argv[1] == 'first':\n"
+        "        print('trains', flush=True)\n"
+        "        sys.stdin.read()\n"
+        "print(sys.argv[1], 'is done', file=sys.stderr)\n"
+    )
+    command = [sys.executable, "-m", "trainprobe", "run", str(plan), "--", "train.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=tmp_path, env=ENVIRONMENT, check=False)
+    assert done.returncode == 0 and "first is done" in done.stderr and "second is done" in done.stderr, done.stderr
+    assert done.stderr.count("this process is not watched, as another of this run that has no rank") == 1, done.stderr
+    assert list(recorded(tmp_path / "out")) == list(range(4))
