@@ -31,8 +31,8 @@ RUN = {"info": {"run_id": "a", "run_uuid": "a", "experiment_id": "0", "status": 
 
 
 @contextmanager
-def server(silent: tuple[str, ...], seen: list[tuple[str, bytes]]) -> Generator[str]:
-    """Listen on loopback. Requests to what is silent are read and get no answer until the end."""
+def server(silent: tuple[str, ...], seen: list[tuple[str, bytes]], refused: tuple[str, ...] = ()) -> Generator[str]:
+    """Listen on loopback. Requests to what is silent are read and get no answer until the end, those to what is refused 503."""
     over = threading.Event()
 
     class Listener(BaseHTTPRequestHandler):
@@ -41,7 +41,7 @@ def server(silent: tuple[str, ...], seen: list[tuple[str, bytes]]) -> Generator[
             if self.path.endswith(silent):
                 over.wait(120)
             body = b"" if self.path.startswith("/v1/") else json.dumps({"run": RUN}).encode()
-            self.send_response(200)
+            self.send_response(503 if self.path.endswith(refused or "?") else 200)
             self.end_headers()
             self.wfile.write(body)
 
@@ -119,6 +119,34 @@ def test_a_killed_training_leaves_a_service_what_it_sent(tmp_path, monkeypatch, 
         killed = kill_one(0.05, 2, f"parquet,{sink}", False, random.Random(seed).uniform(1.5, 5), kept)
     print(sink, killed)
     assert killed.kept and killed.seconds < LATE
+
+
+@pytest.mark.parametrize("sink", ["mlflow", "otlp"])
+def test_what_is_sent_again_later_draws_no_random_number_of_the_training(tmp_path, monkeypatch, sink):
+    """How long a client waits in between is random."""
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR", "1")
+    monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "100")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "2")
+    seen = list[tuple[str, bytes]]()
+    with server((), seen, refused=("log-batch", "/v1/metrics")) as address:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", address)
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        random.seed(1)
+        before = random.getstate()
+        with trainprobe.watch(model, optimizer, output=tmp_path, sinks=["parquet", sink], console=False) as probe:
+            for _ in range(2):
+                with probe.step():
+                    optimizer.zero_grad()
+                    model(torch.ones(2, 4)).sum().backward()
+                    optimizer.step()
+            until = time.monotonic() + 30
+            while sum(path.endswith(("log-batch", "/v1/metrics")) for path, _ in seen) < 2:
+                assert time.monotonic() < until, seen
+                time.sleep(0.1)
+    assert random.getstate() == before
 
 
 @pytest.mark.parametrize("sink", ["mlflow", "otlp"])

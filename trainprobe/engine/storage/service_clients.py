@@ -7,6 +7,7 @@ import os
 import random
 import shlex
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from trainprobe.engine.storage.tagged_numbers import numbers_of
 from trainprobe.errors import MissingExtra
 
 MOST = 500  # series that a service is sent
+THREAD = "trainprobe-"  # how names of the threads of sinks begin
 _FIRST = ("scalars", "gradients", "activations", "parameters", "optimizer")
 
 
@@ -22,17 +24,28 @@ def client_of(sink: str, *modules: str) -> list[Any]:
     """Return modules of the client that a sink needs, the extra of its name. Raises MissingExtra.
 
     The client's retries draw random numbers on threads of its own; they get a generator of their own, as those of the global
-    one are the training's.
+    one are the training's. So do those of urllib3 on the threads of sinks.
     """
     try:
         found = [importlib.import_module(name) for name in modules]
     except ImportError as error:
         raise MissingExtra(error.name or modules[0], sink, f"the sink {sink!r}") from None
-    package = modules[0].partition(".")[0]
+    own = {modules[0].partition(".")[0]: random.Random(), "urllib3": _OfSinks()}
     for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] == package and vars(module).get("random") is random:
-            module.random = random.Random()  # type: ignore[attr-defined]
+        package = name.partition(".")[0]
+        if package in own and vars(module).get("random") is random:
+            module.random = own[package]  # type: ignore[attr-defined]
     return found
+
+
+class _OfSinks:
+    """Draws random numbers of its own on the threads of sinks (service_thread), and elsewhere those of the module `random`."""
+
+    def __init__(self) -> None:
+        self._own = random.Random()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own if threading.current_thread().name.startswith(THREAD) else random, name)
 
 
 def sends(place: Place) -> bool:

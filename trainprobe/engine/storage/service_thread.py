@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from trainprobe.engine.core.guard import attempt, fault_text
 from trainprobe.engine.core.records import Finding, StepData
 from trainprobe.engine.core.words import counted
-from trainprobe.engine.storage.service_clients import FewNumbers
+from trainprobe.engine.storage.service_clients import THREAD, FewNumbers
 
 WAITING = 256  # steps and findings that may wait
 CLOSE_SECONDS = 30.0  # that the end of a training waits for a service
@@ -47,7 +47,7 @@ class ServiceSink:
         self._waiting: queue.Queue[tuple[Any, ...] | None] = queue.Queue(WAITING)
         self._refused: queue.SimpleQueue[Exception] = queue.SimpleQueue()
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name=f"trainprobe-{name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"{THREAD}{name}", daemon=True)
         self._thread.start()
 
     def write(self, step_data: StepData) -> None:
