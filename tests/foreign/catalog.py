@@ -412,6 +412,7 @@ PROGRAMS = (
         "{here}/deepxde_poisson.py",
         updates=201,
         environment={"DDE_BACKEND": "pytorch"},
+        findings=(("spike", "another optimizer took the place", "the rate of L-BFGS, 1, follows Adam's 0.001: a note"),),
     ),
     Program("sbi", "sbi==0.27.0", "normalizing flow", "{here}/sbi_snpe.py", updates=39),
     Program("monai", "monai==1.6.1", "segmentation, Dice loss", "{here}/monai_unet.py", updates=24),

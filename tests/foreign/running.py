@@ -55,7 +55,7 @@ def run(program: Program, folder: Path) -> Result:
     said = [
         line
         for line in output.replace("\r", "\n").splitlines()
-        if re.search("trainprobe: ?(?!watching )", line)  # without the blank where the program sets a format for logs
+        if re.search(r"trainprobe: (?!watching )|\d steps? watched", line)  # some programs set a format for all log lines
     ]
     result = Result(
         program.name,

@@ -47,7 +47,9 @@ class OwnGradients:
         """Take what a backward has left. Waits for nothing."""
         with without_dispatch(within_transforms=True), torch.no_grad():
             having = (
-                p for p in parameters_of(self._model).values() if _readable(p) and p.grad is not None and _readable(p.grad)
+                p
+                for p in parameters_of(self._model).values()
+                if _readable(p) and p.is_leaf and p.grad is not None and _readable(p.grad)
             )
             self._left = [(p, _sample(p.grad).clone()) for p in _smallest(having)]
 

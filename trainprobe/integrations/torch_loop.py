@@ -136,6 +136,22 @@ class TorchLoop:
         atexit.unregister(self.close)
         atexit.register(self.close)  # before the session's own, which knows nothing of a step that waits for its end
 
+    def _take_found(self, model: Any, optimizers: list[Any]) -> bool:
+        """Take a model that the loop has shown; return whether it is watched.
+
+        `trainprobe run` found the folder free, so where it is taken another process of the run has no rank either.
+        """
+        try:
+            self._take(model, optimizers, first=0)
+        except OutputError as error:
+            if EARLIER not in os.environ:
+                raise
+            why = f"this process is not watched, as another of this run that has no rank writes there: {error}"
+            say(why, severity="warning")
+            self.close()
+            self._model = None
+        return self._model is not None
+
     def close(self) -> None:
         """Take everything off and write what is pending. Safe to call twice."""
         atexit.unregister(self.close)
@@ -212,16 +228,7 @@ class TorchLoop:
             if driven(module):
                 self._stand_by()
                 return True
-            try:
-                self._take(model_around(module), [], first=0)
-            except OutputError as error:
-                if EARLIER not in os.environ:
-                    raise
-                say(
-                    f"this process is not watched, as another of this run that has no rank writes there: {error}",
-                    severity="warning",
-                )
-                self.close()  # `trainprobe run` found the folder free
+            if not self._take_found(model_around(module), []):
                 return True
         if id(module) not in self._owned or not has_own_parameters(self._model):
             return False
@@ -422,7 +429,7 @@ class TorchLoop:
         """Take the model that an optimizer is about to update, where no forward has shown one."""
         model = None if called_from(DRIVERS) else model_of(optimizer)
         if model is not None and self._trainings == 1:
-            self._take(model, [optimizer], first=0)
+            self._take_found(model, [optimizer])
         elif model is not None:
             self._watch_another(model, optimizer, 1)
 
