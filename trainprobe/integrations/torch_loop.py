@@ -136,21 +136,21 @@ class TorchLoop:
         atexit.unregister(self.close)
         atexit.register(self.close)  # before the session's own, which knows nothing of a step that waits for its end
 
-    def _take_found(self, model: Any, optimizers: list[Any]) -> bool:
-        """Take a model that the loop has shown; return whether it is watched.
+    def _take_found(self, model: Any, optimizers: list[Any]) -> None:
+        """Take a model that the loop has shown.
 
         `trainprobe run` found the folder free, so where it is taken another process of the run has no rank either.
         """
         try:
             self._take(model, optimizers, first=0)
-        except OutputError as error:
+        except OutputError:
             if EARLIER not in os.environ:
                 raise
-            why = f"this process is not watched, as another of this run that has no rank writes there: {error}"
-            say(why, severity="warning")
-            self.close()
-            self._model = None
-        return self._model is not None
+            output = self.session.plan.output / f"process{os.getpid()}"
+            say(f"another process of this run has no rank either: this one writes to {output}", severity="warning")
+            self.session = Session(load_plan(self.session.plan, output=output))
+            self.session.more = True
+            self._take(model, optimizers, first=0)
 
     def close(self) -> None:
         """Take everything off and write what is pending. Safe to call twice."""
@@ -228,8 +228,7 @@ class TorchLoop:
             if driven(module):
                 self._stand_by()
                 return True
-            if not self._take_found(model_around(module), []):
-                return True
+            self._take_found(model_around(module), [])
         if id(module) not in self._owned or not has_own_parameters(self._model):
             return False
         self._begin(id(module))

@@ -259,7 +259,7 @@ def test_what_cannot_be_run_is_told_before_anything_starts(tmp_path, plan):
     run("-m", "trainprobe", "run", "no.yaml", "--", SCRIPT, cwd=tmp_path, code=3)
 
 
-def test_of_two_processes_without_a_rank_one_is_watched_and_both_train(tmp_path, plan):
+def test_two_processes_without_a_rank_train_and_each_has_a_folder(tmp_path, plan):
     """As trainers of a parameter server, which speak by RPC: the second finds the folder of the first."""
     (tmp_path / "train.py").write_text(
         "import sys, subprocess, torch\n"
@@ -282,5 +282,6 @@ def test_of_two_processes_without_a_rank_one_is_watched_and_both_train(tmp_path,
     command = [sys.executable, "-m", "trainprobe", "run", str(plan), "--", "train.py"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=tmp_path, env=ENVIRONMENT, check=False)
     assert done.returncode == 0 and "first is done" in done.stderr and "second is done" in done.stderr, done.stderr
-    assert done.stderr.count("this process is not watched, as another of this run that has no rank") == 1, done.stderr
-    assert list(recorded(tmp_path / "out")) == list(range(4))
+    assert done.stderr.count("another process of this run has no rank either: this one writes to") == 1, done.stderr
+    (second,) = (tmp_path / "out").glob("process*")
+    assert list(recorded(tmp_path / "out")) == list(recorded(second)) == list(range(4))
