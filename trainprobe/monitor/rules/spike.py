@@ -222,12 +222,11 @@ def _most(gradients: Bools, rise: F64, p: F64, alpha: float, options: Options) -
 
 def _move_level(memory: Memory, rows: I64, rise: F64) -> None:
     """Let what is remembered of series begin at another level."""
-    for name in ("ring", "recent"):
-        memory.array(name, width=memory.arrays[name].shape[1] if name in memory.arrays else 1, fill=np.nan)[rows] += rise[
-            :, None
-        ]
-    for name in ("middle", "highest", "top", "u", "late_u"):
-        memory.array(name, fill=0.0)[rows] += rise
+    for name in ("ring", "recent", "middle", "highest", "top", "u", "late_u"):
+        held = memory.arrays.get(name)
+        if held is not None:  # of a series that is new in this step nothing is remembered
+            known = rows < len(held)
+            held[rows[known]] += rise[known, None] if held.ndim == 2 else rise[known]
 
 
 def _remember(memory: Memory, options: Options, rows: I64, x: F64, rates: Bools) -> None:

@@ -47,7 +47,7 @@ def preflight_script(
     skip: Annotated[list[str] | None, typer.Option(help="A property to leave out; may be given again.")] = None,
     overfit: Annotated[bool, typer.Option(help="Train on the batch for 20 steps, which are undone.")] = False,
     html: Annotated[
-        Path | None, typer.Option("--html", "-o", help="File for a page with charts of what changes with what.")
+        Path | None, typer.Option("--output", "-o", help="File for a page with charts of what changes with what.")
     ] = None,
     json: Annotated[Path | None, typer.Option(help="File for the answer (docs/preflight.schema.json).")] = None,
     junit: Junit = None,
