@@ -32,7 +32,7 @@ def values(x: Any, tensors: Any) -> Any:
 
 def run(told: Any, at: int, tensors: Any, find: Any = locate, wide: bool = False) -> list[torch.Tensor]:
     """Run call `at` of a pack; return its results. wide: in float64, without autocast."""
-    own = {name: t.double() if wide and t.is_floating_point() else t.clone() for name, t in tensors.items()}
+    own = {n: t.double() if wide and t.is_floating_point() else t.clone() for n, t in tensors.items() if n.startswith(f"{at}.")}
     module = build(told["module"], find)
     for name in [name for name in own if name.startswith(f"{at}.state.")]:
         owner, _, short = name.removeprefix(f"{at}.state.").rpartition(".")

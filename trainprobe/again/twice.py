@@ -25,6 +25,7 @@ from trainprobe.again.first_place import Difference, first_difference, missing
 from trainprobe.again.recording import Key, Recorder, Run, Shown, parameter_of
 from trainprobe.engine.capture.features.feature import tensors_of
 from trainprobe.engine.capture.optimizer_steps import OptimizerStepTap
+from trainprobe.engine.capture.patching import module_calls
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.core.naming import chunks_of
 from trainprobe.engine.core.records import Finding, Site
@@ -101,14 +102,7 @@ class RepeatedStep(Program):
         self._versions = {name: p._version for root in self._roots.values() for name, p in self._named(root)}
         if self._stepping is not None:
             self._stepping.begin(tape)
-        original, run = torch.nn.Module._call_impl, self._called
-
-        def call(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if call.ended or torch.compiler.is_compiling():  # type: ignore[attr-defined]
-                return original(module, *args, **kwargs)
-            return run(original, module, args, kwargs)
-
-        self._replaced = Replaced(torch.nn.Module, "_call_impl", call, traced=True)
+        self._replaced = module_calls.through(self._called)
 
     def ended(self, step: int, complete: bool) -> None:
         """Let go of the step."""

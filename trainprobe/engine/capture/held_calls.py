@@ -17,6 +17,7 @@ import torch
 from torch._C import DisableTorchFunction, _current_graph_task_id
 from torch.utils import _pytree as pytree
 
+from trainprobe.engine.capture.patching import module_calls
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.core.guard import PartGuard, attempt, fault_text
 from trainprobe.engine.core.naming import ROOT
@@ -85,14 +86,7 @@ class HeldCalls:
         self._known = {id(module): name for name, module in named if name == ROOT or name in self._names}
         self._step, self._thread, self._running = HeldStep(number), get_ident(), list[HeldCall]()
         self._counts, self._size, self._kept = Counter[str](), 0, dict[int, Any]()  # by address; by id of a parameter
-        original, run = torch.nn.Module._call_impl, self._called
-
-        def call(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if call.ended or torch.compiler.is_compiling():  # type: ignore[attr-defined]
-                return original(module, *args, **kwargs)
-            return run(original, module, args, kwargs)
-
-        self._replaced = Replaced(torch.nn.Module, "_call_impl", call, traced=True)
+        self._replaced = module_calls.through(self._called)
 
     def end(self) -> HeldStep | None:
         """Hold no more; return what was held."""

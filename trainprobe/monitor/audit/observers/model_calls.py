@@ -16,6 +16,7 @@ import torch
 from torch._C import DisableTorchFunction
 
 from trainprobe.engine.capture.features.feature import tensors_of
+from trainprobe.engine.capture.patching import module_calls
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.capture.random_state import random_fingerprint
 from trainprobe.engine.core.containers import children
@@ -160,15 +161,7 @@ class ModelCalls(Observer):
     def _install(self) -> None:
         if self._replaced is not None:
             return
-        original = torch.nn.Module._call_impl
-        run = self._call
-
-        def call(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if call.ended or torch.compiler.is_compiling():  # type: ignore[attr-defined]
-                return original(module, *args, **kwargs)
-            return run(original, module, args, kwargs)
-
-        self._replaced = Replaced(torch.nn.Module, "_call_impl", call, traced=True)
+        self._replaced = module_calls.through(self._call)
 
     def _uninstall(self) -> None:
         if self._replaced is not None:
