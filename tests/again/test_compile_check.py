@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -165,7 +166,8 @@ for i in range(3):
 def test_a_script_is_checked_at_its_first_update(tmp_path: Path, wrong: bool):
     (tmp_path / "train.py").write_text(SCRIPT.format(wrong=wrong))
     command = [sys.executable, "-m", "trainprobe", "compile-check", "--json", "answer.json", "--", "train.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    found = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}  # the script imports the bench's cases
+    done = subprocess.run(command, cwd=tmp_path, env=found, capture_output=True, text=True, timeout=300)
     answer = json.loads((tmp_path / "answer.json").read_text())
     assert done.returncode == answer["code"] and "trained" not in done.stdout
     assert (answer["code"] == 2 and answer["module"] == "layers.1.act") if wrong else answer["code"] in (0, 1), done.stdout

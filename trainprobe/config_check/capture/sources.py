@@ -38,9 +38,14 @@ def source_files(models: list[Any]) -> list[tuple[str, Path]]:
 
 
 def is_own(module: Any) -> bool:
-    """Tell whether a module is the program's own: neither installed, nor of Python, nor of this tool."""
-    file = _file(module)
-    if not file or module.__name__.partition(".")[0] in _OTHERS:
+    """Tell whether a module is the program's own: neither installed, nor of Python, nor of this tool.
+
+    A module in an installed package is that package's, wherever its file lies: PyTorch's compiler writes to a temporary folder.
+    """
+    file, package = _file(module), module.__name__.partition(".")[0]
+    if not file or package in _OTHERS:
+        return False
+    if package != module.__name__ and (_file(sys.modules.get(package)) and not is_own(sys.modules[package])):
         return False
     if any(part in file for part in _INSTALLED) or file.startswith(sysconfig.get_path("stdlib") + "/"):
         return False
