@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainprobe.engine.core.addresses import Address, address, in_order, order, stage_and_phase
-from trainprobe.engine.core.records import Feature, Place, Record, StepData
+from trainprobe.engine.core.records import Feature, Place, Record, StepData, logical_shape
 from trainprobe.engine.core.step_layout import layout_of
 from trainprobe.engine.plan.selection import Names
 from trainprobe.engine.stats import finish
@@ -54,6 +54,7 @@ class SeriesTable:
         self.addresses: list[Address] = []
         self.dimensions: list[int] = []  # of each address's tensor; 0 where it has one element
         self.short: list[bool] = []  # whether each address's tensor is of 16 bits or less
+        self.shard: list[bool] = []  # whether this rank holds a part of each address's tensor
         self._address_at: dict[Address, int] = {}
         self._series_at: dict[tuple[int, str], int] = {}
         self._address_of: list[int] = []
@@ -62,13 +63,14 @@ class SeriesTable:
         self._arrays: dict[bytes, I64] = {}
         self._features: dict[tuple[tuple[str, str, int, int], ...], I64] = {}
 
-    def address(self, address: Address, dimensions: int = 0, dtype: str = "") -> int:
-        """Return the number of an address."""
+    def address(self, address: Address, shape: Sequence[int] = (), dtype: str = "", count: float = 0) -> int:
+        """Return the number of an address. shape: of the logical tensor; count: elements that this rank holds, 0 if unknown."""
         found = self._address_at.get(address)
         if found is None:
             found = self._address_at[address] = len(self.addresses)
             self.addresses.append(address)
-            self.dimensions.append(dimensions)
+            self.dimensions.append(dimensions_of(shape))
+            self.shard.append(0 < count < math.prod(shape))
             self.short.append(dtype.rpartition(".")[2].lower().startswith(_SHORT_DTYPES))
         return found
 
@@ -214,8 +216,12 @@ def _number_addresses(step_data: StepData, table: SeriesTable) -> tuple[I64, I64
     scaled = "loss_scale" in step_data.scalars
     shown = (where._replace(slot=SCALED) if scaled and call.kind == "parameter" else where for where, call, _ in entries)
     values = [value for _, _, value in entries]
-    addresses = [table.address(where, dimensions_of(v.shape), v.dtype) for where, v in zip(shown, values, strict=True)]
-    return np.array(addresses, np.int64), np.array([value.row for _, _, value in entries], np.int64)
+    rows = np.array([value.row for value in values], np.int64)
+    counts = (
+        np.where(rows >= 0, column(step_data.partials, "count")[rows], 0) if len(step_data.partials) else np.zeros(len(rows))
+    )
+    told = zip(shown, values, counts.tolist(), strict=True)
+    return np.array([table.address(at, logical_shape(v), v.dtype, n) for at, v, n in told], np.int64), rows
 
 
 def dimensions_of(shape: Sequence[int]) -> int:
@@ -244,7 +250,7 @@ def frame_of_records(step: int, place: Place, records: Iterable[Record], table: 
         if site.kind == "parameter" and phase == "optimizer":
             phase = stage_and_phase(site.slot)[1]
         where = table.address(
-            address(phase, site.kind, site.name, site.call, site.slot), dimensions_of(record.shape), record.dtype
+            address(phase, site.kind, site.name, site.call, site.slot), record.shape, record.dtype, numbers.get("count", 0)
         )
         addresses.append(where)
         health.append(_health_of_record(numbers))

@@ -28,7 +28,6 @@ from trainprobe.monitor.frames import (
     Frame,
     SeriesTable,
     as_slice,
-    dimensions_of,
     health_of,
     with_scalars,
 )
@@ -195,12 +194,15 @@ class _Segment:
 
     def _number(self, rows: I64) -> list[int]:
         words = ([self._words[name][code] for code in self._codes[name][rows].tolist()] for name in _WORDS)
-        calls, shapes, dtypes = (self._table[name].take(rows).to_pylist() for name in ("call", "shape", "dtype"))
+        others = (self._table[name].take(rows).to_pylist() for name in ("call", "shape", "dtype", "count"))
         return [
             self._known.address(
-                Address(cast(Phase, phase), kind_of_address(kind), name, call or 0, slot), _dimensions(shape), dtype or ""
+                Address(cast(Phase, phase), kind_of_address(kind), name, call or 0, slot),
+                _sizes(shape),
+                dtype or "",
+                count or 0,
             )
-            for phase, kind, name, slot, call, shape, dtype in zip(*words, calls, shapes, dtypes, strict=True)
+            for phase, kind, name, slot, call, shape, dtype, count in zip(*words, *others, strict=True)
         ]
 
     def _frame(self, step: int, start: int, layout: _StepLayout) -> Frame:
@@ -245,8 +247,8 @@ def _codes(column: pa.ChunkedArray) -> Codes:
 
 
 @lru_cache(maxsize=4096)
-def _dimensions(shape: str | None) -> int:
-    return dimensions_of(orjson.loads(shape)) if shape else 0
+def _sizes(shape: str | None) -> tuple[int, ...]:
+    return tuple(orjson.loads(shape)) if shape else ()
 
 
 def _index(words: list[str], word: str) -> int:

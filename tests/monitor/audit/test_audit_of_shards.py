@@ -15,7 +15,7 @@ from tests.monitor.audit.train_shards import FAULTY, FLIPPED
 
 SCRIPT = Path(__file__).with_name("train_shards.py")
 BETWEEN_COPIES = ("healthy", "hybrid", "copy", "moment_copy", "decay_copy")  # on four ranks, two hold each piece
-FAULTS = (*BETWEEN_COPIES, "drift", "data", "norm", "moments", "same_pieces")
+FAULTS = (*BETWEEN_COPIES, "drift", "data", "norm", "moments", "same_pieces", "nan")
 TWO_OR_FOUR = [2, pytest.param(4, marks=pytest.mark.exhaustive)]
 pytestmark = pytest.mark.slow
 
@@ -81,3 +81,8 @@ def test_pieces_that_begin_alike_on_all_ranks_are_named_on_each(ranks):
     for told in found(ranks)["same_pieces"]:
         assert [finding[:3] for finding in told] == [["distinct_pieces", 0, FLIPPED]], told
         assert f"ranks {', '.join(map(str, range(ranks)))} hold different pieces of {FLIPPED}" in told[0][3]
+
+
+def test_pieces_of_nan_are_not_equal_pieces():
+    for told in found(2)["nan"]:
+        assert "distinct_pieces" not in {rule for rule, *_ in told}, told

@@ -3,7 +3,7 @@
 train_shards.py FOLDER FAULT…    faults: healthy, drift (a shard is written to), data (the same on all ranks), norm (of the own
 shards alone), moments (lost). They begin at step 2. hybrid: healthy, on two replicas of what the other ranks shard; copy and
 moment_copy: there, a bit of a weight, or of a moment, of the last rank is flipped; decay_copy: its updates decay weights more.
-same_pieces: healthy, but that each rank begins with the first one's piece of a weight.
+same_pieces: healthy, but that each rank begins with the first one's piece of a weight. nan: all weights are NaN.
 """
 
 from __future__ import annotations
@@ -70,6 +70,9 @@ def spoil(fault: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Non
             p = dict(model.named_parameters())[FLIPPED]
             held = p if fault == "copy" else optimizer.state[p]["exp_avg"]
             held.to_local().view(-1).view(torch.int32)[1] ^= 1
+        if fault == "nan":
+            for p in model.parameters():
+                p.to_local().fill_(torch.nan)
         if fault == "moments":
             for state in optimizer.state.values():
                 state["exp_avg"].to_local().zero_()

@@ -1,6 +1,13 @@
 """Dead outputs and gradients."""
 
-from frames_by_hand import Bench, grads, output
+import json
+from pathlib import Path
+
+import pytest
+from frames_by_hand import Bench, grads, output, value
+
+from tests.distributed.launch import launch
+from trainprobe.monitor.judge_command import judged
 
 
 def test_an_output_of_zeros_is_dead_after_its_patience():
@@ -25,3 +32,37 @@ def test_where_no_parameter_has_a_gradient_that_is_said_and_not_one_of_them_blam
     (found,) = bench.found
     assert found.message == "the gradients of all 2 parameters have been zero at 3 collected steps in a row"
     assert "the loss" in found.next
+
+
+def shards(norms: dict[str, float]) -> list[tuple]:
+    """Return gradients of which this rank holds eight of sixteen elements."""
+    return [value("backward", "parameter", name, "grad", norm=norm, count=8) for name, norm in norms.items()]
+
+
+def test_a_lone_shard_without_gradient_is_dead_only_where_all_around_its_module_is():
+    bench = Bench("dead", patience=3)
+    for _ in range(5):
+        bench.feed(
+            *shards(
+                {
+                    "embed.weight": 0.0,
+                    "mlp.up.weight": 0.0,
+                    "mlp.down.weight": 0.0,
+                    "experts.0.w": 0.0,
+                    "experts.1.w": 2.0,
+                    "off.weight": 0.0,
+                    "off.bias": 0.0,
+                }
+            )
+        )
+    assert [f.names for f in bench.found] == [("mlp.up.weight", "mlp.down.weight", "off.weight", "off.bias")]
+
+
+@pytest.mark.slow
+def test_rows_of_tokens_that_never_occur_are_no_dead_gradient_on_the_rank_that_holds_them(tmp_path):
+    launch(Path(__file__).with_name("train_rows.py"), 2, str(tmp_path), timeout=120)
+    told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert told == [[["off.bias", "off.weight"]]] * 2
+    (tmp_path / "rules.yaml").write_text("dead: {patience: 3}")
+    recorded = judged(tmp_path / "run", str(tmp_path / "rules.yaml"))
+    assert {one.finding.names for one in recorded.findings if one.finding.rule == "dead"} == {("off.bias", "off.weight")}

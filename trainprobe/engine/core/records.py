@@ -75,6 +75,12 @@ class Value:
         return twin
 
 
+def logical_shape(value: Value) -> tuple[int, ...]:
+    """Return the shape of the tensor of which this rank holds a shard; a value's own shape where it holds the whole."""
+    shard = (value.extra or {}).get("shard")
+    return tuple(shard["whole"]) if shard else value.shape
+
+
 TOLD = "told/"  # begins the names of scalars that the script gave to another tool
 NOT_WRITTEN = "not written yet"  # note of memory that a call is handed to be written, or that nobody has written
 

@@ -3,6 +3,10 @@
 An output is dead when its share of exact zeros is at least `share`, the gradient of a parameter when its norm is exactly
 zero, at `patience` collected steps in a row. Where no share of zeros is known, a norm of exactly zero decides.
 
+Where a rank holds a shard of a parameter, its part of the gradient may be zero in a healthy training: the rows of an embedding
+whose tokens do not occur, an expert that gets none. So a shard that is its module's only parameter is dead only where all
+parameters of the module around are.
+
 Source: dying rectifiers as described by Lu et al. (2019), "Dying ReLU and initialization".
 """
 
@@ -73,16 +77,26 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
 def _with_a_live_sibling(frame: Frame, places: I64, zero: Bools, values: F64) -> Bools:
     """Tell which gradients are zero while another parameter of their module has one: gradient does arrive there.
 
-    That of the last bias of a Wasserstein critic is, as what it adds to both of its means cancels.
+    That of the last bias of a Wasserstein critic is, as what it adds to both of its means cancels. Where a shard is the only
+    parameter of its module, the others are those of the module around.
     """
     out = np.zeros(zero.size, dtype=bool)
     if not zero.any():
         return out
-    owners = [frame.table.series[t].address for t in frame.at[places].tolist()]
-    modules = [address.name.rpartition(".")[0] if address.kind == "parameter" else "" for address in owners]
-    alive = {module for module, value in zip(modules, values.tolist(), strict=True) if value > 0}
-    out[[i for i in np.flatnonzero(zero).tolist() if modules[i] and modules[i] in alive]] = True
+    table, numbers = frame.table, frame.table.addresses_of(frame.at[places]).tolist()
+    names = [address.name if (address := table.addresses[n]).kind == "parameter" else "" for n in numbers]
+    modules = [name.rpartition(".")[0] for name in names]
+    alive = {module for module, name, value in zip(modules, names, values.tolist(), strict=True) if name and value > 0}
+    around = {holder for module in alive for holder in _and_holders(module)}
+    for i in np.flatnonzero(zero).tolist():
+        alone = table.shard[numbers[i]] and modules.count(modules[i]) == 1
+        out[i] = bool(modules[i]) and (modules[i].rpartition(".")[0] in around if alone else modules[i] in alive)
     return out
+
+
+def _and_holders(module: str) -> list[str]:
+    """Return the name of a module and those of all modules that hold it; the model's own is empty."""
+    return [module, *(module[:at] for at, letter in enumerate(module) if letter == "."), ""]
 
 
 def _is_share(series: Series) -> bool:

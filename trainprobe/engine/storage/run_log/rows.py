@@ -14,7 +14,7 @@ import orjson
 import pyarrow as pa
 
 from trainprobe.engine.core.addresses import in_order
-from trainprobe.engine.core.records import StepData
+from trainprobe.engine.core.records import StepData, logical_shape
 from trainprobe.engine.core.step_data import fingerprinted
 from trainprobe.engine.core.step_layout import layout_of
 from trainprobe.engine.stats import finish
@@ -96,7 +96,7 @@ class Rows:
             "name": [*(address.name for address in addresses), *(f.name for f in features), *scalars],
             "slot": [*(address.slot for address in addresses), *(f.slot for f in features), *["value"] * len(scalars)],
             "dtype": [value.dtype for value in values],
-            "shape": [_shape_text(value.shape) for value in values],
+            "shape": [_shape_text(logical_shape(value)) for value in values],
             "note": [value.note for value in values],
         }
         numbers: dict[str, list[int | None]] = {

@@ -1,8 +1,8 @@
 """Different pieces of one tensor have different elements.
 
 Relation: of two ranks that are declared to hold different rectangles of one weight (tensor parallel, FSDP2, ZeRO 3), each of at
-least 64 elements that are not all the same number, the values do not have the same fingerprint. Tolerance none. Reported as a
-warning, because weights may be made so on purpose.
+least 64 elements that are neither all the same number nor NaN, the values do not have the same fingerprint. Tolerance none.
+Reported as a warning, because weights may be made so on purpose.
 Usually caused by ranks that draw their pieces from the same random state: a column-parallel layer then has the same columns on
 each rank, they get the same gradients, and the layer stays as narrow as one rank's part of it. Also by a checkpoint whose one
 shard was loaded on every rank. Random numbers cannot violate this, nor can zeros or ones.
@@ -50,7 +50,7 @@ def _ranks_with_the_same(evidence: Evidence, name: str) -> list[int]:
     fingerprint = seen.checksum(name, "value")
     if fingerprint is None or seen.number(name, "value", "count") < _ELEMENTS:
         return []
-    if seen.number(name, "value", "min") == seen.number(name, "value", "max"):
+    if not seen.number(name, "value", "min") < seen.number(name, "value", "max"):  # NaN holds nothing either
         return []
     own = piece_of(evidence, name, "value")
     if not own:
