@@ -62,7 +62,9 @@ STOREYS = {
     **dict.fromkeys(["trainprobe.run", "trainprobe.watching", "trainprobe.compare_with_cpu"], 6),
     **dict.fromkeys(["trainprobe.debugger", "trainprobe.pytorch", "trainprobe.core", "trainprobe.mindspore"], 6),
     "trainprobe.integrations": 6,
-    **dict.fromkeys([f"trainprobe.again.{name}" for name in ("recording", "first_place", "twice", "pack", "replay_plan")], 5),
+    **dict.fromkeys(
+        [f"trainprobe.again.{name}" for name in ("recording", "first_place", "model_calls", "twice", "pack", "replay_plan")], 5
+    ),
     "trainprobe.again": 7,
     "trainprobe.demo": 7,
     "trainprobe.parity": 7,

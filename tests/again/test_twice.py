@@ -226,7 +226,7 @@ def test_an_interval_that_is_none_is_refused(repeat: Any, tmp_path: Path) -> Non
 def test_the_guard_gives_everything_back_whatever_happens() -> None:
     model = Stateful()
     model(torch.arange(6))["logits"].sum().backward()
-    model.plain = torch.ones(3)  # type: ignore[assignment]
+    model.plain, model.listed = torch.ones(3), [1, 2]  # type: ignore[assignment]
     graph = (model.plain * model.embed.weight.sum() * model.seen).sum()  # needs `seen` and `plain` as they are
     before = {name: t.clone() for name, t in model.state_dict().items()}
     grads, weight, last = (
@@ -239,6 +239,8 @@ def test_the_guard_gives_everything_back_whatever_happens() -> None:
     with pytest.raises(ZeroDivisionError), StateGuard([model]):
         model(torch.arange(6))["logits"].sum().backward()
         model.plain.fill_(float("nan"))
+        model.register_forward_hook(lambda *args: None)
+        model.listed.append(3)
         model.seen.resize_(2)
         model.embed.weight.data = torch.zeros(2, 2)
         model.head.weight = nn.Parameter(torch.zeros(16, 8))
@@ -257,5 +259,6 @@ def test_the_guard_gives_everything_back_whatever_happens() -> None:
         True,
         False,
     )
+    assert (model.listed, len(model._forward_hooks)) == ([1, 2], 0)
     assert same(list(states), [torch.get_rng_state(), model.generator.get_state(), random.getstate()])
     graph.backward()

@@ -12,16 +12,15 @@ machine is not seen.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch._C import DisableTorchFunction
-from torch.utils import _pytree as pytree
 
 from trainprobe.again.first_place import Difference, first_difference, missing
+from trainprobe.again.model_calls import ModelCall, ModelCalls
 from trainprobe.again.recording import Key, Recorder, Run, Shown, parameter_of
 from trainprobe.engine.capture.features.feature import tensors_of
 from trainprobe.engine.capture.optimizer_steps import OptimizerStepTap
@@ -31,7 +30,7 @@ from trainprobe.engine.core.naming import chunks_of
 from trainprobe.engine.core.records import Finding, Site
 from trainprobe.engine.probe import EngineProbe
 from trainprobe.engine.program import Making, Program, Schedule
-from trainprobe.engine.state_guard import StateGuard, put_random_states, random_states
+from trainprobe.engine.state_guard import StateGuard
 from trainprobe.engine.stats.flipped import Flip, flip_behind
 from trainprobe.engine.stats.partials import CHECKSUM
 from trainprobe.monitor.audit.capture.audit_tap import AuditTap
@@ -39,18 +38,6 @@ from trainprobe.monitor.audit.capture.registered import unwrapped
 
 PART = "the repeated step"
 FURTHER = 4  # runs that decide once two differ
-
-
-@dataclass(slots=True)
-class Micro:
-    """One call of the model: what it began with, and the gradients that reached its outputs, one list a backward pass."""
-
-    module: Any
-    args: Any
-    kwargs: Any
-    random: tuple[Any, ...]
-    contexts: Callable[[], ExitStack]
-    arrived: dict[int, list[Any]] = field(default_factory=dict[int, list[Any]])  # by the place of the output
 
 
 class RepeatedStep(Program):
@@ -64,12 +51,14 @@ class RepeatedStep(Program):
         self._replaced: Replaced | None = None
         self._stepping: OptimizerStepTap | None = None
         self._roots: dict[int, Any] = {}
-        self._micros: list[Micro] = []
+        self._calls = ModelCalls()
         self._before: StateGuard | None = None
         self._begun: dict[str, int] = {}  # fingerprints of parameters as the step began
         self._versions: dict[str, int] = {}
         self._reported: dict[str, Finding] = {}  # ops that are not deterministic, by name
         self._within = self._asked = self._done = False
+        self._why = ""  # the last step that was not run again, or not judged, was not
+        self._unjudged = 0  # steps that ran again and were not judged
         self.repeated = 0  # steps that were run again
 
     # ---- events ------------------------------------------------------------------------------------------------------
@@ -97,7 +86,7 @@ class RepeatedStep(Program):
             self._say(why)
             return
         tape = self._recorder.begin()
-        self._asked, self._done, self._micros, self._before = True, False, [], None
+        self._asked, self._done, self._calls, self._before = True, False, ModelCalls(), None
         self._begun = self._fingerprints()
         self._versions = {name: p._version for root in self._roots.values() for name, p in self._named(root)}
         if self._stepping is not None:
@@ -117,8 +106,11 @@ class RepeatedStep(Program):
     def closed(self) -> None:
         """Let go of everything; say how many steps were run again."""
         self._remove()
-        if self.repeated:
-            self._probe.at_end(f"{self.repeated} step{'s' * (self.repeated > 1)} ran twice.")
+        ran, why = self.repeated, self._why.partition(": ")[2]
+        if ran or why:
+            told = f"{ran or 'No'} step{'s' * (ran != 1)} ran twice"
+            unjudged = f", {self._unjudged} of them not judged" if self._unjudged else ""
+            self._probe.at_end(f"{told}{unjudged}: {why}." if why else f"{told}.")
 
     # ---- the first run -----------------------------------------------------------------------------------------------
 
@@ -126,35 +118,21 @@ class RepeatedStep(Program):
         if id(module) not in self._roots or self._within or not torch.is_grad_enabled():
             return original(module, *args, **kwargs)
         part = partial(self._probe.guard.run, self._probe.guard.part, PART)
-        micro = part(self._take, module, args, kwargs)
+        call = part(self._take, module, args, kwargs)
         self._within = True
         try:
             result = original(module, *args, **kwargs)
         finally:
             self._within = False
-        if micro is not None:
-            part(self._listen, micro, result)
+        if call is not None:
+            part(call.outputs.listen, tensors_of(result))
         return result
 
-    def _take(self, module: Any, args: Any, kwargs: Any) -> Micro:
+    def _take(self, module: Any, args: Any, kwargs: Any) -> ModelCall:
         if self._before is None:
             self._before = StateGuard(list(self._roots.values()), parameters=False)
             self._before.__enter__()
-        with torch.no_grad(), DisableTorchFunction():
-            args, kwargs = pytree.tree_map(_copied, (args, kwargs))
-        micro = Micro(module, args, kwargs, random_states(), _contexts(tensors_of((args, kwargs))))
-        self._micros.append(micro)
-        return micro
-
-    def _listen(self, micro: Micro, result: Any) -> None:
-        for i, t in enumerate(tensors_of(result)):
-            if t.grad_fn is not None:
-                t.grad_fn.register_prehook(partial(self._arrives, micro, i, t.output_nr))
-
-    def _arrives(self, micro: Micro, i: int, place: int, gradients: Sequence[Any]) -> None:
-        if self._asked and not self._done and gradients[place] is not None:
-            with torch.no_grad(), DisableTorchFunction():
-                micro.arrived.setdefault(i, []).append(gradients[place].detach().clone())
+        return self._calls.take(module, args, kwargs)
 
     # ---- again -------------------------------------------------------------------------------------------------------
 
@@ -167,8 +145,12 @@ class RepeatedStep(Program):
         recorder = self._recorder
         assert recorder is not None
         first = recorder.end(self._probe.step_number, self._probe.place)[0]
-        if not self._micros or not any(micro.arrived for micro in self._micros):
+        self._calls.over = True
+        if not self._calls.passes:
             self._say("were not run again: no gradient was seen at the outputs of the model")
+            return
+        if self._calls.mixed:
+            self._say("were not run again: an output of the model is used by another one and by the program")
             return
         self.repeated += 1
         with self._others_rest(), StateGuard(list(self._roots.values())):
@@ -205,10 +187,8 @@ class RepeatedStep(Program):
         recorder.keep = keep
         gradients: dict[str, list[Any]] = {}
         try:
-            for micro in self._micros:
-                put_random_states(micro.random)
-                for name, value in self._micro(micro):
-                    gradients.setdefault(name, []).append((tape.value(value, CHECKSUM), value))
+            for name, value in self._calls.again(recorder.names):
+                gradients.setdefault(name, []).append((tape.value(value, CHECKSUM), value))
             run, step_data = recorder.end(self._probe.step_number, self._probe.place)
         finally:
             recorder.keep = None
@@ -223,24 +203,6 @@ class RepeatedStep(Program):
                     if keep is not None:
                         keep(str(key), t)
         return run
-
-    def _micro(self, micro: Micro) -> Iterator[tuple[str, Any]]:
-        """Run one call and its backward passes; yield (name, gradient) of each parameter."""
-        recorder = self._recorder
-        assert recorder is not None
-        names = recorder.names
-        parameters = [p for p in micro.module.parameters() if p.requires_grad and p.is_leaf]
-        with _as_the_program(), torch.enable_grad(), micro.contexts():
-            args, kwargs = pytree.tree_map(_copied, (micro.args, micro.kwargs))
-            outputs = tensors_of(micro.module(*args, **kwargs))
-        passes = max(map(len, micro.arrived.values()), default=0)
-        for n in range(passes):
-            pairs = [(outputs[i], given[n]) for i, given in micro.arrived.items() if n < len(given)]
-            outs, given = [t for t, _ in pairs], [g for _, g in pairs]
-            with _as_the_program():
-                made = torch.autograd.grad(outs, parameters, given, retain_graph=n + 1 < passes, allow_unused=True)
-            named: Any = zip((names.get(id(p), "") for p in parameters), made, strict=True)
-            yield from ((name, gradient) for name, gradient in named if gradient is not None)
 
     @contextmanager
     def _others_rest(self) -> Generator[None]:
@@ -363,13 +325,16 @@ class RepeatedStep(Program):
 
     def _say(self, why: str) -> None:
         """Say once why a step was not run again, or not judged."""
+        self._why = why
+        self._unjudged += why.startswith("were not judged")
         step, place = self._probe.step_number, self._probe.place
         note = Finding("repeat", "info", f"step {step} and others like it {why}", step, place)
         self._probe.reporter.report_once(note, key=f"repeat: {why}")
 
     def _remove(self) -> None:
         self._asked = False
-        self._micros, self._before = [], None
+        self._calls.over = True
+        self._calls, self._before = ModelCalls(), None
         if self._replaced is not None:
             self._replaced.back()
             self._replaced = None
@@ -416,32 +381,6 @@ _NOT_AGAIN = {
     "ds_id": "DeepSpeed gathers it for the run",
     "_is_flat_param": "FSDP gathers it for the run",
 }
-
-
-def _as_the_program() -> Any:
-    """Return a context in which torch's calls go the way that they go in the program, not that of the tool's own work."""
-    return torch._C._EnableTorchFunction()
-
-
-def _copied(x: Any) -> Any:
-    """Return a tensor of its own with the same bits, and anything else as it is."""
-    if not isinstance(x, torch.Tensor):
-        return x
-    return x.detach().clone().requires_grad_(x.requires_grad)
-
-
-def _contexts(tensors: Sequence[Any]) -> Callable[[], ExitStack]:
-    """Return what enters the autocast that is in force now."""
-    kinds = dict.fromkeys(["cpu", *(t.device.type for t in tensors)])
-    found = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
-
-    def entered() -> ExitStack:
-        stack = ExitStack()
-        for kind, dtype in found:
-            stack.enter_context(torch.autocast(kind, dtype))
-        return stack
-
-    return entered
 
 
 def _bits(t: Any) -> Any:

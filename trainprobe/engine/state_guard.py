@@ -10,6 +10,7 @@ still be used. Where nothing was written, nothing is written back.
 from __future__ import annotations
 
 import random
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any
@@ -22,6 +23,7 @@ from trainprobe.engine.arrays.without_dispatch import without_dispatch
 from trainprobe.engine.core.guard import all_of
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")
+_CONTAINERS = (dict, OrderedDict, list, set)
 
 
 class StateGuard:
@@ -29,7 +31,8 @@ class StateGuard:
 
     models: modules. generators: further `torch.Generator`s that the training draws from. parameters: False where parameters and
     their gradients are known to stay as they are, and need no copies. on_host: copies lie in the memory of the host. Not kept:
-    optimizers, and what attributes of modules refer to other than tensors and generators (a list that a forward appends to).
+    optimizers, and what attributes of modules refer to other than tensors, generators and the entries of lists, sets and
+    dictionaries (hooks of modules are such entries).
     """
 
     def __init__(
@@ -41,7 +44,7 @@ class StateGuard:
 
     def __enter__(self) -> StateGuard:
         with torch.no_grad(), DisableTorchFunction():
-            self._attributes = [(m, dict(vars(m)), {n: dict(getattr(m, n)) for n in _REGISTERED}) for m in self._modules]
+            self._attributes = [(m, dict(vars(m)), _entries_of(m)) for m in self._modules]
             held = self._held()
             self._tensors = [(t, t.data, self._copied(t), t._version) for t in held.values()]
             self._grads = [(t, t.grad, t.requires_grad) for t in held.values() if t.is_leaf]
@@ -56,11 +59,12 @@ class StateGuard:
 
     def put_attributes(self, all_attributes: bool = True) -> None:
         """Give back what modules register, their modes, and all other attributes if these are wanted."""
-        for module, attributes, registered in self._attributes:
+        for module, attributes, entries in self._attributes:
             if all_attributes:
                 _put_attributes(module, attributes)
-            for name, entries in registered.items():
-                _put_registered(vars(module)[name], entries)
+            for name, kept in entries.items():
+                if all_attributes or name in _REGISTERED:
+                    _put_entries(vars(module)[name], kept)
             if "training" in attributes:  # a compiled module asks the module in it
                 vars(module)["training"] = attributes["training"]
 
@@ -143,10 +147,21 @@ def _put_attributes(module: Any, attributes: dict[str, Any]) -> None:
             now[name] = value
 
 
-def _put_registered(held: dict[str, Any], entries: dict[str, Any]) -> None:
-    if list(held) != list(entries) or any(held[key] is not value for key, value in entries.items()):
+def _entries_of(module: Any) -> dict[str, Any]:
+    """Return attribute → its entries, for those that are lists, sets or dictionaries."""
+    return {name: value.copy() for name, value in vars(module).items() if type(value) in _CONTAINERS}
+
+
+def _put_entries(held: Any, entries: Any) -> None:
+    """Give a container the same objects in the same order."""
+    if isinstance(held, set):
+        same = held == entries
+    else:
+        now, then = ([*x, *(x.values() if isinstance(x, dict) else ())] for x in (held, entries))
+        same = len(now) == len(then) and all(a is b for a, b in zip(now, then, strict=True))
+    if not same:
         held.clear()
-        held.update(entries)
+        (held.extend if isinstance(held, list) else held.update)(entries)
 
 
 def _put_tensor(t: Any, data: Any, copy: Any, version: int) -> None:
