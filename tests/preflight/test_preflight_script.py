@@ -11,13 +11,14 @@ import jsonschema
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, logsigmoid, softplus
 
 import trainprobe
 from trainprobe.errors import UsageError
 from trainprobe.preflight.batches import joined
 from trainprobe.preflight.script.first_update import FirstUpdate
 from trainprobe.preflight.subject import scalar_of
+from trainprobe.preflight.training import tested as answers
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs/preflight.schema.json").read_text())
 V = 13
@@ -395,3 +396,53 @@ def test_an_update_whose_backward_was_not_seen_trains_nothing():
 
     with pytest.raises(UsageError, match="no backward was seen before the first update"):
         learnt(loop)
+
+
+def of_critic(own):
+    """A critic and a generator, whose update comes later; the loss is a mean over rows of each of two batches."""
+    make, judge = (nn.Sequential(nn.Linear(a, 6), nn.ReLU(), nn.Linear(6, b)) for a, b in ((3, 2), (2, 1)))
+    later, first = (torch.optim.Adam(net.parameters(), 1e-3) for net in (make, judge))
+    real, made = torch.randn(8, 2), make(torch.randn(8, 3))
+    loss = softplus(-judge(real)).mean() + softplus(judge(made.detach())).mean()
+    own.append(loss.item())
+    loss.backward()
+    first.step()
+    later.step()
+
+
+def of_preferences(own):
+    """A loss over two calls of one model, as that of DPO is."""
+    model = Text()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    pairs = torch.randint(V, (8, 6))
+    chosen, rejected = (model(x).log_softmax(-1)[:, :-1].gather(-1, x[:, 1:, None]).sum((1, 2)) for x in pairs.chunk(2))
+    loss = -logsigmoid(chosen - rejected).mean()
+    own.append(loss.item())
+    loss.backward()
+    optimizer.step()
+
+
+def of_experts(own):
+    """Experts whose loss has a term of balance over the rows of a micro-batch."""
+    import transformers
+
+    sizes = {"vocab_size": V, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8}
+    more = {"num_key_value_heads": 2, "output_router_logits": True, "router_aux_loss_coef": 1e-4}
+    model = transformers.Qwen2MoeForCausalLM(transformers.Qwen2MoeConfig(**sizes, **experts, **more))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    for _ in range(2):
+        x = torch.randint(V, (4, 6))
+        loss = model(input_ids=x, labels=x).loss / 2
+        own.append(loss.item())
+        loss.backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(("loop", "by_design"), [(of_critic, []), (of_preferences, []), (of_experts, ["split"])])
+def test_a_healthy_loop_of_another_form_has_nothing_broken(loop, by_design):
+    training, optimizers, _ = learnt(loop)
+    report = answers(training, optimizers, seconds=600)
+    assert (report.broken, [line.name for line in report.lines if line.status == "by design"]) == ([], by_design), str(report)
+    assert not [str(line) for line in report.lines if "could not be tested" in str(line)]
+    assert loop is not of_critic or "4 parameters belong to the optimizer of another loss" in str(report)

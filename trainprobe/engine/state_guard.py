@@ -72,7 +72,8 @@ class StateGuard:
         """Give back the bits of parameters, buffers and gradients, and which of them are trained."""
         with torch.no_grad(), DisableTorchFunction():
             for t, *kept in self._tensors:
-                _put_tensor(t, *kept)
+                if has_memory(t):  # else its shard is what counts
+                    _put_tensor(t, *kept)
             for t, _, trained in self._grads:
                 if t.requires_grad is not trained:
                     t.requires_grad_(trained)
@@ -135,7 +136,12 @@ def _devices() -> list[Any]:
 def _tensors_of(module: Any) -> Iterable[Any]:
     """Return the parameters and buffers of a module, and tensors that are plain attributes."""
     every = (*module._parameters.values(), *module._buffers.values(), *vars(module).values())
-    return (t for t in every if isinstance(t, torch.Tensor))
+    return (t for t in every if isinstance(t, torch.Tensor) and has_memory(t))
+
+
+def has_memory(t: Any) -> bool:
+    """Tell whether a tensor has its memory. FSDP frees that of a gathered weight between its uses; to read it would crash."""
+    return type(t) not in (torch.Tensor, torch.nn.Parameter) or not t.numel() or t.untyped_storage().nbytes() > 0
 
 
 def _put_attributes(module: Any, attributes: dict[str, Any]) -> None:

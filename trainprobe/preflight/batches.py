@@ -112,7 +112,9 @@ class Batch:
             found |= {role: fits[0]} if fits else {}
         texts = [i for i in self.by_row if i not in found.values() and self._is_text(i)]
         found = {"tokens": texts[0], **found} if texts else found
+        again = re.escape(self._key(found["tokens"])) + r"_\d+" if "tokens" in found else "$."  # tokens of another call
         left = [i for i in self.by_row if i not in found.values() and not _is_float(self.leaves[i])]
+        left = [i for i in left if not re.fullmatch(again, self._key(i))]
         return {"labels": left[0], **found} if len(left) == 1 and len(self.by_row) > 1 else found
 
     def _key(self, i: int) -> str:

@@ -16,7 +16,7 @@ from trainprobe.preflight.batches import Batch
 from trainprobe.preflight.page import charts as charts_of
 from trainprobe.preflight.properties import EXTRA, ORDER
 from trainprobe.preflight.report import NOT_REACHED, Line, Report, broken, not_applicable
-from trainprobe.preflight.subject import Subject
+from trainprobe.preflight.subject import Subject, no_shards
 
 UNREPEATABLE = 1e-2  # relative distance of two runs of one step above which nothing can be told from another
 
@@ -52,6 +52,8 @@ def preflight(
         raise UsageError(f"the model is a {type(model).__name__}, not a torch.nn.Module: preflight(loss, model, batch)")
     if not any(p.requires_grad for p in model.parameters()):
         raise UsageError("the model has no parameter that is trained: preflight(loss, model, batch)")
+    if shard := no_shards(model):
+        raise UsageError(shard)
     start = time.monotonic()
     with TrainingGuard(model, optimizers) as guard:
         subject = Subject(loss, model, Batch(batch), guard)

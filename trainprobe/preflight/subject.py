@@ -24,6 +24,7 @@ from trainprobe.preflight.batches import Batch
 Step = Callable[[Any, Any], Any]
 _MOST_NODES = 200  # of autograd's graph behind the logits
 MARGIN = 32  # times the measured floor
+APART = "the step of a sharded model cannot be made again by one rank: test the model before it is sharded"
 GRADIENT, LOSS, LOGITS = range(3)  # places in `Subject.floors`
 _DROPS = (
     "dropout",
@@ -73,6 +74,7 @@ class Subject:
         self.micro_batches, self.optimizers = 1, list[Any]()
         self.names = {id(module): name or "the model" for name, module in model.named_modules()}
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.of_other_losses = 0  # parameters of optimizers that this loss gives nothing to
         self.rows_run = Counter[str]()  # property → rows that were run for it
         self.now = "at the start"
         self.base = Seen(0.0)
@@ -84,6 +86,7 @@ class Subject:
         """Run the step as it is, and once more from what a checkpoint would bring back."""
         self.base = self.run()
         drawn = self.guard.drawn()
+        self._leave_other_losses()
         if not self.base.finite:
             return
         again = self.run(rewind=False)
@@ -91,6 +94,14 @@ class Subject:
         self.repeats = self.twice == 0 and again.loss == self.base.loss
         if drawn and self.differs(self.run(seed=1)):
             self.draws = ", ".join(sorted(RANDOM & self.base.names.keys())) or "outside of torch's functions"
+
+    def _leave_other_losses(self) -> None:
+        """Test no parameter of an optimizer for another loss, as that of a generator is while its critic is trained."""
+        given = {id(self.parameters[name]) for name in self.base.gradients}
+        held = [{id(p) for group in o.param_groups for p in group["params"]} for o in self.optimizers]
+        others = {one for ids in held[1:] if ids.isdisjoint(given) for one in ids - held[0]}
+        kept = {name: p for name, p in self.parameters.items() if id(p) not in others}
+        self.of_other_losses, self.parameters = len(self.parameters) - len(kept), kept
 
     @cached_property
     def floors(self) -> tuple[float, float, float]:
@@ -271,6 +282,12 @@ def as_tested(model: nn.Module) -> Generator[None]:
     """Let a step of a trainer run with gradients and without dropout."""
     with _paths_kept(model), Quiet(), torch.enable_grad():
         yield
+
+
+def no_shards(model: Any) -> str:
+    """Return why a model with parameters that are DTensors cannot be tested, "" where it has none."""
+    name = next((name for name, p in model.named_parameters() if hasattr(p, "device_mesh")), "")
+    return f"{name} is a shard (FSDP2 or a tensor-parallel layer): {APART}" if name else ""
 
 
 def scalar_of(result: Any) -> Tensor:

@@ -42,15 +42,19 @@ def content_of(batch: Batch) -> list[int]:
 
 
 def _is_unused(subject: Subject, i: int) -> bool:
-    batch = subject.batch
-    turned = batch.leaves[i].roll(1, 0)
-    if bool((turned == batch.leaves[i]).all()):
+    x = subject.batch.leaves[i]
+    if bool((x.roll(1, 0) == x).all()):
         return False
-    other, base = batch.with_leaves({i: turned}), subject.base
+    # a loss that is a mean over rows does not see their order, but that all are the first
+    return all(_same_with(subject, i, other) for other in (x.roll(1, 0), x[:1].expand_as(x).clone()))
+
+
+def _same_with(subject: Subject, i: int, changed: Tensor) -> bool:
+    other, base = subject.batch.with_leaves({i: changed}), subject.base
     seen = subject.run(other, backward=False)
     if seen.logits is not None and base.logits is not None and seen.logits.shape == base.logits.shape:
         at_zero = not bool(base.logits.any())  # the last layer begins so: those before it show what is used
-        if distance(seen.logits, base.logits) > subject.eps or (at_zero and subject.first_difference(batch, other)):
+        if distance(seen.logits, base.logits) > subject.eps or (at_zero and subject.first_difference(subject.batch, other)):
             return False
     return relative(seen.loss, base.loss) <= subject.eps  # where only the loss changes, it is a target
 

@@ -20,14 +20,15 @@ def examine(subject: Subject) -> Line:
     for look in (_ties, _unreached, _optimizers, _evaluation):
         if (bad := look(subject)) is not None:
             return bad
-    guess = _uniform(subject)
+    guess, apart = _uniform(subject), subject.of_other_losses
+    rest = "evaluation is repeatable" + (f"; {apart} parameters belong to the optimizer of another loss" if apart else "")
     if guess is None:
-        return holds("evaluation is repeatable")
+        return holds(rest)
     own, uniform, classes = guess
     if own > uniform + ABOVE:
         text = f"the loss begins at {own:.3g}, a uniform prediction of {classes} classes has {uniform:.3g}"
         return broken(f"{text}: the logits are too large", loss=own, uniform=uniform)
-    return holds(f"loss {own:.4g}, a uniform prediction {uniform:.4g}; evaluation is repeatable", loss=own, uniform=uniform)
+    return holds(f"loss {own:.4g}, a uniform prediction {uniform:.4g}; {rest}", loss=own, uniform=uniform)
 
 
 def _uniform(subject: Subject) -> tuple[float, float, int] | None:

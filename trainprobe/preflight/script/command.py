@@ -7,6 +7,7 @@ import runpy
 import subprocess
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -87,6 +88,7 @@ def at_first_update(script: list[str], answer: Callable[[Learnt], int]) -> int:
         os._exit(_left(code))
 
     os.environ[DOOR] = "off"  # a script that is watched writes no run
+    warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks")  # ours
     sys.argv = script
     sys.path.insert(0, str(path.resolve().parent))
     with FirstUpdate(end) as first:

@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.core.guard import attempt
+from trainprobe.engine.state_guard import has_memory
 from trainprobe.errors import UsageError
 from trainprobe.integrations.live_modules import live_optimizers
 from trainprobe.integrations.preflight_steps import Found, running_step
@@ -70,7 +71,7 @@ class FirstUpdate:
         self._replaced.back()
 
     def _called(self, module: Any, args: Any) -> None:
-        if not self._over and any(_changed(p, value) for p, value in self._before):
+        if not self._over and any(has_memory(p) and not torch.equal(p.detach(), value) for p, value in self._before):
             self._end(None)  # the loop itself, or another optimizer, has updated weights since the first backward
         if self._over or not torch.is_grad_enabled() or (found := running_step()) is None:
             return
@@ -165,8 +166,3 @@ def _of_loop(micros: list[Micro]) -> Training:
     shared = None if not wrappers else together if of_torch else mean_over_ranks(model, partial(step, model))
     batches = [micro.batch for micro in micros]
     return Training(loss, step if several else None, model, batches, shared, copied=not of_torch)
-
-
-def _changed(parameter: Tensor, before: Tensor) -> bool:
-    """Tell whether a parameter has other values; one that FSDP gathered and has freed since has none."""
-    return parameter.untyped_storage().nbytes() > 0 and not torch.equal(parameter.detach(), before)

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 from trainprobe.engine.core.guard import attempt, fault_text
 from trainprobe.errors import UsageError
 from trainprobe.preflight.batches import Batch
-from trainprobe.preflight.subject import as_tested
+from trainprobe.preflight.subject import APART, as_tested, no_shards
 from trainprobe.preflight.training import Training
 
 
@@ -79,11 +79,10 @@ def unfit(model: Any) -> str:
     shards = [
         name
         for name, p in model.named_parameters()
-        if hasattr(p, "device_mesh") or hasattr(p, "ds_shape") or type(p).__name__ == "FlatParameter" or not p.numel()
+        if hasattr(p, "ds_shape") or type(p).__name__ == "FlatParameter" or not p.numel()
         or (cut and getattr(p, "tensor_model_parallel", False))
     ]  # fmt: skip
-    what = f"{shards[0]} is a shard (FSDP, ZeRO-3 or a tensor-parallel layer)" if shards else ""
-    return f"{what}: ranks cannot be tested apart; start it with one rank" if shards else ""
+    return no_shards(model) or (f"{shards[0]} is a shard (FSDP, ZeRO-3 or a tensor-parallel layer): {APART}" if shards else "")
 
 
 def _from_first(message: Any) -> Any:
