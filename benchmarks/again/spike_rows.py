@@ -3,7 +3,7 @@
 python -m benchmarks.again.spike_rows [--seeds 20] [--only WORD]
 
 Real processes, gloo, DistributedDataParallel. A run counts where the first finding of all ranks' records names row and rank.
-A twin, the same run with nothing spoilt, counts where it has no finding; one whose whole batch is spoilt, where it names no row.
+A twin, the same run with nothing spoilt, counts where it has no finding; one with all rows spoilt, where it names no row.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+import torch.multiprocessing
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -26,7 +26,7 @@ from trainprobe.engine.core.records import Finding
 from trainprobe.engine.storage.dumps.findings_file import read_findings
 from trainprobe.monitor.findings import causes, matters
 
-RANKS, ROWS, LENGTH, KINDS, STEPS, STRUCK, RANK = 4, 512, 9, 32, 140, 130, 3
+RANKS, ROWS, LENGTH, KINDS, STEPS, STRUCK, RANK = 4, 512, 9, 32, 225, 220, 3
 CASES = ("own loss", "joined loss", "class of a row", "two micro-batches", "nothing spoilt", "all rows spoilt")
 
 
@@ -49,7 +49,7 @@ def row_of(seed: int) -> int:
 
 
 def rows_of(step: int, rank: int, seed: int, case: str) -> Tensor:
-    """Return tokens [ROWS, LENGTH]: each is five times the one before, plus one; of a spoilt row all but the first are drawn."""
+    """Return tokens [ROWS, LENGTH]: each is five times the one before, plus one; those of a spoilt row are drawn."""
     drawn = torch.Generator().manual_seed(seed * 1_000_003 + step * RANKS + rank)
     rows = [torch.randint(0, KINDS, (ROWS,), generator=drawn)]
     while len(rows) < LENGTH:
@@ -97,7 +97,7 @@ def train(rank: int, port: int, seed: int, case: str, folder: str) -> None:
 def of_run(seed: int, case: str, port: int) -> Sequence[Finding]:
     """Return the findings of one run, the first cause first."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(train, (port, seed, case, folder), nprocs=RANKS)
+        torch.multiprocessing.spawn(train, (port, seed, case, folder), nprocs=RANKS)
         return [finding for finding in causes(read_findings(Path(folder))) if matters(finding)]
 
 

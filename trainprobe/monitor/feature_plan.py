@@ -102,6 +102,12 @@ class DeadUnitSettings(FeatureSection):
     """The largest magnitude that counts as silent."""
 
 
+class LossRowSettings(FeatureSection):
+    """The row of each batch with the largest cross-entropy."""
+
+    OBSERVER: ClassVar[str] = "loss_rows"
+
+
 class Features(BaseModel):
     """All deeper features. Each takes `true`, or a section of settings."""
 
@@ -117,6 +123,8 @@ class Features(BaseModel):
     """What low-precision formats would lose."""
     dead_units: Annotated[DeadUnitSettings, BeforeValidator(switch)] = DeadUnitSettings()
     """Share of silent units."""
+    loss_rows: Annotated[LossRowSettings, BeforeValidator(switch)] = LossRowSettings()
+    """The row of the batch that has most of the loss; a spike names it."""
 
     def chosen(self) -> list[FeatureSection]:
         """Return the sections of those that are worked out."""

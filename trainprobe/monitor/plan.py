@@ -102,7 +102,8 @@ class MonitorPlan(_MonitorSection):
     batches: Kind = OFF
     """A fingerprint of what the model is called with, for each micro-batch, and the number of tokens; on for the black box."""
     features: Features = Features()
-    """Deeper numbers, worked out where they are asked for: attention, weights, routers, formats, dead_units."""
+    """Deeper numbers, worked out where they are asked for: attention, weights, routers, formats, dead_units,
+    loss_rows."""
     rules: Mapping[str, RuleOptions] = Field(default_factory=dict, validate_default=True)
     """Rule name → its settings; `true` for its defaults, `false` to leave it out. Those that are not named judge with their
     defaults, except mean_deviation and threshold, which judge only where they are named."""

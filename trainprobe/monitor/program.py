@@ -18,6 +18,7 @@ from trainprobe.engine.program import Program, Schedule
 from trainprobe.errors import PlanError, StopTraining
 from trainprobe.monitor.chosen_calls import chosen_calls
 from trainprobe.monitor.findings import Alerts, decide
+from trainprobe.monitor.loss_row import with_row
 from trainprobe.monitor.plan import MonitorPlan, validate
 from trainprobe.monitor.requests import looks_when_asked
 from trainprobe.monitor.rules_of_run import keep_rules
@@ -94,7 +95,7 @@ class MonitorProgram(Program):
         if not self._kept and self._probe.writer is not None:
             self._kept = True
             self._probe.report(keep_rules(self._section, self._state_file().parent))
-        return [with_line(finding, step_data) for finding in self.watcher(step_data)]
+        return [with_row(with_line(finding, step_data), step_data) for finding in self.watcher(step_data)]
 
     def decide(self, found: Sequence[Finding]) -> tuple[int, StopTraining | None]:
         """Return what the actions of the rules ask for."""

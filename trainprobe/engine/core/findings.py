@@ -135,7 +135,7 @@ def with_last_counts(findings: Iterable[Finding]) -> list[Finding]:
 def merged(findings: Iterable[Finding]) -> list[Finding]:
     """Return one finding a cause, in the order in which causes come first: that of the first step and the lowest rank.
 
-    Its `count` is that of the rank that saw it at most steps.
+    Its `count` is that of the rank that saw it at most steps. Where a rank says the same and more, its message is taken.
     """
     groups: dict[Cause, list[Finding]] = {}
     for finding in findings:
@@ -153,8 +153,10 @@ def _joined(group: Sequence[Finding]) -> Finding:
             times[rank] = times.get(rank, 0) + finding.count
     lasts = [step for f in group if (step := f.step if f.last_step is None else f.last_step) is not None]
     last = max(lasts, default=None)
+    more = (f.message for f in group if f.step == first.step and f.message.startswith(f"{first.message}; "))
     return dataclasses.replace(
         first,
+        message=max((first.message, *more), key=len),
         names=tuple(dict.fromkeys(name for f in (first, *group) for name in f.names)),
         count=max(times.values(), default=len(group)),
         last_step=None if last == first.step else last,
