@@ -380,7 +380,9 @@ HEALTHY: dict[str, Case] = {
         lambda: transformer("GPT2LMHeadModel", "GPT2Config", n_embd=32, n_layer=2, n_head=2, n_positions=32),
         needs="transformers",
     ),
-    "Gemma": Case(lambda: transformer("GemmaForCausalLM", "GemmaConfig", head_dim=16), needs="transformers"),
+    "Gemma": Case(
+        lambda: transformer("GemmaForCausalLM", "GemmaConfig", head_dim=16, num_key_value_heads=2), needs="transformers"
+    ),
     "OPT": Case(
         lambda: transformer("OPTForCausalLM", "OPTConfig", ffn_dim=48, word_embed_proj_dim=32, max_position_embeddings=32),
         needs="transformers",

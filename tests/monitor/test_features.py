@@ -38,6 +38,7 @@ ALL = {
     "routers": True,
     "formats": {"formats": ["fp4_e2m1", "fp8_e4m3", "fp8_e5m2", "fp16", "bf16"]},
     "dead_units": {"names": "**"},
+    "loss_rows": True,
 }
 
 

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import trainprobe
 from trainprobe.engine.capture.features import number_formats
+from trainprobe.engine.capture.features.loss_rows import SLOTS as SLOTS_OF_LOSS_ROWS
 
 torch.set_num_threads(1)
 NONE = {"activations": False, "parameters": False, "gradients": False}
@@ -27,6 +28,7 @@ FEATURES = {
     "formats": True,
     "formats under amax": {"formats": ["fp4_e2m1", "fp8_e4m3", "fp16"], "scale": "amax"},
     "dead_units": {"names": "**"},
+    "loss_rows": True,
 }
 SLOTS = {
     "attention": {"attention_entropy", "attention_logit", "attention_peak"},
@@ -34,6 +36,7 @@ SLOTS = {
     "routers": {"router_load", "router_entropy", "router_similarity"},
     "formats": {f"{lost}_{form}" for lost in ("underflow", "overflow") for form in ("fp8_e4m3", "fp8_e5m2")} | {"exponents"},
     "dead_units": {"dead_units"},
+    "loss_rows": set(SLOTS_OF_LOSS_ROWS),
 }
 EVERYTHING = {**KINDS, "update": True, "batches": True, "collectives": True}
 AUDIT = {"level": "off", "audit": {"every": 1}}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trainprobe.engine.capture.features.loss_rows import SLOTS
 from trainprobe.engine.core.records import Finding, StepData
 
 _FAR, _PART = 8.0, 0.2  # times the median of the rows, and what share of the loss above it: one row carries it
@@ -25,7 +24,7 @@ def row_in_words(step_data: StepData) -> str:
     calls: dict[int, dict[str, float]] = {}
     micros: dict[int, int | None] = {}
     for feature in step_data.features:
-        if feature.slot in SLOTS:
+        if feature.slot.startswith("loss_row"):
             calls.setdefault(feature.call, {})[feature.slot] = float(feature.numbers[0])
             micros[feature.call] = feature.micro
     if not calls:

@@ -30,7 +30,7 @@ _ADDRESS = {"vpp_stage", "name", "step", "micro_step", "shape", "dtype", "module
 _RANK = re.compile(r"rank_?(\d{1,5})(?:\D|$)")
 _SIDE = re.compile(r"^(?:(?P<name>.*)\.)?(?P<side>input|output)(?:_(?P<number>\d+))?$")
 _FEATURE = re.compile(
-    r"^(?P<name>.*)\.(?P<slot>(?:attention|router|underflow|overflow)_\w+(?:\.[\w.]+)?|spectral_norm|stable_rank|dead_units\.[\w.]+)$"
+    r"^(?P<name>.*)\.(?P<slot>(?:attention|router|underflow|overflow)_\w+(?:\.[\w.]+)?|spectral_norm|stable_rank|dead_units\.[\w.]+|loss_row(?:_[a-z]+)?)$"
 )
 _SLOT = re.compile(r"^(?P<name>.*?)\.?(?P<slot>(?:grad_)?(?:input|output)\.\d+)$")
 

@@ -52,6 +52,7 @@ _NAMES = {
     ("feature", "router_entropy"): "router entropy",
     ("feature", "router_similarity"): "router similarity",
     ("feature", "dead_units"): "dead units",
+    ("feature", "loss_row_share"): "share of the largest row in the loss",
 }
 _TAKEN_OF = {"output": "outputs", "grad_output": "gradients of outputs", "value": "parameters", "grad": "gradients"}
 _PARTS = {"attention": "head", "router": "expert"}  # what the numbers of a feature are numbered by

@@ -1,0 +1,127 @@
+"""The row of a batch with the largest loss, against NumPy in float64, and what a spike says of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import trainprobe
+from trainprobe.engine.capture.features.loss_rows import SLOTS
+from trainprobe.engine.core.findings import merged
+from trainprobe.engine.core.records import Finding, Place, Site
+from trainprobe.monitor.loss_row import row_in_words
+
+ROWS, PLACES, KINDS = 6, 5, 7
+
+
+class Logits(nn.Module):
+    """Logits [rows, places, kinds] of tokens [rows, places]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(KINDS, 8), nn.Linear(8, KINDS)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embed(tokens)) * 8
+
+
+def watched(folder: Any, loss: Any, calls: int = 1) -> Any:
+    """Return the step's data, and logits and targets of each call."""
+    torch.manual_seed(0)
+    model, seen = Logits(), []
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    plan = {"level": "off", "sinks": ["memory"], "monitor": {"features": {"loss_rows": True}}}
+    with trainprobe.watch(model, optimizer, output=folder, on_error="raise", **plan) as probe:
+        probe.begin_step(0)
+        for _ in range(calls):
+            x = model(torch.randint(0, KINDS, (ROWS, PLACES)))
+            y = torch.randint(0, KINDS, (ROWS, PLACES))
+            y[2, 1:] = -100
+            loss(x, y).backward()
+            seen.append((x.detach(), y))
+        optimizer.step()
+        return probe.end_step(), seen
+
+
+def by_hand(x: Tensor, y: Tensor) -> list[float]:
+    """Return the number of each slot, in float64."""
+    logits, targets = x.double().numpy(), y.numpy()
+    p = np.exp(logits - logits.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    there = targets != -100
+    own = np.take_along_axis(p, np.where(there, targets, 0)[..., None], -1)[..., 0]
+    losses = np.where(there, -np.log(own), 0).sum(1)
+    moved = (np.abs(p - np.eye(KINDS)[np.where(there, targets, 0)]).sum(-1) * there).sum(1)
+    row = int(losses.argmax())
+    return [row, losses[row], np.median(losses), losses[row] / losses.sum(), moved[row] / moved.sum(), len(losses)]
+
+
+FLAT = {
+    "flat": lambda x, y: functional.cross_entropy(x.flatten(0, 1), y.flatten()),
+    "sum": lambda x, y: functional.cross_entropy(x.flatten(0, 1), y.flatten(), reduction="sum"),
+    "none": lambda x, y: functional.cross_entropy(x.flatten(0, 1), y.flatten(), reduction="none").mean(),
+    "classes second": lambda x, y: functional.cross_entropy(x.transpose(1, 2), y),
+    "module": lambda x, y: nn.CrossEntropyLoss()(x.flatten(0, 1), y.flatten()),
+    "smoothed": lambda x, y: functional.cross_entropy(x.flatten(0, 1), y.flatten(), label_smoothing=0.1),
+    "weighted": lambda x, y: functional.cross_entropy(x.flatten(0, 1), y.flatten(), weight=torch.ones(KINDS)),
+    "of logarithms": lambda x, y: functional.nll_loss(x.log_softmax(-1).flatten(0, 1), y.flatten()),
+}
+
+
+@pytest.mark.parametrize("name", FLAT)
+def test_the_largest_row_is_that_of_numpy(tmp_path, name):
+    step_data, ((x, y),) = watched(tmp_path, FLAT[name])
+    found = {f.slot: f.numbers.tolist() for f in step_data.features}
+    assert list(found) == list(SLOTS)
+    assert [number for (number,) in found.values()] == pytest.approx(by_hand(x, y), rel=1e-5)
+
+
+def test_nothing_is_unpacked_that_the_program_packs(tmp_path):
+    unpacked: list[Tensor] = []
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: unpacked.append(t) or t):
+            found = FLAT["flat"](x, y)
+        assert not unpacked
+        return found
+
+    step_data, ((x, y),) = watched(tmp_path, loss)
+    assert [float(f.numbers[0]) for f in step_data.features] == pytest.approx(by_hand(x, y), rel=1e-5)
+
+
+def test_calls_without_gradient_or_class_indices_are_no_loss(tmp_path):
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            functional.cross_entropy(x.flatten(0, 1), y.flatten())
+        return functional.cross_entropy(x.flatten(0, 1), x.detach().softmax(-1).flatten(0, 1))
+
+    step_data, _ = watched(tmp_path, loss)
+    assert not step_data.features
+    assert any("no cross-entropy of class indices was seen" in note for note in step_data.notes)
+
+
+def far(x: Tensor, y: Tensor) -> Tensor:
+    """Return a loss in which row 4 alone is wrong: all others are sure of their targets."""
+    sure = functional.one_hot(y.clamp(min=0), KINDS) * 30.0
+    sure[4] = -sure[4]
+    return FLAT["flat"](x * 0 + sure, y)
+
+
+def test_a_row_that_stands_out_is_named_with_its_micro_batch_and_no_other(tmp_path):
+    parts = iter((FLAT["flat"], far))
+    step_data, _ = watched(tmp_path / "far", lambda x, y: next(parts)(x, y), calls=2)
+    assert row_in_words(step_data).startswith("row 4 of 6 of micro-batch 1 on rank 0 has ")
+    assert row_in_words(watched(tmp_path / "even", FLAT["flat"])[0]) == ""
+
+
+def test_of_ranks_that_say_the_same_the_one_that_knows_the_row_is_heard():
+    site = Site("scalar", "loss", "value")
+    of = lambda rank, more="": Finding("spike", "warning", f"loss jumped{more}", 3, Place(rank, 4), site)  # noqa: E731
+    (found,) = merged([of(0), of(1), of(3, "; row 4 of 6 on rank 3"), of(2)])
+    assert found.message == "loss jumped; row 4 of 6 on rank 3"
+    assert found.ranks == (0, 1, 2, 3)
