@@ -57,6 +57,21 @@ def replicas(bug: str) -> None:
                 probe.note("loss", loss.detach() / len(x))
 
 
+def fresh(bug: str) -> None:
+    """Data parallel by hand from the first step on, where norms and their biases begin equal whatever the seed."""
+    torch.manual_seed(dist.get_rank() if bug == "weights_never_equal" else 0)
+    model = nn.Sequential(nn.Linear(12, 32), nn.LayerNorm(32), nn.ReLU(), nn.Linear(32, 5))
+    optimizer, draw = torch.optim.AdamW(model.parameters(), 1e-3), stream(62 + dist.get_rank())
+    with trainprobe.watch(model, optimizer) as probe:
+        for _ in range(STEPS):
+            x, y = clusters(32, draw)
+            with probe.step():
+                optimizer.zero_grad()
+                functional.cross_entropy(model(x), y).backward()
+                average_gradients(model)
+                optimizer.step()
+
+
 def readers(bug: str) -> None:
     """Data parallel by hand; each rank reads its half of the data."""
     rank = dist.get_rank()

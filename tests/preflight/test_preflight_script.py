@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy, logsigmoid, softplus
 import trainprobe
 from trainprobe.errors import UsageError
 from trainprobe.preflight.batches import joined
+from trainprobe.preflight.script.command import preflight_script
 from trainprobe.preflight.script.first_update import FirstUpdate
 from trainprobe.preflight.subject import scalar_of
 from trainprobe.preflight.training import tested as answers
@@ -446,3 +447,8 @@ def test_a_healthy_loop_of_another_form_has_nothing_broken(loop, by_design):
     assert (report.broken, [line.name for line in report.lines if line.status == "by design"]) == ([], by_design), str(report)
     assert not [str(line) for line in report.lines if "could not be tested" in str(line)]
     assert loop is not of_critic or "4 parameters belong to the optimizer of another loss" in str(report)
+
+
+def test_a_word_that_is_no_option_is_not_taken_for_a_launcher():
+    with pytest.raises(UsageError, match="--html is no option of `trainprobe preflight`"):
+        preflight_script(["--html", "page.html", "train.py"])

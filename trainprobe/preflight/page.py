@@ -51,7 +51,9 @@ def _shares(moved: list[Tensor]) -> list[list[float]]:
 def write_page(report: Report, title: str, path: Path) -> None:
     """Write the page. Raises OutputError."""
     verdict = report.verdict
-    remark = f"{report.passes} passes in {report.seconds:.3g} s"
+    own = report.passes - sum(line.passes for line in report.lines)
+    rest = f"{own} of them for the step as it is{' and for the charts' if report.charts else ''}"
+    remark = f"{report.passes} passes in {report.seconds:.3g} s, {rest}"
     rows = [(line.name, markup.verdict(line.status), line.text, str(line.passes)) for line in report.lines]
     written = {
         "head": markup.verdict_head(verdict.sentence, verdict.code, [title, remark], []),

@@ -440,6 +440,8 @@ def test_a_classifier_is_better_than_the_shares_of_its_classes(tmp_path, fault):
     ("program", "fault", "rule"),
     [
         (ranks.replicas, "weights_never_equal", "replicas"),
+        (ranks.fresh, "weights_never_equal", "replicas"),
+        (ranks.fresh, "", ""),
         (ranks.tokens, "mean_of_rank_means", "weighed_targets"),
         (ranks.tokens, "", ""),
         (ranks.normalised, "statistics_without_gradient", "reduced_statistics"),

@@ -62,6 +62,8 @@ def preflight_script(
     script = [word for i, word in enumerate(words or []) if i or word != "--"]
     if not script:
         raise UsageError("nothing to run: give the script, as in `trainprobe preflight train.py --lr 3e-4`")
+    if script[0].startswith("-"):
+        raise UsageError(f"{script[0]} is no option of `trainprobe preflight`; those of the script stand behind it")
     options = {"only": only or (), "skip": skip or (), "seconds": seconds, "overfit": overfit, "charts": html is not None}
     checked(only or (), skip or ())
     first = next((i for i, word in enumerate(script) if word.endswith(".py") and Path(word).is_file()), 0)

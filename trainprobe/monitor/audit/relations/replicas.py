@@ -3,8 +3,8 @@
 Relation: within each group of ranks that hold the same tensor (dp, cp, tp-replicated …) its fingerprint is the same on every
 rank, looked at in the order in which one causes the other. Tolerance zero. Which parameters are replicated is known from their
 source or the placement of a DTensor; over an axis of which nothing is known, those that were equal at the first comparison.
-Where none was, and the gradients of all parameters that the optimizer uses are equal on all ranks and not 0, so must the values
-be: the same update cannot be right for different weights.
+Where the gradients of all parameters that the optimizer uses are equal on all ranks, so must the values be of those whose
+gradient is not 0, whether or not they ever were: the same update cannot be right for different weights.
 Ranks that differ in `dp` and hold the same piece of a tensor (hybrid sharding) are replicas of it.
 Usually caused by a reduction that was left out or done in the wrong group (Megatron-LM issue 1446), by clipping on some ranks
 only (DeepSpeed issue 1801), by a wrapper that was not called, or by corrupted memory.
@@ -73,16 +73,15 @@ def check(evidence: Evidence) -> list[Finding]:
 def _never_equal(evidence: Evidence) -> list[Finding]:
     """Find weights that differ although every rank updates them by the same gradients."""
     seen, ranks = evidence.tensors, evidence.peers
-    trained = [
-        name for name in seen.with_slot("grad") if not evidence.over(name, "value") and not seen.pieces.get((name, "grad"))
-    ]
-    keys = [key_of(name, "grad") for name in trained]
-    if len(trained) < sum(1 for _ in seen.with_slot("grad")) or not all(key in peer.rows for key in keys for peer in ranks):
+    trained = {name: key_of(name, "grad") for name in seen.with_slot("grad")}
+    if any(seen.pieces.get((name, "grad")) or any(key not in peer.rows for peer in ranks) for name, key in trained.items()):
         return []
-    equal = all(len({peer.rows[key] for peer in ranks}) == 1 and ranks[0].rows[key][1] > 0 for key in keys)
-    values = {name: {peer.rows.get(key_of(name, "value"), (0, 0.0))[0] for peer in ranks} for name in trained}
+    if any(len({peer.rows[key] for peer in ranks}) > 1 for key in trained.values()):
+        return []
+    moved = [name for name, key in trained.items() if ranks[0].rows[key][1] > 0]
+    values = {name: {peer.rows.get(key_of(name, "value"), (0, 0.0))[0] for peer in ranks} for name in moved}
     apart = [name for name, fingerprints in values.items() if len(fingerprints) > 1]
-    if not equal or not apart:
+    if not apart:
         return []
     text = (
         f"the weights of {and_more(apart)} differ between ranks {', '.join(str(peer.rank) for peer in ranks[:8])}, though the "
