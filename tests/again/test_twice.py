@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 from pathlib import Path
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 
 import trainprobe
 from trainprobe.engine.state_guard import StateGuard
-from trainprobe.errors import PlanError
+from trainprobe.engine.storage.dumps.findings_file import read_findings
+from trainprobe.errors import PlanError, StopTraining
 from trainprobe.monitor.audit.facts.calls import TrainingCalls
 
 
@@ -134,6 +136,41 @@ def test_a_flipped_bit_of_a_weight_is_named(tmp_path: Path, bit: int) -> None:
     _, found, _ = train(tmp_path, {"audit": {"repeat": 2}}, strike=strike)
     assert [(f.severity, f.step, f.site and f.site.name) for f in found] == [("error", 2, "head.weight")]
     assert f"[1][1]: bit {bit} " in found[0].message
+
+
+@pytest.mark.parametrize("stop", [False, True])
+def test_an_update_of_hardware_that_errs_is_refused(tmp_path: Path, stop: bool) -> None:
+    """The plan says whether; what the optimizer would have moved has the bits of before the step."""
+    torch.manual_seed(0)
+    model, calls = nn.Linear(4, 4), list[int]()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+
+    def odd(module: Any, args: Any, y: Tensor) -> None:
+        calls.append(0)
+        if len(calls) == 3:  # the own run of step 1
+            flip(y, 5, 21)
+
+    model.register_forward_hook(odd)
+    weights, states, refused = list[Any](), list[Any](), None
+    plan = {"output": tmp_path, "console": False, "on_error": "raise", "audit": {"repeat": 1, "stop": stop}}
+    try:
+        with trainprobe.watch(model, optimizer, plan) as probe:
+            for _ in range(2):
+                with probe.step():
+                    optimizer.zero_grad()
+                    model(torch.randn(3, 4)).square().mean().backward()
+                    weights.append([p.detach().clone() for p in model.parameters()])
+                    states.append(copy.deepcopy(optimizer.state_dict()["state"]))
+                    optimizer.step()
+    except StopTraining as fault:
+        refused = str(fault)
+    assert (refused is not None) is stop
+    kept = same(weights[-1], list(model.parameters())) and same(states[-1], optimizer.state_dict()["state"])
+    assert kept is stop
+    if refused is not None:
+        assert refused.startswith("the update of step 1 is not made: hardware: on rank 0 one bit of ")
+    (found,) = [f for f in read_findings(tmp_path) if f.rule == "repeat"]
+    assert (found.severity, found.step) == ("error", 1)
 
 
 def test_a_weight_that_the_loop_writes_is_no_fault_of_hardware(tmp_path: Path) -> None:

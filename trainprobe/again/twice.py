@@ -33,6 +33,7 @@ from trainprobe.engine.program import Making, Program, Schedule
 from trainprobe.engine.state_guard import StateGuard
 from trainprobe.engine.stats.flipped import Flip, flip_behind
 from trainprobe.engine.stats.partials import CHECKSUM
+from trainprobe.errors import StopTraining
 from trainprobe.monitor.audit.capture.audit_tap import AuditTap
 from trainprobe.monitor.audit.capture.registered import unwrapped
 
@@ -41,11 +42,11 @@ FURTHER = 4  # runs that decide once two differ
 
 
 class RepeatedStep(Program):
-    """See the module text. every: at each so many steps."""
+    """See the module text. every: at each so many steps. stops: raise StopTraining instead of an unsound update."""
 
-    def __init__(self, making: Making, every: int) -> None:
+    def __init__(self, making: Making, every: int, stops: bool) -> None:
         super().__init__("repeat", Schedule(), part=PART)
-        self.every = every
+        self.every, self._stops = every, stops
         self._making = making
         self._recorder: Recorder | None = None
         self._replaced: Replaced | None = None
@@ -163,6 +164,8 @@ class RepeatedStep(Program):
             return
         self._reported[repr(found.site)] = found
         self._probe.report(found)
+        if self._stops and found.severity == "error":
+            raise StopTraining(f"the update of step {found.step} is not made: {found.message}")
 
     def _compared(self, first: Run) -> Finding | None:
         """Run the step again, and more often where the runs differ; return what that comes to."""

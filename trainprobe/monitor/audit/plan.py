@@ -48,6 +48,8 @@ class AuditPlan(BaseModel):
     repeat: Annotated[Whole, BeforeValidator(_steps_of)] | None = None
     """Run each so many steps ("every 500", or the number) twice before the optimizer moves, and name the op, or the bit of the
     hardware, that differs (docs/again.md). PyTorch alone. Left out: no step."""
+    stop: bool = False
+    """Where `repeat` finds a fault of the hardware, raise StopTraining before the optimizer moves: the update is not made."""
     severity: Severity = "warning"
     """The lowest severity that is told."""
 

@@ -20,7 +20,7 @@ def program(making: Making) -> Program:
     if plan.repeat is not None:
         from trainprobe.again.twice import RepeatedStep
 
-        making.made["repeat"] = RepeatedStep(making, plan.repeat)
+        making.made["repeat"] = RepeatedStep(making, plan.repeat, plan.stop)
     return AuditProgram(plan, making.taps.audit(), making.schedules["audit"], gather)
 
 
