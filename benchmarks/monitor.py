@@ -36,6 +36,7 @@ VARIANTS: dict[str, tuple[Mapping[str, Any], int, tuple[float, float]]] = {
     "monitor all, black box": ({"monitor": ALL, "black_box": True}, 1, (1.10, 1.6)),
     "monitor gradients": ({"monitor": {**NONE, "gradients": True}}, 1, (1.02, 1.3)),
     "loss rows": ({"monitor": {**NONE, "scalars": False, "features": {"loss_rows": True}}}, 1, (1.02, 1.3)),
+    "replay": ({"monitor": {**NONE, "scalars": False}, "replay": True}, 1, (1.2, 2.0)),
     "audit": ({"audit": True}, 10, (1.03, 1.1)),
     "audit every step": ({"audit": {"every": 1}}, 1, (1.2, 2.0)),
     "default plan": ({"monitor": DEFAULT, "audit": True}, 20, (1.10, 2.0)),
