@@ -173,6 +173,11 @@ def test_an_update_of_hardware_that_errs_is_refused(tmp_path: Path, stop: bool) 
     assert (found.severity, found.step) == ("error", 1)
 
 
+def test_a_stop_without_a_repeat_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="stop: true refuses updates that a repeat finds wrong"):
+        train(tmp_path, {"audit": {"stop": True}})
+
+
 def test_a_weight_that_the_loop_writes_is_no_fault_of_hardware(tmp_path: Path) -> None:
     def strike(model: Stateful, step: int) -> None:
         model.head.weight.data.clamp_(-0.2, 0.2)

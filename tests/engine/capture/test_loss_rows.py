@@ -105,6 +105,14 @@ def test_calls_without_gradient_or_class_indices_are_no_loss(tmp_path):
     assert any("no cross-entropy of class indices was seen" in note for note in step_data.notes)
 
 
+def test_targets_that_lie_unlike_the_input_are_left_out_and_a_note_says_so(tmp_path):
+    """Twelve masked places of [6, 5] could be cut into six rows, and would be none."""
+    chosen = lambda x, y: functional.cross_entropy(x.flatten(0, 1)[::2][:12], y.abs().flatten()[:12] % KINDS)  # noqa: E731
+    step_data, _ = watched(tmp_path, chosen)
+    assert not step_data.features
+    assert any("loss rows leave out targets [12] that lie unlike the input [6, 5]" in note for note in step_data.notes)
+
+
 def far(x: Tensor, y: Tensor) -> Tensor:
     """Return a loss in which row 4 alone is wrong: all others are sure of their targets."""
     sure = functional.one_hot(y.clamp(min=0), KINDS) * 30.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, TypeAlias, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from trainprobe.engine.plan.selection import parse_names
 from trainprobe.engine.plan.subplans import read_section
@@ -52,6 +52,12 @@ class AuditPlan(BaseModel):
     """Where `repeat` finds a fault of the hardware, raise StopTraining before the optimizer moves: the update is not made."""
     severity: Severity = "warning"
     """The lowest severity that is told."""
+
+    @model_validator(mode="after")
+    def _check_stop(self) -> AuditPlan:
+        if self.stop and self.repeat is None:
+            raise ValueError("stop: true refuses updates that a repeat finds wrong: give `repeat` too, such as every 500")
+        return self
 
     @field_validator("relations", mode="before")
     @classmethod

@@ -9,7 +9,7 @@
 
 The loss of a target is -log p, read from the log-probabilities that torch keeps for the backward pass, or else worked out again
 from the logits. Class weights and label smoothing are left out, and targets that are ignored count 0. Rows are those of the
-first tensor that the model is called with, if the targets can be cut into as many, batch first; otherwise each target is one.
+first tensor [rows, places, …] that the model is called with, batch first; targets that do not lie like them are left out.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class LossRows(QuietFeature):
         super().__init__(around, every=every)
         self._guard = around.guard
         self._replaced: list[Replaced] = []
-        self._batch = 0
+        self._shape = torch.Size()  # of the first tensor that the model was called with last
         self._seen = False
         self._nn: Any = getattr(torch._C, "_nn")  # noqa: B009
         self._ours = [(name, self._watched(getattr(self._nn, name))) for name in ("cross_entropy_loss", "nll_loss_nd")]
@@ -52,7 +52,7 @@ class LossRows(QuietFeature):
 
     def before(self, name: str, module: Any, args: Any, kwargs: Any) -> Any:
         """Learn how many rows the model is called with."""
-        self._batch = next((t.shape[0] for t in tensors_of((args, kwargs)) if t.dim()), 0)
+        self._shape = next((t.shape for t in tensors_of((args, kwargs)) if t.dim()), torch.Size())
 
     def sleep(self, asleep: bool) -> None:
         """Take the functions away, or put them in place."""
@@ -68,7 +68,7 @@ class LossRows(QuietFeature):
         self.sleep(True)
         if not self._seen:
             self.notes[_UNSEEN] = None
-        self._seen, self._batch = False, 0
+        self._seen, self._shape = False, torch.Size()
         super().end()
 
     def _watched(self, original: Any) -> Any:
@@ -85,14 +85,25 @@ class LossRows(QuietFeature):
     def _look(self, original: Any, args: Any, out: Tensor) -> None:
         if self._tape is None:
             return
+        self._seen = True
+        x, y = args[0].detach(), args[1]
+        n = _rows(y.shape, self._shape)
+        if not n:
+            self.notes[f"loss rows leave out targets {list(y.shape)} that lie unlike the input {list(self._shape)}"] = None
+            return
         with without_autograd():
-            x, y = args[0].detach(), args[1]
             losses = _losses(x, y, int(args[4]) if len(args) > 4 else -100, out.grad_fn, "nll" in original.__name__)
-            n = self._batch if self._batch and losses.numel() % self._batch == 0 else losses.numel()
             moved = losses.neg().expm1().neg()  # 1 - p
             numbers = torch.stack((losses.reshape(n, -1).sum(1), moved.reshape(n, -1).sum(1)))
             self._tape.feature(ROOT, SLOTS, numbers, _largest)
-            self._seen = True
+
+
+def _rows(targets: torch.Size, given: torch.Size) -> int:
+    """Return how many rows the targets have: as many as the input [rows, places, …], like it or a place shorter; else 0."""
+    if len(targets) > 1 or not given:
+        return targets[0] if len(targets) > 1 else 0
+    rows, places = given[0], given[1] if len(given) > 1 else 1
+    return rows if targets.numel() in (rows, rows * places, rows * (places - 1)) else 0
 
 
 def _is_of_training(out: Any, args: Any) -> bool:
@@ -113,7 +124,7 @@ def _is_of_training(out: Any, args: Any) -> bool:
 def _losses(x: Tensor, y: Tensor, ignored: int, node: Any, logarithms: bool) -> Tensor:
     """Return -log p of each target, float32 or float64 [targets], 0 for ignored ones. logarithms: x holds log p already."""
     there = y != ignored
-    at = torch.where(there, y, 0).unsqueeze(1)
+    at = torch.where(there, y, 0).long().unsqueeze(1)
     kept = x if logarithms else _kept(node)
     if kept is not None and kept.shape == x.shape:
         losses = -kept.gather(1, at)
