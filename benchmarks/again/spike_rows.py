@@ -109,7 +109,7 @@ def right(found: Sequence[Finding], seed: int, case: str) -> bool:
         return bool(found) and not any(" row " in finding.message for finding in found)
     row, part = row_of(seed), ""
     if case == "two micro-batches":
-        row, part = row % (ROWS // 2), f" of micro-batch {row // (ROWS // 2)}"
+        row, part = row % (ROWS // 2), f" in loss call {row // (ROWS // 2)}"
     rows = ROWS // 2 if part else ROWS
     return bool(found) and f"row {row} of {rows}{part} on rank {RANK} " in found[0].message
 

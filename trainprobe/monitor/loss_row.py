@@ -22,11 +22,9 @@ def with_row(finding: Finding, step_data: StepData) -> Finding:
 def row_in_words(step_data: StepData) -> str:
     """Return "row 137 of 512 on rank 3 has 81 % of its loss …"; "" where no row stands out or the step has no such feature."""
     calls: dict[int, dict[str, float]] = {}
-    micros: dict[int, int | None] = {}
     for feature in step_data.features:
         if feature.slot.startswith("loss_row"):
             calls.setdefault(feature.call, {})[feature.slot] = float(feature.numbers[0])
-            micros[feature.call] = feature.micro
     if not calls:
         return ""
     call, most = max(calls.items(), key=lambda pair: pair[1]["loss_row_loss"])
@@ -34,7 +32,7 @@ def row_in_words(step_data: StepData) -> str:
     above = loss / most["loss_row_share"] - of * median if most["loss_row_share"] else 0.0
     if of < 2 or not loss > _FAR * median or not loss - median > _PART * above:
         return ""
-    part = f" of micro-batch {call if micros[call] is None else micros[call]}" if len(calls) > 1 else ""
+    part = f" in loss call {call}" if len(calls) > 1 else ""  # of the step, counted from 0
     return (
         f"row {most['loss_row']:.0f} of {of:.0f}{part} on rank {step_data.place.rank} has {most['loss_row_share']:.0%} of the "
         f"loss there and {most['loss_row_gradient']:.0%} of its gradient, {loss:.3g} where the median row has {median:.3g}"

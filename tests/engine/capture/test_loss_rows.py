@@ -120,10 +120,10 @@ def far(x: Tensor, y: Tensor) -> Tensor:
     return FLAT["flat"](x * 0 + sure, y)
 
 
-def test_a_row_that_stands_out_is_named_with_its_micro_batch_and_no_other(tmp_path):
+def test_a_row_that_stands_out_is_named_with_its_call_and_no_other(tmp_path):
     parts = iter((FLAT["flat"], far))
     step_data, _ = watched(tmp_path / "far", lambda x, y: next(parts)(x, y), calls=2)
-    assert row_in_words(step_data).startswith("row 4 of 6 of micro-batch 1 on rank 0 has ")
+    assert row_in_words(step_data).startswith("row 4 of 6 in loss call 1 on rank 0 has ")
     assert row_in_words(watched(tmp_path / "even", FLAT["flat"])[0]) == ""
 
 
