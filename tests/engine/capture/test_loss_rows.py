@@ -133,3 +133,21 @@ def test_of_ranks_that_say_the_same_the_one_that_knows_the_row_is_heard():
     (found,) = merged([of(0), of(1), of(3, "; row 4 of 6 on rank 3"), of(2)])
     assert found.message == "loss jumped; row 4 of 6 on rank 3"
     assert found.ranks == (0, 1, 2, 3)
+
+
+def test_the_audit_looks_at_the_same_function_in_every_step(tmp_path):
+    """Both stand in its place: each calls what it found there, so that none calls itself by way of the other."""
+    model, seen = Logits(), []
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    plan = {"level": "off", "sinks": ["memory"], "audit": {"every": 2}, "monitor": {"features": {"loss_rows": True}}}
+    before = torch._C._nn.cross_entropy_loss
+    with trainprobe.watch(model, optimizer, output=tmp_path, on_error="raise", **plan) as probe:
+        for step in range(5):
+            probe.begin_step(step)
+            x, y = model(torch.randint(0, KINDS, (ROWS, PLACES))), torch.randint(0, KINDS, (ROWS, PLACES))
+            FLAT["flat"](x, y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append([float(f.numbers[0]) for f in probe.end_step().features] == pytest.approx(by_hand(x.detach(), y), 1e-5))
+    assert seen == [True] * 5
+    assert torch._C._nn.cross_entropy_loss is before

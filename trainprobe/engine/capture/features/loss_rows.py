@@ -44,7 +44,6 @@ class LossRows(QuietFeature):
         self._shape = torch.Size()  # of the first tensor that the model was called with last
         self._seen = False
         self._nn: Any = getattr(torch._C, "_nn")  # noqa: B009
-        self._ours = [(name, self._watched(getattr(self._nn, name))) for name in ("cross_entropy_loss", "nll_loss_nd")]
 
     def wants(self, name: str, module: Any) -> bool:
         """Look at calls of the model."""
@@ -61,7 +60,8 @@ class LossRows(QuietFeature):
                 replaced.back()
             self._replaced = []
         elif not self._replaced:
-            self._replaced = [Replaced(self._nn, name, ours, traced=True) for name, ours in self._ours]
+            for name in ("cross_entropy_loss", "nll_loss_nd"):  # others replace them too: what is there now is called
+                self._replaced.append(Replaced(self._nn, name, self._watched(name, getattr(self._nn, name)), traced=True))
 
     def end(self) -> None:
         """Put everything back; say it when nothing was seen."""
@@ -71,18 +71,17 @@ class LossRows(QuietFeature):
         self._seen, self._shape = False, torch.Size()
         super().end()
 
-    def _watched(self, original: Any) -> Any:
+    def _watched(self, name: str, original: Any) -> Any:
         @functools.wraps(original)
         def function(*args: Any, **kwargs: Any) -> Any:
-            below = function.below  # type: ignore[attr-defined]
-            out = (below if callable(below) else original)(*args, **kwargs)
+            out = original(*args, **kwargs)
             if not function.ended and not torch.compiler.is_compiling() and _is_of_training(out, args):  # type: ignore[attr-defined]
-                self._guard.run(attempt, self._look, original, args, out, otherwise=lambda _: None)
+                self._guard.run(attempt, self._look, name, args, out, otherwise=lambda _: None)
             return out
 
         return function
 
-    def _look(self, original: Any, args: Any, out: Tensor) -> None:
+    def _look(self, name: str, args: Any, out: Tensor) -> None:
         if self._tape is None:
             return
         self._seen = True
@@ -92,7 +91,7 @@ class LossRows(QuietFeature):
             self.notes[f"loss rows leave out targets {list(y.shape)} that lie unlike the input {list(self._shape)}"] = None
             return
         with without_autograd():
-            losses = _losses(x, y, int(args[4]) if len(args) > 4 else -100, out.grad_fn, "nll" in original.__name__)
+            losses = _losses(x, y, int(args[4]) if len(args) > 4 else -100, out.grad_fn, name == "nll_loss_nd")
             moved = losses.neg().expm1().neg()  # 1 - p
             numbers = torch.stack((losses.reshape(n, -1).sum(1), moved.reshape(n, -1).sum(1)))
             self._tape.feature(ROOT, SLOTS, numbers, _largest)
