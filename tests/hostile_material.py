@@ -117,14 +117,14 @@ READERS = (
         ("plan {x}/plan.yaml", "plan {x}/plan.json", "kernel-dump configure {x}/kernels.yaml -o {out}"),
     ),
     Reader("configs of mindstudio-probe", "plan", ("config.json",), ("migrate {x}/config.json", "plan {x}/config.json")),
-    Reader("record logs: judge", "jsonl", ("rank0/*.jsonl", "*.json*"), ("judge {x}", "nan-trace {x}"), **JUDGED),
+    Reader("record logs: judge", "jsonl", ("rank0/*.jsonl", "*.json*"), ("judge {x}", "nan-trace {x}", "why {x}"), **JUDGED),
     Reader(
         "record logs",
         "jsonl",
         ("rank0/*.jsonl", "*.json*"),
         ("report {x} -o {out}", "runs {x}", "top --once {x}", "export {x} --trend {out}.trend.db"),
     ),
-    Reader("run logs: judge", "parquet", ("rank0/*",), ("judge {x}", "nan-trace {x}"), **JUDGED),
+    Reader("run logs: judge", "parquet", ("rank0/*",), ("judge {x}", "nan-trace {x}", "why {x}"), **JUDGED),
     Reader(
         "run logs",
         "parquet",
@@ -132,7 +132,7 @@ READERS = (
         ("report {x} -o {out}", "runs {x}", "top --once {x}", "runs {x} --compact", "judge --fleet {x}"),
         sound=(0, 1),
     ),
-    Reader("open run logs", "open", ("rank0/*",), ("judge {x}", "nan-trace {x}"), **JUDGED),
+    Reader("open run logs", "open", ("rank0/*",), ("judge {x}", "nan-trace {x}", "why {x}"), **JUDGED),
     Reader("metric CSV", "csv", ("**/*.csv",), ("judge {x}",), **JUDGED),
     Reader("event files", "event_files", ("*",), ("judge {x}", "top {x} --once"), sound=(0, 1), judges=False),
     Reader("JSON lines of others", "json_lines", ("*",), ("judge {x}", "report {x} -o {out}"), sound=(0, 1), judges=False),
@@ -228,6 +228,8 @@ READERS = (
         sound=(0, 1, 2, 3),
     ),
     Reader("key data", "rollout", ("**/*",), ("rollout-compare {x} {sound} -o {out}",), same=same_arrays),
+    Reader("replay packs", "replay", ("replay/step0/**/*",), ("replay {x}/replay/step0",), judges=False),
+    Reader("saved states", "states", ("a.pt",), ("resume-check {x}/a.pt {x}/b.pt",), (0,), (2,)),
     Reader("name maps", "names", ("names.yaml",), ("ckpt-show {x}/a.safetensors --names {x}/names.yaml",)),
     *(
         Reader(
@@ -297,6 +299,25 @@ class Sound(nn.Sequential):
         return super().forward(x).square().mean()
 
 
+class Mean(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.square().mean()
+
+
+def write_states(folder: Path) -> None:
+    """Write what two trainings saved at one step: the moments of one are lost."""
+    folder.mkdir()
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for name in ("a", "b"):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        if name == "b":
+            optimizer.state.clear()
+        held = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 1}
+        torch.save(held, folder / f"{name}.pt")
+
+
 def write_material(root: Path) -> None:
     """Write every folder that `READERS` names."""
     root.mkdir(exist_ok=True)
@@ -312,6 +333,8 @@ def write_material(root: Path) -> None:
         SingleSave.save({"prompt": ["what", "name a colour"], "log_prob": -torch.rand(2, 5), "loss": torch.rand(())})
         SingleSave.step()
     SingleSave.close()
+    write_states(root / "states")
+    train(root / "replay", nn.Sequential(nn.Linear(4, 3), Mean()), level="off", replay={"on": "step", "modules": "0"}, steps=1)
     write_checkpoints(root / "checkpoints")
 
 

@@ -118,6 +118,12 @@ def test_the_script_alone_has_the_bits_in_another_process(tmp_path: Path) -> Non
     assert all("as in the training: True" in line for line in lines)
 
 
+@pytest.mark.parametrize(("modules", "code"), [("block.linear1", 0), (["block.linear1", "norm"], 3)])
+def test_a_pack_of_which_a_call_was_not_judged_is_not_called_right(tmp_path: Path, modules: Any, code: int) -> None:
+    train(tmp_path, {"replay": {"on": "step", "step": [0], "modules": modules}}, steps=1)
+    assert main(["replay", str(tmp_path / "replay/step0")]) == code
+
+
 def test_a_flipped_bit_of_a_recorded_result_is_hardware(tmp_path: Path) -> None:
     train(tmp_path, {"replay": {"on": "step", "step": [0], "modules": "last"}}, steps=1)
     file = tmp_path / "replay/step0/rank0" / TENSORS

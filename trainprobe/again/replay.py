@@ -45,6 +45,8 @@ class ReplayAnswer:
     sentence: str = ""
     reproduced: bool | None = None
     details: list[str] = field(default_factory=list[str])
+    whole: bool = True
+    """Whether the pack holds a call and each of its calls was judged."""
 
 
 def read_packs(folder: Path) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -229,7 +231,8 @@ def judge(packs: Sequence[tuple[dict[str, Any], dict[str, Any]]], find: Any, dou
         worst.sentence = (
             f"{sum(a.kind == 'none' for a in answers)} of {len(answers)} calls were judged; the first: {worst.sentence}"
         )
-    return ReplayAnswer(worst.kind, worst.sentence, all(known) if known else None, [*worst.details, *lacking])
+    whole = bool(answers) and all(answer.kind != "unknown" for answer in answers)
+    return ReplayAnswer(worst.kind, worst.sentence, all(known) if known else None, [*worst.details, *lacking], whole)
 
 
 def _failed(name: str) -> Callable[[Exception], ReplayAnswer]:
@@ -244,10 +247,11 @@ def replay(
 ) -> int:
     """Run what a replay pack holds again, in this process. The pack's own script is not run.
 
-    Exit code: 0 the same bits and nothing wrong, 1 other bits within rounding, 2 something is wrong, 3 no answer.
+    Exit code: 0 the same bits and nothing wrong, 1 other bits within rounding, 2 something is wrong, 3 no answer, or some calls
+    were not judged.
     """
     answer = judge(read_packs(pack), finder(imports or []), double)
-    code = 3 if answer.kind == "unknown" else 2 if answer.kind != "none" else 0 if answer.reproduced else 1
+    code = 2 if answer.kind not in ("none", "unknown") else 3 if not answer.whole else 0 if answer.reproduced else 1
     text = answer.sentence if answer.kind in ("none", "unknown") else f"{answer.kind}: {answer.sentence}"
     show_verdict(Verdict(code, text, answer.details), Console(highlight=False))
     if json is not None:

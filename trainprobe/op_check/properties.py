@@ -60,10 +60,9 @@ def signed_zeros(case: Case, y: Tensor, expected: Expected, found: Judgement) ->
     r = expected.value
     if not y.is_floating_point() or y.shape != r.shape or y.dtype not in UNIT:
         return found
-    zeros = y == 0
-    if not bool(zeros.any()):
+    if int(y.count_nonzero()) == y.numel():  # a fifth of the time of looking for a zero
         return found
-    wrong = zeros & (r == 0) & (y.signbit() != r.signbit())
+    wrong = (y == 0) & (r == 0) & (y.signbit() != r.signbit())
     if not bool(wrong.any()):
         return found
     at = tuple(wrong.nonzero()[0].tolist())
