@@ -24,5 +24,7 @@ small.train(engine, data[: BEFORE * small.ACCUMULATE])
 with torch.no_grad():
     engine.module.fc2.weight.view(-1)[0] += 0.1
 small.train(engine, data[BEFORE * small.ACCUMULATE :])
+if (Path(sys.argv[1]) / "saves").exists():
+    engine.save_checkpoint(str(Path(sys.argv[1]) / "saves"))
 engine.destroy()
 torch.distributed.destroy_process_group()

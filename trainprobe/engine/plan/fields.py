@@ -64,3 +64,4 @@ class PlanFields(TypedDict, total=False):
     monitor: Section
     op_check: Section
     replay: Section
+    save_gate: Section
