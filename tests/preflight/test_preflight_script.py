@@ -423,6 +423,18 @@ def of_preferences(own):
     optimizer.step()
 
 
+def of_triplets(own):
+    """Positive and negative texts in one batch, one behind the other, as the triplet loss of sentence-transformers has them."""
+    net = nn.Sequential(nn.Embedding(V, 8), nn.Flatten(), nn.Linear(48, 4))
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
+    anchor, positive, negative = (torch.randint(V, (8, 6)) for _ in range(3))
+    near, far = net(torch.cat([positive, negative])).chunk(2)
+    loss = ((net(anchor) - near).norm(dim=1) - (net(anchor) - far).norm(dim=1) + 5).relu().mean()
+    own.append(loss.item())
+    loss.backward()
+    optimizer.step()
+
+
 def of_experts(own):
     """Experts whose loss has a term of balance over the rows of a micro-batch."""
     import transformers
@@ -440,7 +452,9 @@ def of_experts(own):
     optimizer.step()
 
 
-@pytest.mark.parametrize(("loop", "by_design"), [(of_critic, []), (of_preferences, []), (of_experts, ["split"])])
+@pytest.mark.parametrize(
+    ("loop", "by_design"), [(of_critic, []), (of_preferences, []), (of_triplets, []), (of_experts, ["split"])]
+)
 def test_a_healthy_loop_of_another_form_has_nothing_broken(loop, by_design):
     training, optimizers, _ = learnt(loop)
     report = answers(training, optimizers, seconds=600)

@@ -28,27 +28,33 @@ def examine(subject: Subject) -> Line:
     if not finite:
         other = batch.take([*range(last), 0])
         seen = subject.run(other)
-    before, after = _by_row(subject.base.logits, batch.rows), _by_row(seen.logits, batch.rows)
-    if before is None or after is None or before.shape != after.shape:
+    before, after = _orders(subject.base.logits, batch.rows), _orders(seen.logits, batch.rows)
+    if not before or [x.shape for x in before] != [x.shape for x in after]:
         return holds("their order does not matter; no output has rows, so what one does to another was not seen")
-    gap = distance(before[:last], after[:last])
-    if subject.beyond(gap, LOGITS):
-        return _coupled(subject, other, gap)
-    if _compared(subject, seen):
+    gaps = [distance(a[:last], b[:last]) for a, b in zip(before, after, strict=True)]
+    order = gaps.index(min(gaps))
+    if subject.beyond(gaps[order], LOGITS):
+        return _coupled(subject, other, gaps[order])
+    if _compared(subject, seen, order):
         return by_design("the loss compares rows with each other; outputs of rows are independent")
     return holds("their order does not matter, and one changes nothing in another")
 
 
-def _by_row(x: Tensor | None, rows: int) -> Tensor | None:
-    return None if x is None or x.shape[0] % rows else x.reshape(rows, -1)
+def _orders(x: Tensor | None, rows: int) -> list[Tensor]:
+    """Return an output as [rows, …], in two orders: of several results a row, those together, and those a batch apart.
+
+    The second is of a model that is given several texts a row, one batch behind the other.
+    """
+    if x is None or x.shape[0] % rows:
+        return []
+    return [x.reshape(rows, -1), x.reshape(-1, rows, x[0].numel()).transpose(0, 1).reshape(rows, -1)]
 
 
 def _coupled(subject: Subject, other: Any, gap: float) -> Line:
     rows = subject.batch.rows
 
     def same(x: Tensor) -> Tensor | None:
-        by_row = _by_row(x, rows)
-        return None if by_row is None else by_row[: rows - 1]
+        return next((by_row[: rows - 1] for by_row in _orders(x, rows)), None)
 
     place = subject.first_difference(subject.batch, other, same)
     modules, parts = dict(subject.model.named_modules()), place.split(".")
@@ -61,12 +67,12 @@ def _coupled(subject: Subject, other: Any, gap: float) -> Line:
     return broken(f"changing row {rows - 1} changes the outputs of other rows{where}", gap=gap)
 
 
-def _compared(subject: Subject, seen: Seen) -> bool:
+def _compared(subject: Subject, seen: Seen, order: int) -> bool:
     """Tell whether the slopes of the unchanged rows changed by more than one common factor."""
-    a, b = (_by_row(x.slope, subject.batch.rows) for x in (subject.base, seen))
-    if a is None or b is None or a.shape != b.shape:
+    slopes = [_orders(x.slope, subject.batch.rows) for x in (subject.base, seen)]
+    if not all(slopes) or slopes[0][order].shape != slopes[1][order].shape:
         return False
-    a, b = a[:-1].double(), b[:-1].double()
+    a, b = (x[order][:-1].double() for x in slopes)
     size = float((a * a).sum())
     if not size:
         return False

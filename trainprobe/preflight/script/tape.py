@@ -174,9 +174,15 @@ class Tape(TorchFunctionMode):
         if trained:
             self._modules.setdefault(id(module), module)
             given = tensors_of((args, kwargs))
-            self._first = self._first or (given[0].shape if given else None)
+            self._first = self._first or (self._rows_of(given[0]) if given else None)
         if trained or self._knows(args, kwargs):
             self._record(module, args, kwargs, output, None if wrapper is module else wrapper)
+
+    def _rows_of(self, x: Tensor) -> torch.Size:
+        """Return the shape of a model's first tensor; of batches one behind the other, that of the first of them."""
+        source = self._sources.get(id(x))
+        parts = tensors_of(source[1:3]) if source is not None and source[0] is torch.cat else [x]
+        return parts[0].shape if len({part.shape for part in parts}) == 1 else x.shape
 
     def _knows(self, args: Any, kwargs: Any) -> bool:
         return any(id(t) in self._made for t in tensors_of((args, kwargs or {})))
