@@ -221,7 +221,8 @@ def test_torch_is_left_as_it_was():
     assert torch.overrides._get_current_function_mode_stack() == []
 
 
-def test_the_trainer_of_hugging_face(tmp_path):
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_the_trainer_of_hugging_face(tmp_path, checkpointed):
     import transformers
 
     config = transformers.GPT2Config(vocab_size=V, n_embd=8, n_layer=1, n_head=2, n_positions=8, bos_token_id=1, eos_token_id=2)
@@ -233,7 +234,7 @@ def test_the_trainer_of_hugging_face(tmp_path):
     def loop(own):
         arguments = transformers.TrainingArguments(
             str(tmp_path), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=1, report_to="none",
-            use_cpu=True, save_strategy="no", disable_tqdm=True,
+            use_cpu=True, save_strategy="no", disable_tqdm=True, gradient_checkpointing=checkpointed,
         )  # fmt: skip
         transformers.Trainer(transformers.GPT2LMHeadModel(config), arguments, train_dataset=rows).train()
 
@@ -423,6 +424,27 @@ def of_preferences(own):
     optimizer.step()
 
 
+def of_halves(own):
+    """Chosen and rejected texts of one batch, one half behind the other, beside a reference whose scores are of pairs."""
+    model, reference = Text(), Text()
+    reference.load_state_dict(model.state_dict())
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    input_ids, attention_mask = torch.randint(V, (8, 6)), torch.ones(8, 6, dtype=torch.long)
+    completion_mask = (torch.arange(6) > torch.tensor([1, 2, 3, 2] * 2)[:, None]).long()
+
+    def scored(net):
+        each = net(input_ids).log_softmax(-1)[:, :-1].gather(-1, input_ids[:, 1:, None]).squeeze(-1)
+        return (each * (completion_mask * attention_mask)[:, 1:]).sum(1).chunk(2)
+
+    chosen, rejected = scored(model)
+    with torch.no_grad():
+        base = scored(reference)
+    loss = -logsigmoid(chosen - rejected - base[0] + base[1]).mean()
+    own.append(loss.item())
+    loss.backward()
+    optimizer.step()
+
+
 def of_triplets(own):
     """Positive and negative texts in one batch, one behind the other, as the triplet loss of sentence-transformers has them."""
     net = nn.Sequential(nn.Embedding(V, 8), nn.Flatten(), nn.Linear(48, 4))
@@ -453,7 +475,8 @@ def of_experts(own):
 
 
 @pytest.mark.parametrize(
-    ("loop", "by_design"), [(of_critic, []), (of_preferences, []), (of_triplets, []), (of_experts, ["split"])]
+    ("loop", "by_design"),
+    [(of_critic, []), (of_preferences, []), (of_halves, []), (of_triplets, []), (of_experts, ["split"])],
 )
 def test_a_healthy_loop_of_another_form_has_nothing_broken(loop, by_design):
     training, optimizers, _ = learnt(loop)

@@ -46,7 +46,7 @@ def running_step() -> Found | None:
 
 def _of_frame(module: str, held: dict[str, Any]) -> tuple[Any, Callable[[list[Any]], Training]] | None:
     """Return the batch of a call, and what makes a training of such batches. held: its variables."""
-    if module == "transformers.trainer":
+    if module == "transformers.trainer" and "inputs" in held:  # which it deletes before the backward pass
         return _copied(held["inputs"]), partial(of_transformers, held["self"], held["model"])
     if module.startswith(("lightning.pytorch.strategies", "pytorch_lightning.strategies")) and held.get("args"):
         batch, *rest = held["args"]

@@ -114,7 +114,7 @@ class Batch:
         found = {"tokens": texts[0], **found} if texts else found
         again = re.escape(self._key(found["tokens"])) + r"_\d+" if "tokens" in found else "$."  # tokens of another call
         left = [i for i in self.by_row if i not in found.values() and not _is_float(self.leaves[i])]
-        left = [i for i in left if not re.fullmatch(again, self._key(i))]
+        left = [i for i in left if not re.fullmatch(again, self._key(i)) and not self._key(i).endswith("mask")]
         return {"labels": left[0], **found} if len(left) == 1 and len(self.by_row) > 1 else found
 
     def _key(self, i: int) -> str:
@@ -133,6 +133,13 @@ class Batch:
     def of(self, role: str) -> Tensor | None:
         """Return the tensor of a role, None where the batch has none."""
         return self.leaves[self.roles[role]] if role in self.roles else None
+
+    @property
+    def grouped(self) -> str:
+        """Why rows cannot be told from each other: a tensor has one element for several of them; "" where none has."""
+        others = (i for i, x in enumerate(self.leaves) if isinstance(x, Tensor) and x.dim() and i not in self.by_row)
+        found = next((i for i in others if len(self.leaves[i]) > 1 and self.rows % len(self.leaves[i]) == 0), None)
+        return "" if found is None else f"{self.paths[found]} has {len(self.leaves[found])} rows for {self.rows} of the batch"
 
     @property
     def text_labels(self) -> Tensor | None:
@@ -187,7 +194,8 @@ class Batch:
             if x.dim() < 2 or x.shape[1] != tokens.shape[1]:
                 continue
             more = (x[:, :1] if left else x[:, -1:]).expand(-1, columns, *x.shape[2:]).clone()
-            fill = next((fills[name] for name, place in self.roles.items() if place == i and name in fills), None)
+            other = 0 if self._key(i).endswith("mask") else None
+            fill = next((fills[name] for name, place in self.roles.items() if place == i and name in fills), other)
             more = more if fill is None else torch.full_like(more, int(fill))
             changed[i] = torch.cat([more, x] if left else [x, more], dim=1)
         return self.with_leaves(changed)

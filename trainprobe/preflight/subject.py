@@ -230,13 +230,14 @@ class _Watch:
         found = _main_tensor(output, self._batch)
         if found is not None and self._keep and name:
             self.outputs.append((name, self._batch.rows_first(found.detach()).clone()))
-        if found is not None and (not torch.is_grad_enabled() or (found.requires_grad and not found.is_leaf)):
-            self._last = found
+        with_graph = found is not None and found.requires_grad and not found.is_leaf
+        if with_graph or not (torch.is_grad_enabled() or found is None or getattr(self._last, "requires_grad", False)):
+            self._last = found  # of a reference model beside the trained one, nothing
 
     def behind_the_logits(self, loss: Tensor) -> dict[str, torch.dtype]:
         """Return operation → dtype of its result, of those from the logits to the loss; what is called later is not seen."""
         self._over = True  # a checkpointed layer is called again in the backward
-        if self._last is None:
+        if self._last is None or not self._last.requires_grad:
             return {}
         self._last.retain_grad()
         end, found, open_nodes = self._last.grad_fn, dict[str, torch.dtype](), [loss.grad_fn]
@@ -305,7 +306,11 @@ def scalar_of(result: Any) -> Tensor:
 
 
 def differentiate(loss: Tensor, parameters: Iterable[nn.Parameter]) -> None:
-    """Add the gradients of a loss to those of parameters, by no hook of what sums or shards them (DDP, ZeRO, Megatron)."""
+    """Add the gradients of a loss to those of parameters, by no hook of what sums or shards them (DDP, ZeRO, Megatron).
+
+    torch.autograd.grad would leave the modes that are in force, and checkpointed layers would run otherwise than before.
+    """
+    engine: Any = torch.autograd.Variable._execution_engine
     trained, found = list(parameters), dict[Any, None].fromkeys([loss.grad_fn])
     nodes: list[Any] = list(found)
     for node in nodes:  # grows
@@ -313,9 +318,9 @@ def differentiate(loss: Tensor, parameters: Iterable[nn.Parameter]) -> None:
         nodes.extend(fresh)
         found |= fresh
     if any("CheckpointFunction" in node.name() for node in nodes):  # it refuses `torch.autograd.grad`
-        loss.backward()
+        engine.run_backward((loss,), (torch.ones_like(loss),), False, False, (), True, True)
         return
-    gradients = list[Any](torch.autograd.grad(loss, trained, allow_unused=True))
+    gradients = engine.run_backward((loss,), (torch.ones_like(loss),), False, False, tuple(trained), True, False)
     for p, gradient in zip(trained, gradients, strict=True):
         if gradient is not None:
             p.grad = gradient if p.grad is None else p.grad + gradient

@@ -21,6 +21,12 @@ def examine(subject: Subject) -> Line:
     if subject.draws:
         return not_applicable(f"the step draws random numbers ({subject.draws}), other ones for each row")
     if not subject.order_is_free and subject.differs(turned := subject.run(subject.batch.reversed())):
+        if batch.grouped:
+            return not_applicable(batch.grouped)
+        half = batch.rows // 2
+        pairs = [*range(half - 1, -1, -1), *range(batch.rows - 1, half - 1, -1)]
+        if batch.rows % 2 == 0 < half - 1 and not subject.differs(subject.run(batch.take(pairs))):
+            return by_design(f"rows 0 and {half}, and so on, belong together, as chosen and rejected texts do")
         factor = turned.loss / subject.base.loss if subject.base.loss else float("nan")
         text = f"the order of the rows matters: reversed, the loss is {factor:.4g} times as large"
         return broken(f"{text} and the gradient is off by {apart(subject.base, turned):.2g} of its norm", factor=factor)

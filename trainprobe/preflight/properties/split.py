@@ -21,6 +21,8 @@ def examine(subject: Subject) -> Line:
     count = max(subject.micro_batches, 2)
     if subject.batch.rows < count:
         return not_applicable(f"a batch of {counted(subject.batch.rows, 'row')} has no {count} micro-batches")
+    if subject.batch.grouped:
+        return not_applicable(subject.batch.grouped)
     if subject.draws:
         return not_applicable(f"the step draws random numbers ({subject.draws}), other ones for each micro-batch")
     micros = subject.batch.split(count)

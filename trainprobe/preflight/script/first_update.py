@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import _current_graph_task_id
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from trainprobe.engine.capture.patching.replaced import Replaced
@@ -71,6 +72,8 @@ class FirstUpdate:
         self._replaced.back()
 
     def _called(self, module: Any, args: Any) -> None:
+        if _current_graph_task_id() != -1:  # a backward pass runs it again, as with checkpointed activations
+            return
         if not self._over and any(has_memory(p) and not torch.equal(p.detach(), value) for p, value in self._before):
             self._end(None)  # the loop itself, or another optimizer, has updated weights since the first backward
         if self._over or not torch.is_grad_enabled() or (found := running_step()) is None:
