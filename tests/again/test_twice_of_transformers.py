@@ -85,6 +85,20 @@ def test_logits_that_the_program_uses_beside_the_models_own_loss_are_said_to_be_
     assert "were not run again: an output of the model is used by another one and by the program" in found[0].message
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_activations_are_run_again_where_torch_can(tmp_path: Path, reentrant: bool):
+    def checkpointed() -> Any:
+        model = llama(attention_dropout=0.1)
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        return model
+
+    _, found, ran = trained(checkpointed, own_loss, {"output": tmp_path, "audit": {"repeat": 1}})
+    assert ran == (0 if reentrant else 3)
+    assert [f.message.partition(": ")[2][:64] for f in found] == (
+        ["activations are checkpointed with use_reentrant=True, which refu"] if reentrant else []
+    )
+
+
 def test_a_bit_that_flips_behind_an_op_of_the_models_own_loss_is_no_use_by_the_program(tmp_path: Path):
     def strike(step: int, loss: Tensor) -> None:
         if step != 1 or struck:

@@ -29,14 +29,14 @@ class Outputs:
     """Tells whether gradients are wanted of a backward pass, given its number."""
     arrived: dict[int, dict[int, Any]] = field(default_factory=dict[int, dict[int, Any]])
     """Backward pass → place of an output → the gradient that came from outside of the model."""
-    mixed: bool = False
-    """An output got gradients from inside and from outside."""
+    not_again: str = ""
+    """Why the backward pass cannot be made again; empty where it can."""
     _inside: dict[tuple[int, int], list[Any]] = field(default_factory=dict[tuple[int, int], list[Any]])
 
     def listen(self, outputs: Sequence[Any]) -> None:
         """Listen to what arrives at outputs that the model has just returned, before the program computes with them."""
         nodes = {(t.grad_fn, t.output_nr): i for i, t in reversed([*enumerate(outputs)]) if t.grad_fn is not None}
-        for node, place, i in _inside_edges(nodes):
+        for node, place, i in self._inside_edges(nodes):
             node.register_hook(partial(self._handed_on, i, place))
         for (node, place), i in nodes.items():
             node.register_prehook(partial(self._arrives, i, place))
@@ -55,7 +55,27 @@ class Outputs:
             if not inside:
                 self.arrived.setdefault(number, {})[i] = gradient.detach().clone()
             elif not torch.equal(gradient.nan_to_num(), reduce(torch.add, inside).nan_to_num()):
-                self.mixed = True
+                self.not_again = "an output of the model is used by another one and by the program"
+
+    def _inside_edges(self, nodes: dict[tuple[Any, int], int]) -> Iterator[tuple[Any, int, int]]:
+        """Yield (node, place of its result, output) of each operator's backward that hands a gradient on to an output.
+
+        nodes: (node, its result) → output.
+        """
+        waiting = list({node: None for node, _ in nodes})
+        seen = set(waiting)
+        while waiting:
+            node = waiting.pop()
+            if "CheckpointFunction" in node.name():
+                self.not_again = (
+                    "activations are checkpointed with use_reentrant=True, which refuses gradients of chosen tensors"
+                )
+            for place, (following, result) in enumerate(node.next_functions):
+                if (following, result) in nodes:
+                    yield node, place, nodes[following, result]
+                if following is not None and following not in seen:
+                    seen.add(following)
+                    waiting.append(following)
 
 
 @dataclass(slots=True)
@@ -105,9 +125,11 @@ class ModelCalls:
         return [event for event in self._order if isinstance(event, int)]
 
     @property
-    def mixed(self) -> bool:
-        """Whether an output of a call got gradients from inside and from outside of the model."""
-        return any(call.outputs.mixed for call in self._order if isinstance(call, ModelCall))
+    def not_again(self) -> str:
+        """Why the backward passes cannot be made again; empty where they can."""
+        return next(
+            (call.outputs.not_again for call in self._order if isinstance(call, ModelCall) and call.outputs.not_again), ""
+        )
 
     def again(self, names: Mapping[int, str]) -> Iterator[tuple[str, Any]]:
         """Make all calls and backward passes once more; yield (name, gradient) of each parameter in each pass.
@@ -131,23 +153,6 @@ class ModelCalls:
                 )
             named: Any = zip((names.get(id(p), "") for p in parameters), gradients, strict=True)
             yield from ((name, gradient) for name, gradient in named if gradient is not None)
-
-
-def _inside_edges(nodes: dict[tuple[Any, int], int]) -> Iterator[tuple[Any, int, int]]:
-    """Yield (node, place of its result, output) of each operator's backward that hands a gradient on to an output.
-
-    nodes: (node, its result) → output.
-    """
-    waiting = list({node: None for node, _ in nodes})
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        for place, (following, result) in enumerate(node.next_functions):
-            if (following, result) in nodes:
-                yield node, place, nodes[following, result]
-            if following is not None and following not in seen:
-                seen.add(following)
-                waiting.append(following)
 
 
 def _as_the_program() -> Any:

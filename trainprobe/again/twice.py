@@ -150,8 +150,8 @@ class RepeatedStep(Program):
         if not self._calls.passes:
             self._say("were not run again: no gradient was seen at the outputs of the model")
             return
-        if self._calls.mixed:
-            self._say("were not run again: an output of the model is used by another one and by the program")
+        if self._calls.not_again:
+            self._say(f"were not run again: {self._calls.not_again}")
             return
         self.repeated += 1
         with self._others_rest(), StateGuard(list(self._roots.values())):
