@@ -91,7 +91,7 @@ def test_a_right_resume_is_right_in_what_was_seen_alone(tmp_path: Path, capsys: 
     straight, again = resumed(tmp_path, "")
     assert main(["resume-check", str(straight), str(again), "--json", str(tmp_path / "answer.json")]) == 0
     said = capsys.readouterr().out
-    assert said.startswith("the resume is right in all that was seen: ")
+    assert said.startswith("the resume is right in all that was judged: ")
     assert "not judged, as it is in neither state: loss scale" in said
     assert "not judged, as it is in neither state: averaged weights" in said
     assert '"code": 0' in (tmp_path / "answer.json").read_text()
@@ -121,7 +121,7 @@ def test_an_argument_that_differs_is_said_and_not_judged(tmp_path: Path) -> None
     for depth, name in enumerate(("a.pt", "b.pt")):
         torch.save({"model": {"w": torch.ones(3)}, "odd": {"depth": depth}}, tmp_path / name)
     verdict = judge(held_by(compared(tmp_path / "a.pt", tmp_path / "b.pt")))
-    assert verdict.code == 0
+    assert verdict.code == 3
     assert "not judged, as it is of no known kind: args odd.depth: 0 against 1" in verdict.details
 
 

@@ -24,6 +24,7 @@ from trainprobe.ckpt_compare.results import CheckpointComparison, TensorRow
 from trainprobe.comparison.files import write_json
 from trainprobe.comparison.terminal import show_verdict
 from trainprobe.comparison.verdict import Verdict
+from trainprobe.engine.core.words import counted
 
 WEIGHTS, MOMENTS, BUFFERS, AVERAGED = "weights", "moments", "buffers", "averaged weights"
 OTHER = ""  # what no resume is known to bring back, such as an argument of the program
@@ -102,8 +103,11 @@ def judge(values: Sequence[Held]) -> Verdict:
     if not wrong:
         rounded = sum(value.rounding for value in values)
         held = sum(value.kind != OTHER for value in values)
-        text = f"the resume is right in all that was seen: {held} values of {', '.join(seen)}"
-        return Verdict(1 if rounded else 0, f"{text}{f', {rounded} within rounding' if rounded else ''}", unseen)
+        text = f"the resume is right in all that was judged: {counted(held, 'value')} of {', '.join(seen)}"
+        text += f", {rounded} within rounding" if rounded else ""
+        if other := len(values) - held:
+            return Verdict(3, f"{text}; {counted(other, 'value')} of no known kind differ{'s' * (other == 1)}", unseen)
+        return Verdict(1 if rounded else 0, text, unseen)
     first = _first(wrong, sum(value.kind == MOMENTS for value in values))
     order = [first, *(kind for kind in wrong if kind != first)]
     details = [_line(kind, wrong[kind], sum(v.kind == kind for v in values)) for kind in order]
@@ -166,7 +170,7 @@ def resume_check(
     """Say whether a resumed run has what the run that went on has, and which kind of state it lacks.
 
     Save both at the same step, best right after the resume or one step later. Exit code: 0 the same bits, 1 within rounding,
-    2 wrong, 3 not comparable.
+    2 wrong, 3 not comparable, or values of no known kind differ.
     """
     verdict = judge(held_by(compared(straight, resumed)))
     show_verdict(verdict, Console(highlight=False))
