@@ -14,7 +14,7 @@ import trainprobe
 from trainprobe.engine.capture.features.loss_rows import SLOTS
 from trainprobe.engine.core.findings import merged
 from trainprobe.engine.core.records import Finding, Place, Site
-from trainprobe.monitor.loss_row import row_in_words
+from trainprobe.monitor.program import row_in_words
 
 ROWS, PLACES, KINDS = 6, 5, 7
 
