@@ -130,11 +130,14 @@ def structure(step_data: StepData, places: Sequence[Value]) -> bytes:
 
 
 def read_structure(text: Mapping[str, Any], shapes: Sequence[Sequence[int]]) -> tuple[list[Call], list[Value]]:
-    """Return the calls and values of `structure`; shapes: of the value of each row. Raises as `decode` does."""
+    """Return the calls and values of `structure`; shapes: of the logical tensor of each row. Raises as `decode` does."""
     of_value = dict(zip(text["places"], shapes, strict=True))
     heads = [text["heads"][head] for head in text["head"]]
     whole = [[kind, dtype, of_value.get(i, ()), device, grad] for i, (kind, dtype, device, grad) in enumerate(heads)]
     values = _read_values({**text, "heads": whole, "head": range(len(whole))})
+    for value in values:
+        if shard := (value.extra or {}).get("shard"):
+            value.shape = tuple(shard["shape"])
     return _read_calls(text["calls"], values), values
 
 
