@@ -69,6 +69,22 @@ def test_split_equal_weights_are_off_by_the_share_of_targets():
     assert line("split", next_token, Text(), text(pad=False), micro_batches=4).status == "holds"
 
 
+@pytest.mark.parametrize("ignored", [-1, 0])
+def test_the_label_that_the_loss_leaves_out_is_learnt_from_its_call(ignored):
+    def loss(model, batch):
+        logits = model(batch["input_ids"], batch["attention_mask"])[:, :-1]
+        return cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=ignored)
+
+    batch = text()
+    hidden = batch["attention_mask"] == 0
+    batch["labels"] = batch["labels"].masked_fill(hidden, ignored)
+    assert line("padding", loss, Text(), batch).status == "holds"
+    assert line("rows", loss, Text(), batch).status == "holds"
+    assert f"{float(hidden.double().mean()):.0%} of the targets ignored" in line("input", loss, Text(), batch).text
+    found = line("split", loss, Text(), batch, micro_batches=2)
+    assert found.status == "BROKEN" and "targets" in found.text
+
+
 @pytest.mark.parametrize(("factor", "told"), [(1.0, "factor 2"), (0.25, "factor 1/2"), (1.5, "factor 3")])
 def test_split_a_common_factor_is_named(factor, told):
     def step(model, micros):

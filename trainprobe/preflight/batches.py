@@ -17,7 +17,6 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 from trainprobe.engine.core.guard import attempt
 from trainprobe.errors import UsageError
 
-IGNORED = -100
 TELL = """tell it by
     def loss(model, batch):
         return criterion(model(batch[0]), batch[1])  # the scalar of one batch, of tensors whose rows come first
@@ -35,12 +34,13 @@ _NAMES = {
 class Batch:
     """A batch of tensors in nested containers. rows: how many samples it has. leaves: its tensors, rows first.
 
-    by_row: which of them have rows. time: (steps, rows) where time is the first dimension, else None. There tensors are turned,
-    and `tree` turns them back.
+    by_row: which of them have rows. ignored: the label that the loss leaves out. time: (steps, rows) where time is the first
+    dimension, else None. There tensors are turned, and `tree` turns them back.
     """
 
     def __init__(self, tree: Any) -> None:
         flat, self._form = tree_flatten_with_path(_plain(tree))
+        self.ignored = -100
         self.paths = [_name(path) for path, _ in flat]
         self.leaves = [leaf for _, leaf in flat]
         sizes = Counter(len(x) for x in self.leaves if isinstance(x, Tensor) and x.dim() and len(x))
@@ -151,7 +151,7 @@ class Batch:
         """Return how many labels are not ignored; the rows where labels do not stand in time."""
         labels = self.of("labels")
         in_time = labels is not None and labels.dim() > 1 and not _is_float(labels)
-        return int((labels != IGNORED).sum()) if in_time else self.rows
+        return int((labels != self.ignored).sum()) if in_time else self.rows
 
     def tokens(self) -> int:
         """Return how many tokens the mask lets through; all of them without one."""
@@ -178,7 +178,7 @@ class Batch:
             if is_label and self.text_labels is None:
                 continue
             changed[i] = x = self.leaves[i].clone()
-            x[-1] = IGNORED if is_label else x[0]
+            x[-1] = self.ignored if is_label else x[0]
             if x.is_floating_point():  # what is taken from the largest row is seen
                 x[-1] += 2 * x.abs().max()
         return self.with_leaves(changed)
@@ -188,7 +188,7 @@ class Batch:
         tokens, mask = self.of("tokens"), self.of("mask")
         assert tokens is not None
         pad = tokens[mask == 0][0] if mask is not None and bool((mask == 0).any()) else tokens.flatten()[0]
-        changed, fills = dict[int, Tensor](), {"tokens": pad, "labels": IGNORED, "mask": 0}
+        changed, fills = dict[int, Tensor](), {"tokens": pad, "labels": self.ignored, "mask": 0}
         for i in self.by_row:
             x = self.leaves[i]
             if x.dim() < 2 or x.shape[1] != tokens.shape[1]:

@@ -178,6 +178,8 @@ class Subject:
                     raise UsageError("the loss has no graph: it depends on no parameter that is trained")
                 reductions = watch.behind_the_logits(loss)
                 differentiate(loss, self.parameters.values())
+        if quiet.ignore_index is not None:
+            self.batch.ignored = quiet.ignore_index
         value = float(loss.detach())
         known = abs(value) * torch.finfo(loss.dtype).eps, dict(quiet.names), quiet.dtypes, reductions
         return Seen(value, self._taken(), *known, watch.outputs, watch.calls, *watch.last())

@@ -16,17 +16,22 @@ _DROPOUTS = frozenset(
     feature_alpha_dropout feature_alpha_dropout_ native_dropout""".split()  # noqa: SIM905
 )
 _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
+_LOSSES_OF_CLASSES = frozenset({"cross_entropy", "nll_loss"})
 _ATTENTION = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}  # place of dropout_p
 
 
 class Quiet(TorchFunctionMode):
-    """Turns dropout off and counts what is called. names: function → calls. wide: whether casts to float32 go to float64."""
+    """Turns dropout off and counts what is called. names: function → calls. wide: whether casts to float32 go to float64.
+
+    ignore_index: that of the last loss of classes; None where none was called.
+    """
 
     def __init__(self, dropout: bool = False, wide: bool = False) -> None:
         super().__init__()
         self.dropout, self.wide = dropout, wide
         self.names: Counter[str] = Counter()
         self.dtypes: dict[str, set[torch.dtype]] = {}
+        self.ignore_index: int | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = dict(kwargs or {})
@@ -39,6 +44,8 @@ class Quiet(TorchFunctionMode):
                 args = tuple(0.0 if type(a) is float else a for a in args)
             if name in _ATTENTION:
                 args, named = _without_dropout(args, named, _ATTENTION[name])
+        if name in _LOSSES_OF_CLASSES:
+            self.ignore_index = args[4] if len(args) > 4 else named.get("ignore_index", -100)
         if self.wide:
             func = torch.Tensor.double if name == "float" else func
             args = tuple(torch.float64 if a is torch.float32 else a for a in args)

@@ -31,7 +31,7 @@ def examine(subject: Subject) -> Line:
     if (mask := batch.of("mask")) is not None:
         told.append(f"{float((mask == 0).double().mean()):.0%} padding")
     if (labels := batch.text_labels) is not None:
-        told.append(f"{float((labels < 0).double().mean()):.0%} of the targets ignored")
+        told.append(f"{float((labels == batch.ignored).double().mean()):.0%} of the targets ignored")
     return holds(", ".join(told)) if told else not_applicable("no tensor of the batch has content besides its labels")
 
 

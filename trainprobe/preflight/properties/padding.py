@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from trainprobe.engine.core.guard import attempt, fault_text
-from trainprobe.preflight.batches import IGNORED, Batch
+from trainprobe.preflight.batches import Batch
 from trainprobe.preflight.report import Line, broken, holds, not_applicable
 from trainprobe.preflight.subject import LOSS, Seen, Subject, apart, relative
 
@@ -23,7 +23,7 @@ def examine(subject: Subject) -> Line:
     left, every = bool(hidden[:, 0].any()), batch
     if bool(hidden.any()):
         changes["tokens under the mask"] = every = batch.with_role("tokens", batch.other_tokens(hidden))
-        if labels is not None and bool((labels[hidden] != IGNORED).any()):
+        if labels is not None and bool((labels[hidden] != batch.ignored).any()):
             other = torch.where(hidden, batch.other_tokens(hidden), labels)
             changes["labels under the mask"], every = batch.with_role("labels", other), every.with_role("labels", other)
     if not subject.draws:
@@ -65,7 +65,7 @@ def _sentence(subject: Subject, what: str, other: Batch, seen: Seen, hidden: Ten
 
 def _predicted_from_padding(batch: Batch, hidden: Tensor) -> bool:
     labels = batch.text_labels
-    return labels is not None and bool((hidden[:, :-1] & ~hidden[:, 1:] & (labels[:, 1:] != IGNORED)).any())
+    return labels is not None and bool((hidden[:, :-1] & ~hidden[:, 1:] & (labels[:, 1:] != batch.ignored)).any())
 
 
 def _change(subject: Subject, seen: Seen) -> str:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trainprobe.engine.core.words import counted
-from trainprobe.preflight.batches import IGNORED, Batch
+from trainprobe.preflight.batches import Batch
 from trainprobe.preflight.report import Line, broken, by_design, holds, not_applicable
 from trainprobe.preflight.subject import LOSS, Seen, Subject, apart, dot, relative
 
@@ -86,8 +86,8 @@ def _shares(micros: list[Batch]) -> dict[str, list[float]]:
     """Return what may be counted → the share of each micro-batch in it."""
     kinds = {"targets": Batch.targets, "tokens": Batch.tokens, "rows": lambda m: m.rows}
     counts = {name: [count(m) for m in micros] for name, count in kinds.items()}
-    labels = [m.text_labels for m in micros]
-    shifted = [int((x[:, 1:] != IGNORED).sum()) for x in labels if x is not None]
+    texts = [(m.ignored, labels) for m in micros if (labels := m.text_labels) is not None]
+    shifted = [int((x[:, 1:] != ignored).sum()) for ignored, x in texts]
     if len(shifted) == len(micros):
         counts = {**counts, "targets": shifted, "labels": counts["targets"]}
     counts["micro-batches"] = [1] * len(micros)
