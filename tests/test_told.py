@@ -23,7 +23,7 @@ STEPS = 4
 Tell = Callable[[int, torch.Tensor], Any]
 
 
-def train(output: Path | None, tell: Tell, after: Tell | None = None, **plan: Any) -> list[torch.Tensor]:
+def train(output: Path | None, tell: Tell, after: Tell | None = None, steps: int = STEPS, **plan: Any) -> list[torch.Tensor]:
     """Train with or without a probe, tell something in each step and behind it, and return the weights."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
@@ -38,13 +38,13 @@ def train(output: Path | None, tell: Tell, after: Tell | None = None, **plan: An
         return loss
 
     if output is None:
-        for step in range(STEPS):
+        for step in range(steps):
             loss = one(step)
             if after is not None:
                 after(step, loss)
         return list(model.parameters())
     with trainprobe.watch(model, optimizer, output=output, console=False, **plan) as probe:
-        for step in range(STEPS):
+        for step in range(steps):
             with probe.step(step):
                 loss = one(step)
             if after is not None:
@@ -207,3 +207,18 @@ def test_a_module_of_lightning_tells_by_its_own_log(tmp_path):
     steps = list(read_log(tmp_path / "run"))
     assert [step.scalars["told/index"] for step in steps] == [0, 1, 2, 3]
     assert [step.scalars["told/train_loss"] for step in steps] == [step.scalars["loss"] for step in steps]
+
+
+def test_names_that_are_told_behind_some_steps_alone_keep_their_own_numbers(tmp_path):
+    names = [("a", "b"), ("c",), (), ("b", "a", "d"), ("e",), ("a", "b"), ("d",), ()]
+    writer = SummaryWriter(str(tmp_path / "events"))
+
+    def behind(step: int, loss: torch.Tensor) -> None:
+        for name in names[step % len(names)]:
+            writer.add_scalar(name, 100 * step + ord(name), step)
+
+    train(tmp_path / "out", lambda step, loss: None, behind, steps=4 * len(names))
+    found = told(tmp_path / "out")
+    assert len(found) == 4 * len(names)
+    for step, scalars in enumerate(found):
+        assert scalars == {TOLD + name: 100 * step + ord(name) for name in names[step % len(names)]}
