@@ -181,6 +181,33 @@ def test_rows_that_are_mixed_are_named(tmp_path):
     assert "other rows" in finding.message
 
 
+class TimeFirst(nn.Module):
+    """A causal encoder of torch that takes tokens [time, rows], as it does by default."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(VOCAB, 8), nn.Linear(8, VOCAB)
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2, enable_nested_tensor=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.encoder(self.tokens(ids), mask=nn.Transformer.generate_square_subsequent_mask(len(ids))))
+
+
+@pytest.mark.parametrize("rows", [4, 12])
+def test_earlier_places_are_no_other_rows_where_time_comes_first(tmp_path, rows):
+    torch.manual_seed(0)
+    model = TimeFirst()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    with trainprobe.watch(model, optimizer, output=tmp_path / "out", audit={"every": 1}, monitor=False) as probe:
+        for _ in range(2):
+            ids = torch.randint(0, VOCAB, (TIME + 1, rows))
+            with probe.step():
+                optimizer.zero_grad()
+                functional.cross_entropy(model(ids[:-1]).flatten(0, 1), ids[1:].flatten()).backward()
+                optimizer.step()
+    assert [f.message for f in probe.findings if f.rule == "dependence"] == []
+
+
 class Checkpointed(Averaged):
     """Computes its activations again."""
 

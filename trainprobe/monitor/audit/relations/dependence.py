@@ -9,7 +9,8 @@ Relation, for the first call with whole numbers [rows, time] in the first audite
     inputs of other rows, where either holds
 
 whatever the inputs are looked up in (where there are several embeddings, all show it). Tolerance: 1e-6 of the largest gradient,
-as a mask may be a large number and not infinity. Models with batch statistics are left out. Reported as a warning.
+as a mask may be a large number and not infinity. Models with batch statistics are left out, and those whose tokens are
+[time, rows] by their targets. Reported as a warning.
 Usually caused by a mask that is added as ones and zeros, by a norm or a mean over time, by a convolution that is padded on both
 sides, by a reshape in the place of a transpose. A recurrent layer in both directions is not told from a code of the whole text
 that the model was meant to have, and is not reported.
@@ -77,7 +78,9 @@ def check(evidence: Evidence) -> list[Finding]:
     if not seen.inputs:
         return []
     by_mask = 0 < seen.attentions <= seen.causal
-    by_targets = any(predicts_next(call) for call in evidence.of(LossCalls).losses)
+    by_targets, time_first = (any(predicts_next(call, (dim,)) for call in evidence.of(LossCalls).losses) for dim in (1, 0))
+    if time_first and not by_targets:
+        return []
     ends = max(reached.last for reached in seen.inputs)
     near = by_targets and not seen.attentions and ends < seen.time - 1
     why = "every attention of the model is causal" if by_mask else "it is trained to predict the next token"

@@ -14,7 +14,7 @@ violate this.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
@@ -56,17 +56,17 @@ def check(evidence: Evidence) -> list[Finding]:
     return []
 
 
-def _all_equal(call: LossCall, shift: int) -> bool:
+def _all_equal(call: LossCall, shift: int, dims: Sequence[int] = (0, 1)) -> bool:
     return any(
         call.number(f"pairs {dim} {shift}") >= _FEWEST
         and call.number(f"equal {dim} {shift}") == call.number(f"pairs {dim} {shift}")
-        for dim in (0, 1)
+        for dim in dims
     )
 
 
-def predicts_next(call: LossCall) -> bool:
-    """Tell whether all of at least 16 valid targets are the next token."""
-    return call.number("valid") >= _FEWEST and _all_equal(call, 1)
+def predicts_next(call: LossCall, dims: Sequence[int] = (0, 1)) -> bool:
+    """Tell whether all of at least 16 valid targets are the next token along one of these dimensions of the tokens."""
+    return call.number("valid") >= _FEWEST and _all_equal(call, 1, dims)
 
 
 def trains_masked_targets(evidence: Evidence) -> bool:
