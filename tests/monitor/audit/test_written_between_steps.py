@@ -122,3 +122,32 @@ def test_programs_that_write_to_weights_and_are_right_get_no_word(how, tmp_path)
 def test_no_parameter_is_held_when_the_run_has_ended(tmp_path):
     train("nothing", tmp_path, steps=3)
     assert not any(one._left for one in gc.get_objects() if type(one) is WeightSamples)
+
+
+def _write(model: nn.Module) -> None:
+    with torch.no_grad():
+        model[2].weight.add_(0.1)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_weights_in_shared_memory_may_be_written_by_other_processes(tmp_path, shared):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 3))
+    model = model.share_memory() if shared else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    with trainprobe.watch(model, optimizer, output=tmp_path / "out", audit={"every": 1}, monitor=False) as probe:
+        for _ in range(3):
+            with probe.step():
+                optimizer.zero_grad()
+                model(torch.randn(8, 6)).square().mean().backward()
+                optimizer.step()
+            if shared:
+                other = torch.multiprocessing.get_context("fork").Process(target=_write, args=(model,))
+                other.start()
+                other.join()
+                assert other.exitcode == 0
+            else:
+                _write(model)
+    rules = [f.rule for f in probe.findings]
+    assert rules == (["audit"] if shared else ["untouched_between_steps"])
+    assert ("shared memory" in probe.findings[0].message) is shared

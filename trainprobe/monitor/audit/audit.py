@@ -40,6 +40,7 @@ from trainprobe.monitor.audit.resharded import Resharded, as_pieces, is_resharde
 from trainprobe.monitor.rules import GRAVITY
 from trainprobe.monitor.scalar_names import scalar
 
+_OF_OWN_WEIGHTS = ("untouched_between_steps", "written_between_steps", "update_rule")
 _OF_RANKS_ALIKE = ("untouched_between_steps",)  # others hand over weights, or an average of them, behind an update
 Gather = Callable[[Payload], list[Payload]]
 
@@ -57,6 +58,7 @@ class Audit:
         self.certain: frozenset[str] = frozenset()
         self.assumed = False
         self.not_compared: Callable[[], str] = str  # why ranks are not compared, though the plan asks for it
+        self.not_only_own: Callable[[], str] = str  # why weights may change by more than the updates of this process
         self.own_loop = False
         self.last: Evidence | None = None
         self._take = take
@@ -90,6 +92,8 @@ class Audit:
 
     def judge(self, evidence: Evidence, due: Sequence[str]) -> list[Finding]:
         """Check relations on evidence; what was reported before, and holds again, is counted there."""
+        if self.not_only_own():
+            due = [name for name in due if name not in _OF_OWN_WEIGHTS]
         least = GRAVITY[self.plan.severity]
         found: list[Finding] = []
         for name in due:

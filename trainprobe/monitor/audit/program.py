@@ -14,7 +14,7 @@ from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.probe import EngineProbe
 from trainprobe.engine.program import Program, Schedule
 from trainprobe.engine.tape import Tape
-from trainprobe.monitor.audit.apart_on_purpose import why_not_compared
+from trainprobe.monitor.audit.apart_on_purpose import why_not_compared, why_not_only_own
 from trainprobe.monitor.audit.audit import Audit, Gather
 from trainprobe.monitor.audit.plan import AuditPlan, validate
 from trainprobe.monitor.audit.relations import observers_of
@@ -38,7 +38,7 @@ class AuditProgram(Program):
         self.tap.attach(self)
         self.audit = Audit(plan, tap.take, gather)
         self._observers = observers_of(plan.checked())
-        self._said = False  # why ranks are not compared
+        self._said = {""}  # why ranks are not compared, and weights not judged
 
     @property
     def plan(self) -> AuditPlan:
@@ -77,6 +77,7 @@ class AuditProgram(Program):
             self.audit.gather = None  # some ranks do not collect: they would never answer
         optimizers = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
         self.audit.not_compared = partial(why_not_compared, chunks_of(model), optimizers)
+        self.audit.not_only_own = partial(why_not_only_own, chunks_of(model))
 
     def at_once(self, step: int) -> bool:
         """Tell whether the step is audited: its facts are those of now, and all ranks compare them at one place."""
@@ -84,9 +85,11 @@ class AuditProgram(Program):
 
     def judge(self, step_data: StepData) -> Sequence[Finding]:
         """Return the violations that are new."""
-        if self.plan.ranks and self.world_size > 1 and not self._said and (why := self.audit.not_compared()):
-            self._said = True
-            self._probe.report(Finding("audit", "info", why))
+        apart = self.audit.not_compared() if self.plan.ranks and self.world_size > 1 else ""
+        for why in (apart, self.audit.not_only_own()):
+            if why not in self._said:
+                self._said.add(why)
+                self._probe.report(Finding("audit", "info", why))
         return self.audit(step_data)
 
     def ended(self, step: int, complete: bool) -> None:
