@@ -373,3 +373,19 @@ def test_what_has_no_meaning_is_refused():
         trainprobe.preflight(classified, network(), ["a", 1])
     with pytest.raises(UsageError, match="no parameter"):
         trainprobe.preflight(classified, network().requires_grad_(False), points())
+
+
+class Averaged(Text):
+    """Holds an average of its own weights, as training tasks of timm do; or a layer that nobody calls."""
+
+    def __init__(self, copied: bool) -> None:
+        super().__init__()
+        self.average = nn.ModuleDict({name: nn.Linear(D, D) for name in ("mix",)})
+        if copied:
+            self.average["mix"].load_state_dict(self.mix.state_dict())
+
+
+def test_start_an_average_of_the_weights_is_no_lost_layer():
+    assert line("start", next_token, Averaged(True), text()).status == "holds"
+    found = line("start", next_token, Averaged(False), text())
+    assert found.status == "BROKEN" and "average.mix.weight" in found.text and "never called" in found.text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -87,6 +87,7 @@ class Subject:
         self.base = self.run()
         drawn = self.guard.drawn()
         self._leave_other_losses()
+        self._leave_copies()
         if not self.base.finite:
             return
         again = self.run(rewind=False)
@@ -102,6 +103,19 @@ class Subject:
         others = {one for ids in held[1:] if ids.isdisjoint(given) for one in ids - held[0]}
         kept = {name: p for name, p in self.parameters.items() if id(p) not in others}
         self.of_other_losses, self.parameters = len(self.parameters) - len(kept), kept
+
+    def _leave_copies(self) -> None:
+        """Test no parameter of a copy, as an average of the weights is: nothing calls it, and no optimizer has it."""
+        if self.parameters.keys() == self.base.gradients.keys():
+            return
+        held = {id(p) for o in self.optimizers for group in o.param_groups for p in group["params"]}
+        modules = {name: dict(module.named_parameters()) for name, module in self.model.named_modules() if name}
+        called = [own for name, own in modules.items() if own and name in self.base.calls]
+        for name, own in modules.items():
+            reached = any(f"{name}.{key}" in self.base.gradients or id(p) in held for key, p in own.items())
+            if own and not reached and any(_are_equal(own, other) for other in called):
+                copied = {f"{name}.{key}" for key in own}
+                self.parameters = {key: p for key, p in self.parameters.items() if key not in copied}
 
     @cached_property
     def floors(self) -> tuple[float, float, float]:
@@ -357,3 +371,11 @@ def apart(a: Seen, b: Seen) -> float:
         x, y = (seen.gradients.get(name, none) for seen in (a, b))
         gap += float((x.double() - y.double()).square().sum())
     return gap**0.5 / max(size, 1e-30) if isfinite(gap) and isfinite(size) else float("inf")
+
+
+def _are_equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    """Tell whether two modules have parameters of the same names and numbers, of which some are no constants."""
+    if one is other or one.keys() != other.keys() or any(a.shape != other[key].shape for key, a in one.items()):
+        return False
+    drawn = any(bool((p != p.flatten()[:1]).any()) for p in one.values())
+    return drawn and all(torch.equal(a, other[key]) for key, a in one.items())
