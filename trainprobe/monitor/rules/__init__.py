@@ -23,10 +23,10 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, BeforeValidator, ConfigDict, field_validator
 
-from trainprobe.engine.core.records import Finding
+from trainprobe.engine.core.records import Finding, Site
 from trainprobe.engine.plan.selection import parse_names
 from trainprobe.errors import PlanError, did_you_mean
-from trainprobe.monitor.frames import Frame
+from trainprobe.monitor.frames import Frame, Selection
 from trainprobe.monitor.memory import Memory
 
 Severity: TypeAlias = Literal["info", "warning", "error"]
@@ -59,6 +59,23 @@ class RuleOptions(BaseModel):
         """Return how many steps must be collected until the rule can find something."""
         return 1
 
+    def found(
+        self,
+        frame: Frame,
+        message: str,
+        site: Site | None,
+        *,
+        measured: float | str,
+        expected: float | str,
+        next: str | None,
+        names: tuple[str, ...] = (),
+        floor: float | None = None,
+    ) -> Finding:
+        """Make a finding of this rule at the step and rank of a frame; see `Finding` for the rest."""
+        rule = type(self).__module__.rpartition(".")[2]
+        about = (rule, self.severity, message, frame.step, frame.place, site, measured, expected, floor, next)
+        return Finding(*about, names=names)
+
 
 class Rule(Protocol):
     """What the module of a rule holds."""
@@ -69,6 +86,12 @@ class Rule(Protocol):
     def check(self, frame: Frame, memory: Memory, options: Any) -> list[Finding]:
         """Judge one step."""
         ...
+
+
+@cache
+def norms_of_gradients(names: Patterns) -> tuple[Selection, ...]:
+    """Return what selects the norm of each parameter's gradient."""
+    return (Selection(("parameter",), ("grad",), ("norm",), names),)
 
 
 def names_at(frame: Frame, places: npt.NDArray[np.int64]) -> tuple[str, ...]:

@@ -129,13 +129,10 @@ def _finding(frame: Frame, options: Options, addresses: list[Address], of: int, 
             "autocast, or use master weights. Check that the optimizer holds this very parameter"
         )
     others = f" and {len(addresses) - 1} more of {of} parameters" if len(addresses) > 1 else ""
-    return Finding(
-        rule="frozen",
-        severity=options.severity,
-        message=f"{addresses[0].name}{others} did not change over {held} collected steps although it has a gradient",
-        step=frame.step,
-        place=frame.place,
-        site=addresses[0].site(),
+    return options.found(
+        frame,
+        f"{addresses[0].name}{others} did not change over {held} collected steps although it has a gradient",
+        addresses[0].site(),
         measured="unchanged",
         expected="changed by every update",
         names=tuple(dict.fromkeys(address.name for address in addresses)),
