@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.core.words import and_more
-from trainprobe.monitor.audit.evidence import Evidence, untrained_parameters
+from trainprobe.monitor.audit.evidence import Evidence
 from trainprobe.monitor.audit.facts.updates import UpdateCounts
+from trainprobe.monitor.audit.untrained import untrained_parameters
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"updates"})
@@ -36,9 +37,7 @@ def _hidden(evidence: Evidence) -> list[Finding]:
         "optimizer steps it, no checkpoint saves it"
     )
     hint = "keep modules in nn.ModuleList or nn.ModuleDict, and parameters in nn.ParameterList or nn.ParameterDict"
-    return [
-        evidence.finding("ownership", text, hidden[0], measured="not owned", expected="owned", next=hint, names=list(hidden))
-    ]
+    return [evidence.found(text, hidden, next=hint, measured="not owned", expected="owned", severity="error")]
 
 
 def _lost(evidence: Evidence) -> list[Finding]:
@@ -50,20 +49,10 @@ def _lost(evidence: Evidence) -> list[Finding]:
     stale = [p for p in lost if (p.shape, p.dtype) in strays]
     if not lost or not evidence.of(UpdateCounts).updates or (len(lost) == len(trainable) and not stale):
         return []
-    first = (stale or lost)[0]
     names = [p.name for p in (stale or lost)]
     held = len(trainable) - len(lost)
     text = f"the optimizer owns {held} of {len(trainable)} live trainable parameters: it never updates {and_more(names)}"
     if stale:
         text += ". It holds old tensors of the same shapes: the parameters were replaced after it was made"
-    return [
-        evidence.finding(
-            "ownership",
-            text,
-            first.name,
-            measured=float(held),
-            expected=float(len(trainable)),
-            next="make the optimizer after the model has its final dtype, device and wrappers, from model.parameters()",
-            names=names,
-        )
-    ]
+    hint = "make the optimizer after the model has its final dtype, device and wrappers, from model.parameters()"
+    return [evidence.found(text, names, next=hint, measured=float(held), expected=float(len(trainable)), severity="error")]

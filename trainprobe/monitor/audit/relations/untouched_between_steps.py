@@ -19,13 +19,12 @@ was, that is reported.
 
 from __future__ import annotations
 
-from typing import Any
-
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.core.words import and_more, plural
-from trainprobe.monitor.audit.evidence import Evidence, TensorsOfStep, averaged_parameters, is_part_of, untrained_parameters
+from trainprobe.monitor.audit.evidence import Evidence, TensorsOfStep
 from trainprobe.monitor.audit.facts.gradients import UsedGradients
 from trainprobe.monitor.audit.facts.updates import BufferStates, UpdateCounts, UsedGroups
+from trainprobe.monitor.audit.untrained import averaged_parameters, is_part_of, untrained_parameters
 
 COST = frozenset({"fingerprints"})
 OBSERVERS = frozenset({"buffers", "gradient_use", "parameter_groups", "updates"})
@@ -66,20 +65,10 @@ def check(evidence: Evidence) -> list[Finding]:
         and (name, slot.removesuffix("_after")) not in evidence.tensors
     ]
     if gone:
-        text = (
-            f"the optimizer state {gone[0][1]} of {and_more(list(dict.fromkeys(n for n, _ in gone)))} is "
-            f"gone since step {before.step}"
-        )
-        found.append(
-            evidence.finding(
-                "untouched_between_steps",
-                text,
-                *gone[0],
-                measured="absent",
-                expected="as the last update left it",
-                names=list(dict.fromkeys((n for n, _ in gone))),
-            )
-        )
+        names, slot = list(dict.fromkeys(name for name, _ in gone)), gone[0][1]
+        text = f"the optimizer state {slot} of {and_more(names)} is gone since step {before.step}"
+        was = "as the last update left it"
+        found.append(evidence.found(text, names, slot, measured="absent", expected=was, severity="error"))
     return found
 
 
@@ -117,8 +106,8 @@ def _averaged_elsewhere(evidence: Evidence, before: Evidence) -> list[Finding]:
 
 
 def _moved_outside(evidence: Evidence, text: str, names: list[str], measured: str, expected: str) -> Finding:
-    more: Any = {"severity": "warning", "next": "call model.eval() before evaluating", "names": names}
-    return evidence.finding("untouched_between_steps", text, names[0], "buffer", measured=measured, expected=expected, **more)
+    hint = "call model.eval() before evaluating"
+    return evidence.found(text, names, "buffer", next=hint, measured=measured, expected=expected)
 
 
 def _of_others(evidence: Evidence) -> frozenset[str]:
@@ -233,4 +222,4 @@ def _finding(evidence: Evidence, before: Evidence, slots: list[str], names: list
         f"{what} of {and_more(names, len(evidence.tensors.names))} changed between the updates of steps "
         f"{before.step} and {evidence.step} (norm {old:.9g} to {new:.9g}){more}. {how}"
     )
-    return evidence.finding("untouched_between_steps", text, first, slot, measured=new, expected=old, floor=0.0, names=names)
+    return evidence.found(text, names, slot, measured=new, expected=old, floor=0.0, severity="error")
