@@ -1,12 +1,11 @@
-"""The one background thread that writes: what training hands over waits in a bounded queue and is never dropped in silence.
+"""The background thread that writes: collected steps wait in a bounded queue, and none is dropped silently.
 
-A full queue makes the training wait (back-pressure) rather than lose data. A step is written at once, but the thread wakes at
-most once in WAKE_INTERVAL_S, because waking it takes time from the training. A sink that gathers steps is asked to write them
-BATCH_WINDOW after the first of them was handed over. A sink that fails, because the disk is full or cannot be written, loses
-the step at which it failed and is tried again at the next. A finding says so at the first failure, another at the end how many
-steps were lost. The others and the training go on. A thread that dies is replaced. A forked child inherits a writer that
-ignores all it is told: its parent writes. At the end of the interpreter, or of a process of `multiprocessing`, what is queued
-is written, for a bounded time.
+If the queue is full, the training waits (back-pressure). A step is written at once, but the thread wakes at most once in
+WAKE_INTERVAL_S, because waking it costs training time. A sink that gathers steps is asked to write them BATCH_WINDOW after the
+first of them was submitted. A sink that fails (disk full, no permission) loses the step at which it failed and is tried again
+at the next. A finding reports the first failure, and another at the end how many steps were lost. The other sinks and the
+training continue. A thread that dies is replaced. A forked child inherits a writer that ignores every call: its parent writes.
+At the exit of the interpreter, or of a process of `multiprocessing`, the queue is written for a bounded time.
 """
 
 from __future__ import annotations

@@ -1,16 +1,15 @@
-"""A NaN or an infinity, and where it was born: the first call whose inputs were finite and whose output was not.
+"""Names the origin of a NaN or an infinity: the first call with finite inputs and a non-finite output.
 
-Walks the step in execution order. In the forward pass an origin is a call with finite inputs and parameters and a
-non-finite output; in the backward pass finite gradients of outputs and a non-finite gradient of inputs or of a
-parameter; in the optimizer finite gradients and a non-finite update, state or parameter. Where the forward pass was finite
-and the loss is not, or what comes back into the backward pass is not, it is the loss. The innermost of nested modules is named.
-Where the first non-finite value is one that a forward call is given, and a result of the forward pass is not finite, only a
-call that is known to have made such a result of finite values is an origin; without one, it came in with the batch.
-Minus infinity alone is not counted, because attention masks are made of it. What stands in single calls alone, and in nothing
-that is made of them, is worth a note (a constant, a mask, memory that nobody had filled yet), and is no origin later. While a
-dynamic loss scale is in use, infinite gradients are how it finds its limit: a few such steps are only worth a note, and so are,
-until the first finite step, 32 at a scale above 65536, which makes an infinity of every float16 gradient of 1. Where the
-optimizer stepped all the same and wrote what is not finite, they are an error.
+The rule walks the step in execution order. In the forward pass, an origin is a call with finite inputs and parameters and a
+non-finite output. In the backward pass, it has finite gradients of outputs and a non-finite gradient of an input or parameter.
+In the optimizer, the gradients are finite and an update, state or parameter is not. The loss is the origin if the forward pass
+was finite and the loss or the first incoming gradient is not. Of nested modules the innermost is named.
+If the first non-finite value is an input of a forward call and a result of the forward pass is not finite, only a call that is
+known to have made such a result from finite values is an origin. If there is none, the batch had it.
+Minus infinity alone does not count, because attention masks contain it. Values that stay inside single calls (a constant, a
+mask, uninitialised memory) are a note, and no origin later. Under a dynamic loss scale, infinite gradients are how the scaler
+finds its limit: a few such steps are a note. So are up to 32 steps before the first finite one at a scale above 65536, where a
+float16 gradient of 1 overflows. They are an error if the optimizer stepped and wrote them into weights.
 
 Source: the "first divergence" of TrainCheck and the overflow checks of mixed precision training (Micikevicius et al., 2018).
 """

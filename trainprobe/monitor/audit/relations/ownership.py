@@ -1,13 +1,13 @@
-"""The optimizer owns every live trainable parameter.
+"""The optimizer owns every trainable parameter of the model.
 
-Relation: the set of parameter objects that the optimizers step contains every parameter of the model that requires a gradient,
-but for those that other ranks of its replica group step and hand over, those that the program updates by hand within the step,
-and a copy beside a trained module, such as a moving average, which gets no gradient. Tolerance none. One of which an optimizer
-holds a copy of its shape and another dtype has a master weight; where an optimizer holds none of them and nothing that looks
-like them, nothing is known. Parameters that a module keeps in a plain list or dict are no parameters of the model: where one of
-them has a gradient and no optimizer holds it, it is reported.
+Relation: the optimizers step every parameter object of the model that requires a gradient. Excepted are parameters that other
+ranks of the replica group step and hand over, parameters that the program updates by hand within the step, and a copy of a
+trained module that gets no gradient, such as a moving average. Tolerance none. A parameter has a master weight if an optimizer
+holds a tensor of its shape and a different dtype. If an optimizer holds no parameter and nothing that resembles one, nothing is
+known. Parameters in a plain list or dict of a module are not registered. Such a parameter is reported if it has a gradient and
+no optimizer holds it.
 Usually caused by parameters that were replaced (moved, cast, resized, wrapped) after the optimizer was made (accelerate issue
-2665), by a part of the model that was left out of the parameter groups, or by a list where `nn.ModuleList` is meant.
+2665), by a part of the model that is missing from the parameter groups, or by a list in place of `nn.ModuleList`.
 """
 
 from __future__ import annotations
