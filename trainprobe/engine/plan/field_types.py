@@ -5,11 +5,11 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict
 
 from trainprobe.engine.core.row_schema import StatisticName
 from trainprobe.engine.plan.detail import Slice, Summary
-from trainprobe.engine.plan.selection import parse_names
+from trainprobe.engine.plan.selection import parse_names, parse_steps
 
 Level: TypeAlias = Literal["off", "L0", "L1", "mix", "debug"]
 Record: TypeAlias = Literal["nothing", "L0", "L1", "mix", "debug"]
@@ -47,8 +47,18 @@ def parse_bytes(value: object) -> object:
     return int(number * _UNITS[unit])
 
 
+def _checked_steps(value: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    parse_steps(value)
+    return value
+
+
+def _checked_names(value: tuple[str, ...]) -> tuple[str, ...]:
+    return parse_names(value).patterns
+
+
 Patterns: TypeAlias = Annotated[tuple[str, ...], BeforeValidator(one_or_many)]
-Numbers: TypeAlias = Annotated[tuple[Whole | str, ...], BeforeValidator(one_or_many)]
+NamePatterns: TypeAlias = Annotated[Patterns, AfterValidator(_checked_names)]
+Numbers: TypeAlias = Annotated[tuple[Whole | str, ...], BeforeValidator(one_or_many), AfterValidator(_checked_steps)]
 Statistics: TypeAlias = Annotated[tuple[StatisticName, ...], BeforeValidator(one_or_many)]
 
 
@@ -98,7 +108,7 @@ Slices: TypeAlias = Annotated[tuple[SliceRule, ...], BeforeValidator(one_or_many
 class DetailRule(Section):
     """What to record for names that match, where it differs from the rest of the plan."""
 
-    match: Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(one_or_many)]
+    match: Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(one_or_many), AfterValidator(_checked_names)]
     """Patterns of module, op or parameter names that this entry is for."""
     task: Task | None = None
     """`statistics` or `tensor` for them; left out: as elsewhere."""
@@ -108,8 +118,6 @@ class DetailRule(Section):
     """Which statistics for them; left out: as elsewhere."""
     slice: Slices | None = None
     """Which part of their tensors is stored; left out: as elsewhere."""
-
-    _check_match = field_validator("match")(lambda cls, value: parse_names(value).patterns)  # pyright: ignore
 
 
 class Histogram(Section):

@@ -28,6 +28,7 @@ from trainprobe.engine.plan.field_types import (
     Flag,
     Histogram,
     Level,
+    NamePatterns,
     Number,
     Numbers,
     Patterns,
@@ -44,7 +45,7 @@ from trainprobe.engine.plan.field_types import (
     parse_bytes,
 )
 from trainprobe.engine.plan.problems import describe_problems
-from trainprobe.engine.plan.selection import Names, Steps, parse_names, parse_steps
+from trainprobe.engine.plan.selection import Names, Steps, parse_steps
 from trainprobe.engine.plan.subplans import program_file, sections, sink_names
 from trainprobe.errors import PlanError, did_you_mean
 
@@ -92,12 +93,12 @@ class Plan(Section):
     """Which global ranks collect; written as `step` is."""
     micro: Numbers = ("all",)
     """Which micro-batches of a step are collected, counted from 0; written as `step` is."""
-    modules: Patterns = ("**",)
+    modules: NamePatterns = ("**",)
     """Patterns of the modules that are recorded: globs over dotted names (`*` within a part, `**` across parts),
     `re:` regular expressions; a leading `!` excludes."""
-    ops: Patterns = ("**",)
+    ops: NamePatterns = ("**",)
     """Patterns of the ops that are recorded, such as `Functional.linear` or `Tensor.*`."""
-    parameters: Patterns = ("**",)
+    parameters: NamePatterns = ("**",)
     """Patterns of the parameters whose values and gradients are recorded."""
     phases: Annotated[tuple[PlanPhase, ...], Field(min_length=1), BeforeValidator(one_or_many)] = get_args(PlanPhase)
     """Which parts of a step are recorded."""
@@ -107,7 +108,7 @@ class Plan(Section):
     entry_sides: Annotated[tuple[Side, ...], Field(min_length=1), BeforeValidator(one_or_many)] = get_args(Side)
     """Which sides of a call a dump holds, as its entries name them: the `input` of a backward call are the gradients of the
     outputs, its `output` those of the inputs."""
-    tensors: Patterns = ()
+    tensors: NamePatterns = ()
     """Patterns of modules, ops and parameters whose values are saved too, whatever `task` says."""
     tensor_entries: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(one_or_many)] = ()
     """Save the values also of ops and modules whose full names, such as `Functional.linear.` or
@@ -180,17 +181,6 @@ class Plan(Section):
     @classmethod
     def _fill(cls, fields: Any) -> Any:
         return filled(fields) if isinstance(fields, dict) else fields  # pyright: ignore[reportUnknownArgumentType]
-
-    @field_validator("step", "rank", "micro")
-    @classmethod
-    def _check_numbers(cls, value: tuple[int | str, ...]) -> tuple[int | str, ...]:
-        parse_steps(value)
-        return value
-
-    @field_validator("modules", "ops", "parameters", "tensors")
-    @classmethod
-    def _check_patterns(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        return parse_names(value).patterns
 
     @field_validator("modules", "ops", "parameters")
     @classmethod

@@ -21,10 +21,10 @@ from typing import Annotated, Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, BeforeValidator, ConfigDict, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from trainprobe.engine.core.records import Finding, Site
-from trainprobe.engine.plan.selection import parse_names
+from trainprobe.engine.plan.field_types import NamePatterns, Patterns
 from trainprobe.errors import PlanError, did_you_mean
 from trainprobe.monitor.frames import Frame, Selection
 from trainprobe.monitor.memory import Memory
@@ -32,7 +32,6 @@ from trainprobe.monitor.memory import Memory
 Severity: TypeAlias = Literal["info", "warning", "error"]
 GRAVITY: Mapping[Severity, int] = {"info": 0, "warning": 1, "error": 2}
 Action: TypeAlias = Literal["log", "alert", "dump", "stop"]
-Patterns: TypeAlias = Annotated[tuple[str, ...], BeforeValidator(lambda v: (v,) if isinstance(v, str) else v)]
 Actions: TypeAlias = Annotated[tuple[Action, ...], BeforeValidator(lambda v: (v,) if isinstance(v, str) else v)]
 
 OPTIONAL = ("mean_deviation", "threshold")  # rules that judge only where a plan names them
@@ -43,17 +42,12 @@ class RuleOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    names: Patterns = ("**",)
+    names: NamePatterns = ("**",)
     """Patterns of the modules, parameters and scalars that are judged; a leading `!` excludes."""
     severity: Severity = "warning"
     """The severity of findings of this rule."""
     actions: Actions = ("log",)
     """What a finding does: log, alert (console, webhook, callback), dump (the next steps in full), stop (end the run)."""
-
-    @field_validator("names")
-    @classmethod
-    def _check_names(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        return parse_names(value).patterns
 
     def needs(self) -> int:
         """Return how many steps must be collected until the rule can find something."""
