@@ -7,17 +7,17 @@ import re
 import sys
 
 from benchmarks.gpu.sass import compiled
-from trainprobe.engine.arrays import triton_kernels, triton_rows
+from trainprobe.engine.arrays import triton_jobs, triton_kernels, triton_merge
 
 for capability in map(int, sys.argv[1:]):
-    for kind in triton_rows.KINDS.values():
-        whole = triton_rows.TAKEN
-        kernels = [(triton_kernels.reduce_chunks, triton_rows.chunk_constants(kind, whole))]
+    for kind in triton_jobs.KINDS.values():
+        whole = triton_jobs.TAKEN
+        kernels = [(triton_kernels.reduce_chunks, triton_jobs.chunk_constants(kind, whole))]
         if kind.name in ("float32", "float64", "int64"):
-            kernels += [(triton_kernels.merge_parts, triton_rows.merge_constants(kind, flags)) for flags in (1, 2, whole)]
-            kernels += [(triton_kernels.reduce_chunks, triton_rows.chunk_constants(kind, flags)) for flags in (1, 2)]
+            kernels += [(triton_merge.merge_parts, triton_jobs.merge_constants(kind, flags)) for flags in (1, 2, whole)]
+            kernels += [(triton_kernels.reduce_chunks, triton_jobs.chunk_constants(kind, flags)) for flags in (1, 2)]
         for kernel, constants in kernels:
-            options = triton_rows.chunk_options(kind, whole) if "rows" in constants else triton_rows.OPTIONS
+            options = triton_jobs.chunk_options(kind, whole) if "rows" in constants else triton_jobs.OPTIONS
             made = compiled(kernel, constants, options, capability)
             code = made.asm["ptx"]
             squares_are_exact = kind.sort == 0  # so that a fused addition rounds as one that is not

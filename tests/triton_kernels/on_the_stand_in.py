@@ -17,7 +17,7 @@ import torch
 
 import trainprobe
 from tests.stand_in import register
-from trainprobe.engine.arrays import triton_rows
+from trainprobe.engine.arrays import triton_jobs, triton_rows
 
 PLAN = {"level": "off", "monitor": {"parameters": True, "gradients": True, "optimizer_state": True, "activations": True}}
 SIZES = {"_LEVELS": (10, 10, 7, 10), "_MERGE_LEVELS": 3, "_LEAST": 1024, "_MOST": 1 << 14}  # the interpreter takes its time
@@ -48,7 +48,7 @@ def main() -> None:
     register()
     triton_rows.DEVICES.add("npu")
     for name, size in SIZES.items():
-        setattr(triton_rows, name, size)
+        setattr(triton_jobs, name, size)
     launches: list[int] = []
     plain = triton_rows.launch
 

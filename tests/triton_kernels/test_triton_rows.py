@@ -17,7 +17,7 @@ import torch
 import trainprobe
 from tests.engine.arrays import reduction_oracle as oracle
 from tests.engine.arrays.reduction_oracle import Believed, assert_true, row_of, rows_of, sample
-from trainprobe.engine.arrays import torch_arrays, triton_kernels, triton_rows
+from trainprobe.engine.arrays import torch_arrays, triton_jobs, triton_kernels, triton_rows
 from trainprobe.engine.arrays.torch_arrays import TorchStatsRows
 from trainprobe.engine.core.records import StepData
 from trainprobe.engine.stats.checksum import fingerprint
@@ -27,7 +27,7 @@ HERE = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
 ALL = STATS | CHECKSUM | STD | SUBNORMAL
 SIZES = [0, 1, 127, 129, 1023, 1024, 1025, 2048, 3 * 1024 + 1]
-DEVICE_SIZES = {name: getattr(triton_rows, name) for name in ("_MERGE_LEVELS", "_PARTS")}
+DEVICE_SIZES = {name: getattr(triton_jobs, name) for name in ("_MERGE_LEVELS", "_PARTS")}
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def kernels_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_rows, "DEVICES", {"cpu"})
     monkeypatch.setattr(triton_rows, "_trusts", {})
     for name, size in {"_MERGE_LEVELS": 3, "_PARTS": 8}.items():
-        monkeypatch.setattr(triton_rows, name, size)
+        monkeypatch.setattr(triton_jobs, name, size)
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_with_the_sizes_of_a_device_the_bounds_hold(dtype: torch.dtype, monkeypa
     t = sample(dtype, (1 << 14) + 1500)
     made = rows_of("triton", ALL)
     for name, size in DEVICE_SIZES.items():
-        monkeypatch.setattr(triton_rows, name, size)
+        monkeypatch.setattr(triton_jobs, name, size)
     assert made.add(t) == 0
     rows, sums, _ = made.drain()
     assert_true(rows[0], t)
@@ -98,12 +98,12 @@ def test_elements_beyond_2_to_the_31_are_found_and_have_their_place() -> None:
 
     near = sample(torch.float32, 700)
     chunks, chunk = 1 << 22, 1 << 10
-    kind = triton_rows.KINDS[torch.float32]
+    kind = triton_jobs.KINDS[torch.float32]
     start = chunks * chunk  # chunk number 2^22 of a tensor whose first elements nobody has
     for layout in ([1, 1, 1, 0, 0, 0, 0, 0], [1, 1, 3, 3, 0, 0, 1, 1]):
         table = torch.tensor([-chunks, near.data_ptr() - 4 * start, start + 700, chunk, 1, 0, *layout])
         part = torch.zeros(len(CHUNK) + len(CHUNK_INTEGERS), dtype=torch.int64)
-        constants = triton_rows.chunk_constants(kind, CHECKSUM)
+        constants = triton_jobs.chunk_constants(kind, CHECKSUM)
         triton_kernels.reduce_chunks[1,](table.data_ptr(), 1, part.data_ptr(), 1, **constants)
         assert int(part[len(CHUNK)]) % (1 << 64) == fingerprint(near.numpy(), index=start)
 
@@ -115,14 +115,14 @@ def test_a_lane_adds_at_most_256_elements_and_many_programs_share_a_tensor(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, size in DEVICE_SIZES.items():
-        monkeypatch.setattr(triton_rows, name, size)
-    kind = triton_rows.KINDS[dtype]
-    lanes = 4 * triton_rows.chunk_constants(kind, ALL)["rows"]
+        monkeypatch.setattr(triton_jobs, name, size)
+    kind = triton_jobs.KINDS[dtype]
+    lanes = 4 * triton_jobs.chunk_constants(kind, ALL)["rows"]
     for n in (0, 1, 1 << 16, 1 << 20, (1 << 27) + 1, 1 << 34):
-        chunk = triton_rows.chunk_of(n, kind)
+        chunk = triton_jobs.chunk_of(n, kind)
         assert lanes <= chunk <= 256 * lanes <= 1 << 18
         assert chunk & (chunk - 1) == 0
-        assert chunk == triton_rows.chunk_of(0, kind) or n / chunk > 1024
+        assert chunk == triton_jobs.chunk_of(0, kind) or n / chunk > 1024
         assert n / chunk <= 2048 or chunk == 256 * lanes
 
 
@@ -131,7 +131,7 @@ PACKED = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 def heads(dtype: torch.dtype) -> torch.Tensor:
     """[n, 33, 64]: a whole chunk or more, and a rest that is no whole number of tiles."""
-    return sample(dtype, triton_rows.chunk_of(0, triton_rows.KINDS[dtype]) // 2048 + 1, 33, 64)
+    return sample(dtype, triton_jobs.chunk_of(0, triton_jobs.KINDS[dtype]) // 2048 + 1, 33, 64)
 
 
 def reduced(t: torch.Tensor) -> tuple[np.ndarray, int]:
@@ -159,7 +159,7 @@ def test_the_bits_of_a_row_are_the_same_wherever_the_elements_lie(dtype: torch.d
     for mode, t in lying.items():
         t.copy_(plain)
         jobs = triton_rows.Jobs()
-        assert jobs.add(t, 0) and jobs.table(triton_rows.KINDS[dtype])[0][-1] == [mode]
+        assert jobs.add(t, 0) and jobs.table(triton_jobs.KINDS[dtype])[0][-1] == [mode]
         row_here, total_here = reduced(t)
         assert row_here.tobytes() == row.tobytes() and total_here == total, mode
 

@@ -1,13 +1,13 @@
 """The tape of one step: calls in order, and each distinct tensor value looked at once.
 
-Hooks append to it; nothing on it is read before the step ends. A value is recognised by the identity of its tensor (held
-weakly, so that nothing is kept alive and a reused address is never mistaken), its version counter, its memory address
-and shape: the output of one op is the input of the next and is reduced once. An in-place write bumps the version and
-makes it a new value. Writes that do not bump it (through `.data`, by a collective) are made known by `touched`. Of large
-values on the host other views of the same memory are recognised too (`native/seen.c`), and their numbers are copied.
+Hooks append to it; nothing on it is read before the step ends. A value is recognised by the identity of its tensor, its version
+counter, its memory address and its shape. The tensor is held weakly, so nothing is kept alive and a reused address is not
+mistaken. The output of one op is the input of the next and is reduced once. An in-place write increments the version and makes
+a new value. Writes that do not (through `.data`, by a collective) are announced by `touched`. For large values on the host,
+other views of the same memory are recognised too (`native/seen.c`), and their numbers are copied.
 
 The compiled `NativeTape` does this for plain tensors on the host and for plain containers. It calls the methods of `Tape` for
-everything else: tensors on other devices, subclasses, containers of the program's own.
+everything else: tensors on other devices, subclasses, the program's own containers.
 """
 
 from __future__ import annotations

@@ -20,13 +20,13 @@ from torch._C import DisableTorchFunction
 
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.plan.loading import load_plan
-from trainprobe.errors import StopTraining, UsageError
+from trainprobe.errors import UsageError
 from trainprobe.integrations import announce
 from trainprobe.integrations.auto_attach import called_from
 from trainprobe.integrations.deepspeed_layout import place_of, renaming
 from trainprobe.integrations.deepspeed_source import DeepSpeedSource, loss_scale, tensors_of
+from trainprobe.integrations.method_hooks import MethodHooks, hooks_on
 from trainprobe.integrations.output_folder import placed
-from trainprobe.integrations.session import agreed
 from trainprobe.watching import PlanSource, Probe
 
 CALLBACKS = ("lightning.pytorch", "pytorch_lightning", "transformers.trainer")  # their integrations find the engine themselves
@@ -117,18 +117,16 @@ def follow(probe: Probe | None, engine: Any) -> EngineHooks | None:
     return loop_hooks
 
 
-class EngineHooks:
+class EngineHooks(MethodHooks):
     """Stands around the methods of one engine and tells a probe what happens.
 
     `follow_update` tells where gradients and the update are, `follow_steps` also tells when a step begins and ends.
     """
 
     def __init__(self, probe: Probe, engine: Any) -> None:
-        self.probe = probe
+        super().__init__(probe, engine.device)
         self.engine = engine
         self.source = DeepSpeedSource(engine, lambda: probe.taps.naming.parameter_names)
-        self._ends: list[Callable[[], Any]] = []
-        self._inside = False
         self._micro = 0
         self._loss: Any = None
         self._passes: dict[str, int] = {}
@@ -142,34 +140,13 @@ class EngineHooks:
         self._each_micro = (
             self._per_micro or self._pipeline or not managed
         )  # else it is not known in time which one is the last
-        self._may_stop = monitor is not None and any("stop" in rule.actions for rule in monitor.rules.values())
-
-    def around(self, name: str, listener: Callable[..., Any]) -> None:
-        """Call listener(run, …) instead of the engine's method from now on, until `end`."""
-        run = getattr(self.engine, name)
-        probe = self.probe
-
-        @functools.wraps(run)
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            if probe.closed or probe.guard.tripped is not None:
-                return run(*args, **kwargs)
-            return listener(run, *args, **kwargs)
-
-        watched.loop_hooks = self  # type: ignore[attr-defined]
-        self._ends.append(Replaced(self.engine, name, watched).back)
-
-    def end(self) -> None:
-        """Take everything off; a step that is under way ends as cut short."""
-        while self._ends:
-            self._ends.pop()()
-        self._finish_step(complete=False)
 
     # ---- the update ----------------------------------------------------------------------------------------------
 
     def follow_update(self) -> None:
         """Tell from now on what this process holds before and after updates, and what DeepSpeed reports of them."""
         self.probe.use_source(self.source)
-        self.around("_take_model_step", self._update)
+        self.around(self.engine, "_take_model_step", self._update)
         optimizer = self.engine.basic_optimizer
         if hasattr(optimizer, "register_step_pre_hook"):
             self._ends.append(optimizer.register_step_pre_hook(self._optimizer_steps).remove)
@@ -187,13 +164,13 @@ class EngineHooks:
         self._note(**source.scalars(), **({"loss_scale": scale} if engine.fp16_enabled() else {}))
         source.before_clipping = scale == 1 and not clips  # nothing is done to gradients from here on; overflow destroys them
         if source.before_clipping:
-            self._look("before_step")
+            self.look("before_step")
         else:
             if self._unclipped:
-                self._look("unclipped")
+                self.look("unclipped")
             self._look_at(frozenset())
-        out = self._run_inside(run, *args, **kwargs)
-        self._look("after_step")
+        out = self.run_inside(run, *args, **kwargs)
+        self.look("after_step")
         norm = engine.get_global_grad_norm()
         self._note(skipped=float(engine.skipped_steps > skipped), **({} if norm is None else {"grad_norm": norm}))
         return out
@@ -207,7 +184,7 @@ class EngineHooks:
     def _look_at(self, stepping: frozenset[int]) -> None:
         """Look at gradients and state that stand for these tensors of the optimizer; at none: at all values."""
         self.source.stepping = stepping
-        self._look("before_step")
+        self.look("before_step")
         self.source.stepping = None
 
     def _gradient_arrives(self, p: Any, gradient: Any) -> None:
@@ -221,14 +198,8 @@ class EngineHooks:
             adds = p.grad is not None and not engine.zero_optimization_partition_gradients()
             self.source.arriving = (p, p.grad + gradient if adds else gradient.detach())
         self.source.micro = self.probe.tape.micro if self._per_micro else 0
-        self._look("unreduced")
+        self.look("unreduced")
         self.source.arriving = None
-
-    def _look(self, moment: str) -> None:
-        """Look at the parameters; collectives and fused kernels write without a trace, so no tensor is taken for unchanged."""
-        if self.probe.tape is not None:
-            self.probe.tape.forget_all()
-            self.probe.moment(moment)
 
     def _note(self, **values: Any) -> None:
         for name, value in values.items():
@@ -239,16 +210,16 @@ class EngineHooks:
     def follow_steps(self) -> None:
         """Tell from now on when steps and micro-batches begin and end, and keep the rules' memory with checkpoints."""
         if self._pipeline:
-            self.around("train_batch", self._train_batch)
+            self.around(self.engine, "train_batch", self._train_batch)
             self._count_instructions()
         else:
-            self.around("forward", self._forward)
-            self.around("backward", self._backward)
-            self.around("_backward_epilogue", self._backward_ends)
-            self.around("step", self._step)
-        self.around("save_checkpoint", self._save)
-        self.around("load_checkpoint", self._load)
-        self.around("destroy", self._destroy)
+            self.around(self.engine, "forward", self._forward)
+            self.around(self.engine, "backward", self._backward)
+            self.around(self.engine, "_backward_epilogue", self._backward_ends)
+            self.around(self.engine, "step", self._step)
+        self.around(self.engine, "save_checkpoint", self._save)
+        self.around(self.engine, "load_checkpoint", self._load)
+        self.around(self.engine, "destroy", self._destroy)
 
     def _forward(self, run: Any, *args: Any, **kwargs: Any) -> Any:
         import torch
@@ -256,7 +227,7 @@ class EngineHooks:
         if self.engine.module.training and torch.is_grad_enabled():
             self._begin_step()
             self.probe.moment("micro", self._micro)
-            return self._run_inside(run, *args, **kwargs)
+            return self.run_inside(run, *args, **kwargs)
         self.probe.pause()
         try:
             return run(*args, **kwargs)
@@ -265,7 +236,7 @@ class EngineHooks:
 
     def _backward(self, run: Any, *args: Any, **kwargs: Any) -> Any:
         self._begin_step()
-        loss = self._run_inside(run, *args, **kwargs)
+        loss = self.run_inside(run, *args, **kwargs)
         if self.probe.tape is not None:
             self.probe.guard.run(self._add_loss, loss)
         return loss
@@ -278,18 +249,18 @@ class EngineHooks:
 
     def _step(self, run: Any, *args: Any, **kwargs: Any) -> Any:
         before = self.engine.global_steps
-        out = self._run_inside(run, *args, **kwargs)
+        out = self.run_inside(run, *args, **kwargs)
         if self.engine.global_steps != before:
-            self._finish_step()
+            self.finish_step()
         return out
 
     def _train_batch(self, run: Any, *args: Any, **kwargs: Any) -> Any:
         """Take one call of the pipeline as a step; its loss is the mean over all micro-batches and ranks."""
         self._begin_step()
-        loss = self._run_inside(run, *args, **kwargs)
+        loss = self.run_inside(run, *args, **kwargs)
         if self.probe.tape is not None:
             self.probe.guard.run(self._add_loss, loss)
-        self._finish_step()
+        self.finish_step()
         return loss
 
     def _count_instructions(self) -> None:
@@ -301,7 +272,7 @@ class EngineHooks:
 
     def _counting(self, kind: str, run: Callable[..., Any]) -> Callable[..., Any]:
         def counted(engine: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._inside:
+            if self.inside:
                 self.probe.moment("micro", self._passes[kind])
                 self._passes[kind] += 1
             return run(engine, *args, **kwargs)
@@ -309,29 +280,9 @@ class EngineHooks:
         return counted
 
     def _begin_step(self) -> None:
-        if not self._inside:
-            self._inside, self._micro, self._loss, self._passes = True, 0, None, dict.fromkeys(_PASSES, 0)
+        if not self.inside:
+            self.inside, self._micro, self._loss, self._passes = True, 0, None, dict.fromkeys(_PASSES, 0)
             self.probe.begin_step(self.engine.global_steps + 1)
-
-    def _finish_step(self, *, complete: bool = True) -> None:
-        """End the step. Raises StopTraining, on all ranks at the same step, when a rule of one wants that."""
-        if not self._inside:
-            return
-        self._inside = False
-        stop = None
-        try:
-            self.probe.end_step(complete=complete)
-        except StopTraining as wish:
-            stop = wish
-        if complete and self._may_stop and agreed(stop is not None, self.engine.device):
-            raise stop or StopTraining("a rule wants the training to stop; another rank says which")
-
-    def _run_inside(self, run: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return run(*args, **kwargs)
-        except BaseException:
-            self._finish_step(complete=False)
-            raise
 
     def _add_loss(self, loss: Any) -> None:
         """Add a micro-batch's share, which DeepSpeed has divided by their number: the loss of this process's step."""
@@ -364,8 +315,7 @@ class EngineHooks:
 
 
 def _loop_hooks_of(engine: Any) -> EngineHooks | None:
-    loop_hooks = getattr(vars(engine).get("_take_model_step"), "loop_hooks", None)
-    return loop_hooks if isinstance(loop_hooks, EngineHooks) and not loop_hooks.probe.closed else None
+    return hooks_on(vars(engine).get("_take_model_step"), EngineHooks)
 
 
 def is_engine(engine: Any) -> bool:

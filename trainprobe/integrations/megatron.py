@@ -16,20 +16,19 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainprobe.config_check.capture.on_import import ImportWatch
-from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.core.naming import chunks_of
 from trainprobe.engine.core.topology import place_from_environment
 from trainprobe.engine.plan.loading import load_plan
-from trainprobe.errors import MissingExtra, StopTraining
+from trainprobe.errors import MissingExtra
 from trainprobe.integrations import announce
 from trainprobe.integrations.megatron_layout import bare, held_parameters, parallel_axes, renaming
 from trainprobe.integrations.megatron_source import MegatronSource, loss_scaler
+from trainprobe.integrations.method_hooks import MethodHooks, hooks_on
 from trainprobe.integrations.output_folder import placed
-from trainprobe.integrations.session import agreed
 from trainprobe.watching import PlanSource, Probe
 
 TRAINING = "megatron.training.training"
@@ -89,9 +88,9 @@ def attach(
     default plan. Attaching twice to one optimizer gives the probe that is there.
     """
     chunks = chunks_of(model)
-    there = getattr(getattr(optimizer, "step", None), "probe", None)
-    if isinstance(there, MegatronProbe) and not there.closed:
-        return there
+    there = hooks_on(getattr(optimizer, "step", None), ScheduleHooks)
+    if there is not None:
+        return there.probe
     _require_megatron()
     models = [bare(chunk) for chunk in chunks]
     axes = parallel_axes(len(chunks))
@@ -124,19 +123,16 @@ class MegatronProbe(Probe):
         super().close()
 
 
-class ScheduleHooks:
+class ScheduleHooks(MethodHooks):
     """Stands around the schedules, the reductions and the optimizer of one training and tells its probe what happens."""
 
     def __init__(self, probe: Probe, chunks: Sequence[Any], optimizer: Any, source: MegatronSource) -> None:
         from megatron.core.pipeline_parallel import schedules
 
-        self.probe = probe
+        super().__init__(probe, next((held.parameter.device for held in source.held), None))
         self.source = source
         self.optimizer = optimizer
         self.trainer_reports = False  # megatron.training tells when a step begins, and reports at its end
-        self.inside = False
-        self.updated = False
-        self._ends: list[Callable[[], None]] = []
         self._micro_of = inspect.signature(schedules.forward_step)
         for name in SCHEDULES:
             self.around(schedules, name, self._schedule)
@@ -148,39 +144,11 @@ class ScheduleHooks:
         elif optimizer is not None:
             self.around(optimizer, "step", self._torch_step)
         monitor = probe.monitor_plan
-        self._may_stop = monitor is not None and any("stop" in rule.actions for rule in monitor.rules.values())
-        self._device = next((held.parameter.device for held in source.held), None)
         audited = probe.audit is not None
         self._unclipped = probe.judges and (audited or monitor is None or monitor.gradients.unclipped)
         gradients = monitor.gradients if monitor is not None else None
         if gradients is not None and gradients.on and gradients.unreduced:
             self._watch_reductions(chunks)
-
-    def around(self, owner: Any, name: str, listener: Callable[..., Any]) -> None:
-        """Call listener(run, …) instead of owner.name(…) from now on, until `end`."""
-        run = getattr(owner, name)
-        probe = self.probe
-
-        @functools.wraps(run)
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            # a rank whose tool is disabled goes on asking with the others whether the run is to stop: they would wait for it
-            if probe.closed or (probe.guard.tripped is not None and not self._may_stop):
-                return run(*args, **kwargs)
-            return listener(run, *args, **kwargs)
-
-        watched.probe = probe  # type: ignore[attr-defined]
-        self._ends.append(Replaced(owner, name, watched).back)
-
-    def end(self) -> None:
-        """Take everything off; a step that is under way ends, whole if the optimizer has stepped."""
-        while self._ends:
-            self._ends.pop()()
-        if self.inside:
-            self.inside = False
-            try:
-                self.probe.end_step(complete=self.updated)
-            except StopTraining:
-                pass  # it ends as it is
 
     # ---- steps -------------------------------------------------------------------------------------------------
 
@@ -193,27 +161,6 @@ class ScheduleHooks:
         if self.probe.begin_step(number) and scaler is not None:
             self.source.loss_scale = float(scaler.scale)  # at the border of a step, where Megatron reads it for its log
             self.probe.note("loss_scale", self.source.loss_scale)
-
-    def finish_step(self, *, complete: bool = True) -> None:
-        """End the step that is under way. Raises StopTraining, on all ranks at the same step, when a rule of one wants that."""
-        if not self.inside:
-            return
-        self.inside = False
-        stop = None
-        try:
-            self.probe.end_step(complete=complete)
-        except StopTraining as wish:
-            stop = wish
-        if complete and self._may_stop and agreed(stop is not None, self._device):
-            raise stop or StopTraining("a rule wants the training to stop; another rank says which")
-
-    def run_inside(self, run: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call run; an error in it ends the step, and goes on."""
-        try:
-            return run(*args, **kwargs)
-        except BaseException:
-            self.finish_step(complete=False)
-            raise
 
     def _schedule(self, run: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("forward_only", False):
@@ -248,12 +195,6 @@ class ScheduleHooks:
             self.probe.note(name, mean)
 
     # ---- gradients and the optimizer ---------------------------------------------------------------------------
-
-    def look(self, moment: str) -> None:
-        """Look at the parameters; fused kernels and collectives write without a trace, so no tensor is taken for unchanged."""
-        if self.probe.tape is not None:
-            self.probe.tape.forget_all()
-            self.probe.moment(moment)
 
     def _watch_reductions(self, chunks: Sequence[Any]) -> None:
         held = {id(h.parameter): h for h in self.source.held}

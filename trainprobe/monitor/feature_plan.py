@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from trainprobe.engine.plan.selection import parse_names
-from trainprobe.monitor.rules import Patterns
+from trainprobe.engine.plan.field_types import NamePatterns
 
 Whole: TypeAlias = Annotated[int, Field(strict=True, ge=1)]
 FormatName: TypeAlias = Literal["fp4_e2m1", "fp8_e4m3", "fp8_e5m2", "fp16", "bf16"]
@@ -31,12 +30,10 @@ class FeatureSection(BaseModel):
 
     on: bool = False
     """Work it out at all; naming the section switches it on."""
-    names: Patterns = ("**",)
+    names: NamePatterns = ("**",)
     """Patterns of the modules or parameters it is worked out for; a leading `!` excludes."""
     every: Whole = 1
     """Work it out at each so many collected steps."""
-
-    _check_names = field_validator("names")(lambda cls, value: parse_names(value).patterns)  # pyright: ignore
 
 
 class AttentionSettings(FeatureSection):
@@ -64,7 +61,7 @@ class RouterSettings(FeatureSection):
 
     OBSERVER: ClassVar[str] = "routers"
 
-    names: Patterns = (r"re:(^|\.)(router|gate|wg)$",)
+    names: NamePatterns = (r"re:(^|\.)(router|gate|wg)$",)
     """Patterns of the routers, modules with a weight [experts, width]."""
     top_k: Whole | None = None
     """How many experts a token gets, where neither the router's output nor the module tells it."""
@@ -96,7 +93,7 @@ class DeadUnitSettings(FeatureSection):
 
     OBSERVER: ClassVar[str] = "dead_units"
 
-    names: Patterns = (r"re:(?i)(act|relu|gelu|silu)[^.]*$",)
+    names: NamePatterns = (r"re:(?i)(act|relu|gelu|silu)[^.]*$",)
     """Patterns of the modules, by default those whose last name sounds like an activation function."""
     limit: Annotated[float, Field(ge=0)] = 0.0
     """The largest magnitude that counts as silent."""

@@ -7,13 +7,11 @@ from typing import Annotated, Any, TypeAlias, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
-from trainprobe.engine.plan.selection import parse_names, parse_steps
+from trainprobe.engine.plan.field_types import NamePatterns, Numbers
 from trainprobe.engine.plan.subplans import read_section
 from trainprobe.errors import PlanError
-from trainprobe.monitor.feature_plan import Features
-from trainprobe.monitor.rules import OPTIONAL, Patterns, RuleOptions, load_rule, rule_names
-
-Whole: TypeAlias = Annotated[int, Field(strict=True, ge=1)]
+from trainprobe.monitor.feature_plan import Features, Whole
+from trainprobe.monitor.rules import OPTIONAL, RuleOptions, load_rule, rule_names
 
 
 class _MonitorSection(BaseModel):
@@ -25,12 +23,10 @@ class Collect(_MonitorSection):
 
     on: bool = True
     """Collect it at all."""
-    names: Patterns = ("**",)
+    names: NamePatterns = ("**",)
     """Patterns of the modules or parameters it is collected for; a leading `!` excludes."""
     every: Whole = 1
     """Collect it at each so many collected steps."""
-
-    _check_names = field_validator("names")(lambda cls, value: parse_names(value).patterns)  # pyright: ignore
 
 
 def _switch(value: object) -> object:
@@ -81,7 +77,7 @@ class Actions(_MonitorSection):
 class MonitorPlan(_MonitorSection):
     """All settings of the monitor."""
 
-    step: Annotated[tuple[int | str, ...], BeforeValidator(lambda v: v if isinstance(v, (list, tuple)) else (v,))] = ("all",)
+    step: Numbers = ("all",)
     """Which steps are monitored: numbers, "100-110", "every 50", or "all"."""
     activations: Kind = Collect()
     """Inputs and outputs of modules."""
@@ -114,12 +110,6 @@ class MonitorPlan(_MonitorSection):
     def may_dump(self) -> bool:
         """Whether a rule may ask for the next steps to be collected in full."""
         return any("dump" in rule.actions for rule in self.rules.values()) and self.actions.dump_limit > 0
-
-    @field_validator("step")
-    @classmethod
-    def _check_step(cls, value: tuple[int | str, ...]) -> tuple[int | str, ...]:
-        parse_steps(value)
-        return value
 
     @field_validator("rules", mode="before")
     @classmethod

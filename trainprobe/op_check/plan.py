@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
-from trainprobe.engine.plan.model import Numbers, Patterns, one_or_many, parse_bytes
+from trainprobe.engine.plan.field_types import Numbers, Patterns, one_or_many, parse_bytes
 from trainprobe.engine.plan.selection import parse_names, parse_steps
 from trainprobe.engine.plan.subplans import read_section
 from trainprobe.errors import PlanError

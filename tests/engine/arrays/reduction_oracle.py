@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainprobe.engine.arrays import triton_rows
+from trainprobe.engine.arrays import triton_jobs, triton_rows
 from trainprobe.engine.arrays.torch_arrays import TorchStatsRows, native_in_use
 from trainprobe.engine.stats.partials import PARTIALS
 
@@ -46,7 +46,7 @@ class Believed(triton_rows.Trust):
 
     def proven(self, key: triton_rows.Key) -> bool:
         assert not self.refusal, self.refusal
-        return key[0] in triton_rows.KINDS and key[1] != 0
+        return key[0] in triton_jobs.KINDS and key[1] != 0
 
 
 def rows_of(reducer: bool | str, flags: int) -> TorchStatsRows:
@@ -57,7 +57,7 @@ def rows_of(reducer: bool | str, flags: int) -> TorchStatsRows:
     triton_rows.DEVICES.add("cpu")
     triton_rows._trusts[here] = Believed(here)
     # fewer than on a device: the interpreter takes its time for each lane of a compensated sum
-    triton_rows._MERGE_LEVELS, triton_rows._PARTS = 3, 8
+    triton_jobs._MERGE_LEVELS, triton_jobs._PARTS = 3, 8
     stats_rows = TorchStatsRows(flags, native=False)
     stats_rows._kernels = True
     return stats_rows

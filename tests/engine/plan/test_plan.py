@@ -11,8 +11,9 @@ import pytest
 
 from trainprobe.engine.core.row_schema import StatisticName
 from trainprobe.engine.plan.detail import Slice
+from trainprobe.engine.plan.field_types import DetailRule, Histogram, SliceRule
 from trainprobe.engine.plan.loading import load_plan
-from trainprobe.engine.plan.model import DetailRule, Histogram, Plan, SliceRule
+from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.plan.subplans import sections
 from trainprobe.engine.stats import STATISTICS
 from trainprobe.errors import PlanError

@@ -16,6 +16,7 @@ import pytest
 
 from tests.engine.storage.sinks.collected_steps import plan_for, small_step
 from trainprobe.engine.core.records import Finding, Place
+from trainprobe.engine.storage import sink_calls
 from trainprobe.engine.storage import writer as writer_module
 from trainprobe.engine.storage.dumps import read_log
 from trainprobe.engine.storage.sinks.memory import MemorySink
@@ -317,9 +318,9 @@ def test_of_many_steps_those_that_fit_on_the_disk_are_kept_and_the_others_counte
     code = f"""
 import resource, sys
 from tests.engine.storage.sinks.collected_steps import plan_for, small_step
-from trainprobe.engine.storage import writer as module
+from trainprobe.engine.storage import sink_calls, writer as module
 from trainprobe.engine.core.records import Place
-module.BATCH_ROWS = 10
+sink_calls.BATCH_ROWS = 10
 writer = module.open_writer(plan_for({str(tmp_path)!r}, on_error="continue", sinks=({sink!r},)), Place())
 writer.submit(small_step(0))
 writer.flush()
@@ -358,17 +359,17 @@ class Gathering(MemorySink):
 
 
 def test_a_sink_that_gathers_steps_writes_them_after_a_while_when_asked_and_at_the_end(monkeypatch):
-    monkeypatch.setattr(writer_module, "BATCH_WINDOW", 0.05)
+    monkeypatch.setattr(sink_calls, "BATCH_WINDOW", 0.05)
     sink = Gathering()
     writer = Writer({"gathering": sink})
     writer.submit(small_step(0))
     assert sink.written.wait(60)
-    monkeypatch.setattr(writer_module, "BATCH_WINDOW", 3600.0)
+    monkeypatch.setattr(sink_calls, "BATCH_WINDOW", 3600.0)
     writer.submit(small_step(1))
     assert writer.flush()
     assert [step_data.step for step_data in sink.collected_steps] == [0, 1]
     sink.written.clear()
-    monkeypatch.setattr(writer_module, "BATCH_ROWS", 12)
+    monkeypatch.setattr(sink_calls, "BATCH_ROWS", 12)
     for step in (2, 3, 4):  # of five rows each
         writer.submit(small_step(step))
     assert sink.written.wait(60)

@@ -165,7 +165,7 @@ class Rows:
 
 def check(evidence):
     was, rows = evidence.before and evidence.before.of(Rows).count, evidence.of(Rows).count
-    return [evidence.finding("rows_stay", f"{rows} rows after {was}")] if was not in (None, rows) else []
+    return [evidence.found(f"{rows} rows after {was}")] if was not in (None, rows) else []
 '''
 
 

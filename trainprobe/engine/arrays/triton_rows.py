@@ -1,4 +1,4 @@
-"""Rows by the Triton kernels, where a device has them: which tensors they take, how they are launched, why they are trusted.
+"""Rows by the Triton kernels, where a device has them: how they are launched, and why they are trusted.
 
 Triton comes with PyTorch for CUDA and is imported only where a tensor of such a device is reduced. A kernel that was never seen
 to run is not believed: the first step that meets a dtype reduces it by torch's operations, and beside that a few small tensors
@@ -10,13 +10,10 @@ torch's operations for good, and `refusals` says why.
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
-from itertools import accumulate
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -25,168 +22,42 @@ import torch
 from torch import Tensor
 
 from trainprobe.engine.arrays.torch_checksum import mix
-from trainprobe.engine.arrays.torch_reduce import REDUCED, SMALLEST_NORMAL, write_row
-from trainprobe.engine.stats.partials import ASKED, CHECKSUM, CHUNK, CHUNK_INTEGERS, DEVIATIONS, PARTIALS, STATS, asked_flags
+from trainprobe.engine.arrays.torch_reduce import write_row
+from trainprobe.engine.arrays.triton_jobs import (
+    COLUMNS,
+    KINDS,
+    OPTIONS,
+    PART,
+    TAKEN,
+    Jobs,
+    KernelKind,
+    chunk_constants,
+    chunk_of,
+    chunk_options,
+    jobs_of,
+    merge_constants,
+)
+from trainprobe.engine.stats.partials import CHECKSUM, DEVIATIONS, PARTIALS
 
 DEVICES = {"cuda"}
-TAKEN = STATS | CHECKSUM | asked_flags(ASKED)
-_ROWS, _MERGE_LEVELS = (128, 64, 64, 64), 8  # four lanes a row of a program, by the sort of a dtype; 2^this lanes merge
-_LEAST, _PARTS = 4, 2048  # tiles a chunk at least, a power of two; chunks a tensor before they grow, to 256 elements a lane
 _TOGETHER = 512  # tensors of one launch at most
 _COPIED = 64 << 20  # bytes of a tensor that is laid out anew where its strides are too many: torch's operations take far longer
-OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}  # a fused multiply and add would spoil the errors of sums
-_COLUMNS, _PART = 14, len(CHUNK) + len(CHUNK_INTEGERS)  # of triton_kernels: numbers a job and a part
 Key = tuple[torch.dtype, int]  # a dtype, and the flags that the kernels handle
-
-
-@dataclass(frozen=True, slots=True)
-class KernelKind:
-    """How a dtype is read. size: bytes. sort: see triton_kernels. tiny: the smallest normal number, 0 where there is none."""
-
-    name: str
-    size: int
-    sort: int
-    tiny: float
-
-
-_SORTS = {
-    **dict.fromkeys(("int32", "uint32", "complex32", "complex64"), 1),
-    **dict.fromkeys(("float64", "complex128"), 2),
-    **dict.fromkeys(("int64", "uint64"), 3),
-}
-
-
-def _kind(dtype: torch.dtype) -> KernelKind:
-    name = str(dtype).rpartition(".")[2]
-    tiny = SMALLEST_NORMAL.get(dtype.to_real() if dtype.is_complex else dtype, 0.0)
-    return KernelKind(name, dtype.itemsize, _SORTS.get(name, 0), tiny)
-
-
-KINDS = {dtype: _kind(dtype) for dtype in REDUCED}
-
-
-@dataclass(slots=True)
-class Jobs:
-    """Tensors of one dtype that are reduced by one pair of launches, what the kernels are told of each (triton_kernels)."""
-
-    addresses: list[int] = field(default_factory=list[int])
-    """Of the first elements."""
-    counts: list[int] = field(default_factory=list[int])
-    """Elements of each."""
-    rows: list[int] = field(default_factory=list[int])
-    """Addresses of the rows to write."""
-    strided: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
-    """Place in these lists → layout of a tensor that is not contiguous."""
-
-    def __len__(self) -> int:
-        """Return how many tensors these are."""
-        return len(self.rows)
-
-    def add(self, t: Tensor, row: int, ordered: bool = True) -> bool:
-        """Add a tensor; False where the kernels cannot read it.
-
-        row: the address of the row to write. ordered: False where the order of the elements decides nothing, as in statistics:
-        a permuted tensor is then read as it lies in memory, whatever its number of dimensions.
-        """
-        if not t.is_contiguous():
-            layout = _layout(t.shape, t.stride(), ordered)
-            if layout is None:
-                return False
-            if layout is not _ONE_AFTER_THE_OTHER:
-                self.strided[len(self.rows)] = layout
-        if t.is_neg() or t.is_conj():
-            self.strided.pop(len(self.rows), None)
-            return False
-        self.addresses.append(t.data_ptr())
-        self.counts.append(t.numel())
-        self.rows.append(row)
-        return True
-
-    def table(self, kind: KernelKind) -> tuple[npt.NDArray[np.int64], int]:
-        """Return the columns of the jobs, int64 [14, jobs] (triton_kernels), and how many chunks they have."""
-        sizes = {count: chunk_of(count, kind) for count in {*self.counts}}  # few: weights and their gradients have one size
-        chunks = [sizes[count] for count in self.counts]
-        own = [-(-count // chunk) for count, chunk in zip(self.counts, chunks, strict=True)]
-        *firsts, blocks = accumulate(own, initial=0)
-        table = np.empty((_COLUMNS, len(own)), np.int64)
-        table[:6] = firsts, self.addresses, self.counts, chunks, own, self.rows
-        table[6:13] = _COLUMN
-        table[13] = 0 if kind.sort else [0 if address % 16 else 2 for address in self.addresses]
-        for place, layout in self.strided.items():
-            table[6:13, place], table[13, place] = layout[:-1], _mode(self.addresses[place], layout, kind)
-        return table, blocks
-
-
-_ONE_AFTER_THE_OTHER = (1, 1, 1, 0, 0, 0, 0, 0)
-_COLUMN = np.array(_ONE_AFTER_THE_OTHER[:-1], np.int64)[:, None]
-
-
-def _layout(shape: Sequence[int], strides: Sequence[int], ordered: bool) -> tuple[int, ...] | None:
-    """Return three inner sizes, four strides, and whether they count.
-
-    None where more than four dimensions are left, or an inner one has 2^31 elements.
-    """
-    kept: list[tuple[int, int]] = []
-    dimensions = zip(shape, strides, strict=True)
-    for size, stride in dimensions if ordered else sorted(dimensions, key=itemgetter(1), reverse=True):
-        if size == 1:
-            continue
-        if kept and kept[-1][1] == stride * size:
-            kept[-1] = kept[-1][0] * size, stride
-        else:
-            kept.append((size, stride))
-    if not kept or 0 in shape or (len(kept) == 1 and kept[0][1] == 1):
-        return _ONE_AFTER_THE_OTHER
-    if len(kept) > 4 or any(size >= 1 << 31 for size, _ in kept[1:]):
-        return None
-    kept = [(1, 0)] * (4 - len(kept)) + kept
-    return (*(size for size, _ in kept[1:]), *(stride for _, stride in kept), 1)
-
-
-def chunk_constants(kind: KernelKind, flags: int) -> dict[str, Any]:
-    """Return what `reduce_chunks` is compiled for."""
-    rows = _ROWS[kind.sort]
-    return {"kind": kind.name, "size": kind.size, "sort": kind.sort, "tiny": kind.tiny, "flags": flags, "rows": rows}
-
-
-def merge_constants(kind: KernelKind, flags: int) -> dict[str, Any]:
-    """Return what `merge_parts` is compiled for."""
-    return {"sort": kind.sort, "flags": flags, "levels": _MERGE_LEVELS}
-
-
-def chunk_options(kind: KernelKind, flags: int) -> dict[str, Any]:
-    """Return how `reduce_chunks` is compiled: registers that would leave a multiprocessor too few threads are bounded."""
-    many = kind.sort == 0 and flags & CHECKSUM and (kind.size == 1 or (kind.size == 2 and flags & STATS))
-    return {**OPTIONS, "maxnreg": 128} if many else OPTIONS
-
-
-def chunk_of(count: int, kind: KernelKind) -> int:
-    """Return elements a program, which follow from the length alone: enough programs for a device, few parts to merge."""
-    packed = max(4 // kind.size, 1) if kind.sort == 0 else 1
-    least, most = 4 * _ROWS[kind.sort] * packed * _LEAST, 4 * _ROWS[kind.sort] * 256
-    return min(least << (max(count - 1, 0) // (least * _PARTS)).bit_length(), most)
-
-
-def _mode(address: int, layout: tuple[int, ...], kind: KernelKind) -> int:
-    """Return how the kernels read a tensor by its strides: 3 where 16 bytes at once, else 1."""
-    _, _, n3, s0, s1, s2, s3, _ = layout
-    together = 16 // kind.size
-    return 1 if kind.sort or address % 16 or s3 != 1 or any(number % together for number in (n3, s0, s1, s2)) else 3
 
 
 def launch(jobs: Jobs, kind: KernelKind, flags: int, device: torch.device) -> None:
     """Reduce tensors of one dtype into their rows by two launches; waits for nothing."""
-    from trainprobe.engine.arrays import triton_kernels
+    from trainprobe.engine.arrays.triton_kernels import reduce_chunks
+    from trainprobe.engine.arrays.triton_merge import merge_parts
 
-    kernels: Any = triton_kernels
     table, blocks = jobs.table(kind)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         there = _brought(table.reshape(-1), device)
-        parts = torch.empty(max(blocks, 1) * _PART, dtype=torch.int64, device=device)
+        parts = torch.empty(max(blocks, 1) * PART, dtype=torch.int64, device=device)
         arguments = there.data_ptr(), len(jobs), parts.data_ptr(), blocks
         if blocks:
-            _run(kernels.reduce_chunks, blocks, arguments, chunk_constants(kind, flags), chunk_options(kind, flags), device)
-        _run(kernels.merge_parts, len(jobs), arguments, merge_constants(kind, flags), OPTIONS, device)
+            _run(reduce_chunks, blocks, arguments, chunk_constants(kind, flags), chunk_options(kind, flags), device)
+        _run(merge_parts, len(jobs), arguments, merge_constants(kind, flags), OPTIONS, device)
 
 
 _compiled: dict[tuple[Any, ...], Any] = {}
@@ -213,7 +84,7 @@ def _brought(numbers: npt.NDArray[np.int64], device: torch.device) -> Tensor:
     """Return int64 numbers on the device; from pinned memory, which torch keeps until it was copied: this waits for nothing."""
     if device.type == "cpu":
         return torch.from_numpy(numbers)
-    room = max(len(numbers), _TOGETHER * _COLUMNS)  # of one size, which torch has at hand after the first
+    room = max(len(numbers), _TOGETHER * COLUMNS)  # of one size, which torch has at hand after the first
     host = torch.empty(room, dtype=torch.int64, pin_memory=device.type == "cuda")[: len(numbers)]
     host.numpy()[:] = numbers
     return host.to(device, non_blocking=True)
@@ -359,14 +230,6 @@ class TritonRows:
             self._trust.refuse(f"{type(fault).__name__}: {' '.join(str(fault).split())[:300]}")
             return False
         return True
-
-
-def jobs_of(pairs: Iterable[tuple[Tensor, Tensor]]) -> Jobs:
-    """Return the jobs of tensors, each with its row, leaving out those that the kernels cannot read."""
-    jobs = Jobs()
-    for t, row in pairs:
-        jobs.add(t, row.data_ptr())
-    return jobs
 
 
 SAMPLES = 6

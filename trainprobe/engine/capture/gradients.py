@@ -1,13 +1,12 @@
-"""Gradients at the inputs and outputs of a part of the model, read next to the autograd graph and never inside it.
+"""Gradients at the inputs and outputs of a part of the model, read beside the autograd graph and never inside it.
 
-The gradient at an output is what arrives at the autograd node that made it: a pre-hook on that node sees it. The gradient at
-an input is this part's own contribution, as a full-backward hook would report it: the sum of what flows along those edges of
-the graph that end in the input's own edge and start at nodes made *inside* the part. Such nodes are known by their
-sequence numbers, which autograd hands out in the order of creation: those made inside carry a number at or above the
-one at entry. A full-backward hook would instead put an identity node around the part, and so change the order in
-which gradients are added: other bits, another training.
+The gradient of an output arrives at the autograd node that made it, where a pre-hook reads it. The gradient of an input is this
+part's own contribution, as a full-backward hook would report it: the sum over those edges of the graph that lead from nodes
+inside the part to the input's own edge. Autograd numbers its nodes in the order of creation, so nodes inside the part have a
+sequence number at or above the one at entry. A full-backward hook would put an identity node around the part. That changes the
+order in which gradients are added: different bits, a different training.
 
-Node hooks see tensors and return None; they insert nothing, change no value and leave with the graph.
+Node hooks see tensors and return None. They insert nothing, change no value and disappear with the graph.
 """
 
 from __future__ import annotations

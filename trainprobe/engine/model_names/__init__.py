@@ -1,14 +1,13 @@
-"""Name maps: one YAML file a family says how its tensor names become the one name that a tensor has everywhere.
+"""Name maps: one YAML file for each family of models gives the logical name of each tensor.
 
-A rule matches a whole name; `{L}` and `{E}` stand for numbers, any other `{word}` for letters, digits and `_`, and `[model.]`
-for text that may be missing. `to` is the logical name, or a list of them when `by` (a transform, or a list of transforms)
-gives several tensors; `{i}` is then the number of the part. The first rule that matches wins, and a name that no rule knows
-is kept as it is. `when` names a config entry that must be true. `signature` lists patterns that only this family has: where
-one begins in a name, the name proper begins, and what stands before it belongs to a wrapper, unless that ends as `outside`
-says: `decoder.` is a part of the model. `extends` names a built-in map whose rules are asked after its own. Adapters
-(`…lora_A.default.weight` of PEFT) go by the name of what they adapt, and `.base_layer.` and `.modules_to_save.NAME.` are left
-out. `order` lists the parameters as the model defines them, layer by layer, for files that do not keep the order and optimizers
-that know no names.
+A rule matches a whole name. `{L}` and `{E}` are numbers, any other `{word}` is letters, digits and `_`, and `[model.]` is
+optional text. `to` is the logical name. It is a list if `by` (a transform, or a list of transforms) gives several tensors;
+`{i}` is then the index of the part. The first matching rule wins, and an unmatched name stays as it is. `when` names a config
+entry that must be true. `signature` lists patterns that only this family has: the name proper begins where one of them begins.
+The text before it belongs to a wrapper, unless it ends as `outside` says: `decoder.` is part of the model. `extends` names a
+built-in map whose rules are tried after its own. Adapters (`…lora_A.default.weight` of PEFT) have the name of the adapted
+module, and `.base_layer.` and `.modules_to_save.NAME.` are left out. `order` lists the parameters as the model defines them,
+layer by layer, for files that do not keep the order and optimizers that know no names.
 """
 
 from __future__ import annotations

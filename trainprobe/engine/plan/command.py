@@ -13,8 +13,9 @@ from pydantic import BaseModel
 from rich.console import Console
 
 from trainprobe.engine.core.json_schema import DIALECT, text_of
+from trainprobe.engine.plan.field_types import DetailRule, Histogram, SliceRule
 from trainprobe.engine.plan.loading import load_plan
-from trainprobe.engine.plan.model import DetailRule, Histogram, Plan, SliceRule
+from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.plan.new_plan import ask
 from trainprobe.errors import OutputError
 

@@ -1,12 +1,11 @@
-"""The one background thread that writes: what training hands over waits in a bounded queue and is never dropped in silence.
+"""The background thread that writes: collected steps wait in a bounded queue, and none is dropped silently.
 
-A full queue makes the training wait (back-pressure) rather than lose data. A step is written at once, but the thread wakes at
-most once in WAKE_INTERVAL_S, because waking it takes time from the training. A sink that gathers steps is asked to write them
-BATCH_WINDOW after the first of them was handed over. A sink that fails, because the disk is full or cannot be written, loses
-the step at which it failed and is tried again at the next. A finding says so at the first failure, another at the end how many
-steps were lost. The others and the training go on. A thread that dies is replaced. A forked child inherits a writer that
-ignores all it is told: its parent writes. At the end of the interpreter, or of a process of `multiprocessing`, what is queued
-is written, for a bounded time.
+If the queue is full, the training waits (back-pressure). A step is written at once, but the thread wakes at most once in
+WAKE_INTERVAL_S, because waking it costs training time. A sink that gathers steps is asked to write them BATCH_WINDOW after the
+first of them was submitted. A sink that fails (disk full, no permission) loses the step at which it failed and is tried again
+at the next. A finding reports the first failure, and another at the end how many steps were lost. The other sinks and the
+training continue. A thread that dies is replaced. A forked child inherits a writer that ignores every call: its parent writes.
+At the exit of the interpreter, or of a process of `multiprocessing`, the queue is written for a bounded time.
 """
 
 from __future__ import annotations
@@ -22,55 +21,29 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from trainprobe.engine.core.guard import attempt, fault_text
 from trainprobe.engine.core.log_lines import say
 from trainprobe.engine.core.records import Finding, Place, StepData
-from trainprobe.engine.core.words import counted
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.storage.dumps.findings_file import open_findings
 from trainprobe.engine.storage.dumps.layout import LOG_FILE, STEPS_FILE, existing_of_rank, has_run_log, log_folder
-from trainprobe.engine.storage.dumps.tensor_files import SavedTensor
 from trainprobe.engine.storage.safe_files import private_folder
+from trainprobe.engine.storage.sink_calls import Job, SinkCalls
 from trainprobe.engine.storage.sinks import Sink
 from trainprobe.engine.storage.step_counts import StepCounts
 from trainprobe.errors import OutputError, PlanError, UsageError
 
 EXIT_SECONDS = 60.0
 WAKE_INTERVAL_S = 0.1  # seconds
-BATCH_WINDOW = 0.4  # seconds
-BATCH_ROWS = 1 << 14  # where more rows than that are gathered, they are written at once
 MANY_ROWS = 1 << 15  # where more rows than that wait, or tensors, there is room for few steps
 FEW_STEPS = 8
 
 
-class _Job(NamedTuple):
-    verb: str  # of the sink
-    arguments: tuple[Any, ...]
-    bytes: int  # that it holds
-    rows: int
-    step: int
-    names: Sequence[str] = ()  # of the sinks that take the step
-    at: float = 0.0  # when it was handed over
-
-
-_FLUSH = _Job("flush", (), 0, 0, -1)
-
-
-@dataclass(slots=True)
-class _Record:
-    """What became of the steps of one sink. fault: the last one. told: whether its first failure was. lost: the step that it
-    lost last. gathered: steps that it was given and did not write yet.
-    """
-
-    fault: Exception | None = None
-    told: bool = False
-    lost: int = -1
-    gathered: list[int] = field(default_factory=list[int])
+_FLUSH = Job("flush", (), 0, 0, -1)
 
 
 _open: weakref.WeakSet[Writer] = weakref.WeakSet()  # those of this process that were not closed
@@ -102,13 +75,8 @@ class Writer:
         max_bytes: int = 256 << 20,
         counts: StepCounts | None = None,
     ) -> None:
-        self.sinks = dict(sinks)
         self.counts = counts or StepCounts(sinks)
-        self._writing, self._choosing = self._that_have("write"), self._that_have("takes")
-        self._gathering, self._warning_sinks = self._that_have("flush"), self._that_have("warnings_made")
-        self._tensors, self._chunks = self._that_have("tensor"), self._that_have("chunk")
-        self._told = {"findings": self._that_have("findings"), "counts": self._that_have("counts")}
-        self.takes_tensors = bool(self._tensors)
+        self._calls = SinkCalls(sinks, self.counts, self._report, self._keep)
         self._place = place
         self._raise = on_error == "raise"
         self._on_finding = report
@@ -117,11 +85,8 @@ class Writer:
         self.hand_in: Callable[[], object] = lambda: (
             None
         )  # hands over what is still on its way here; not on the writer's thread
-        self._records = {name: _Record() for name in sinks}
         self._findings: list[Finding] = []
-        self._gathered_rows = 0
-        self._due: float | None = None  # when they are to be written
-        self._jobs: deque[_Job] = deque()
+        self._jobs: deque[Job] = deque()
         self._collected_steps = 0
         self._rows = 0
         self._bytes = 0
@@ -140,8 +105,15 @@ class Writer:
         if multiprocessing.parent_process() is not None:  # a process of `multiprocessing` that was forked skips atexit
             self._finalizer = multiprocessing.util.Finalize(None, self.close, (EXIT_SECONDS,), exitpriority=100)
 
-    def _that_have(self, method: str) -> dict[str, Any]:
-        return {name: sink for name, sink in self.sinks.items() if hasattr(sink, method)}
+    @property
+    def sinks(self) -> Mapping[str, Sink]:
+        """Name → sink."""
+        return self._calls.sinks
+
+    @property
+    def takes_tensors(self) -> bool:
+        """Whether a sink takes values of tensors, now."""
+        return self._calls.takes_tensors
 
     def _start(self) -> threading.Thread:
         self._stopped = False
@@ -159,8 +131,8 @@ class Writer:
 
     def submit(self, step_data: StepData) -> None:
         """Hand over a finished collected step; it must not be changed afterwards. Waits while the queue is full."""
-        names = [name for name in self._writing if name not in self._choosing or self._choosing[name].takes(step_data)]
-        self._put(_Job("write", (step_data,), 0, len(step_data.partials), step_data.step, names, time.monotonic()))
+        names = self._calls.that_take(step_data)
+        self._put(Job("write", (step_data,), 0, len(step_data.partials), step_data.step, names, time.monotonic()))
 
     def submit_tensor(self, step: int, key: str, data: Any) -> None:
         """Hand over one value of a step, before the step data that refer to it by `key`. Waits while too many bytes are queued.
@@ -169,22 +141,22 @@ class Writer:
         wait for a copy from a device that is under way); nothing changes it afterwards.
         """
         if self.takes_tensors:
-            self._put(_Job("tensor", (step, key, data), int(getattr(data, "nbytes", 0)), 0, step))
+            self._put(Job("tensor", (step, key, data), int(getattr(data, "nbytes", 0)), 0, step))
 
     def submit_chunk(self, step: int, chunk: Any) -> None:
         """Hand over many values of a step at once, as the compiled tape gathers them. Waits while too many bytes are queued."""
         if self.takes_tensors:
-            self._put(_Job("chunk", (step, chunk), chunk.nbytes, 0, step))
+            self._put(Job("chunk", (step, chunk), chunk.nbytes, 0, step))
 
     def submit_findings(self, findings: Sequence[Finding]) -> None:
         """Hand over findings for the sinks that keep them."""
         if findings:
-            self._put(_Job("findings", (tuple(findings),), 0, 0, -1))
+            self._put(Job("findings", (tuple(findings),), 0, 0, -1))
 
     def submit_counts(self, findings: Sequence[Finding]) -> None:
         """Hand over findings again that were seen at more steps since, for the sinks that keep their counts."""
         if findings:
-            self._put(_Job("counts", (tuple(findings),), 0, 0, -1))
+            self._put(Job("counts", (tuple(findings),), 0, 0, -1))
 
     def findings(self) -> list[Finding]:
         """Return and forget what the writer itself has to say: sinks that failed, budgets reached."""
@@ -199,7 +171,7 @@ class Writer:
         self._ask_for_the_rest()
         self._look_after_thread()
         with self._changed:
-            if self._gathering and not self._closed:
+            if self._calls.gathering and not self._closed:
                 self._jobs.append(_FLUSH)
             self._wake()
             done = self._changed.wait_for(lambda: not self._alive() or not (self._jobs or self._busy), timeout)
@@ -233,7 +205,7 @@ class Writer:
         if not self._closed and threading.current_thread() is not self._thread:
             self.hand_in()
 
-    def _put(self, job: _Job) -> None:
+    def _put(self, job: Job) -> None:
         if os.getpid() != self._pid:
             return
         self._raise_fault()
@@ -268,174 +240,59 @@ class Writer:
     def _raise_fault(self) -> None:
         if not self._raise or threading.current_thread() is self._thread:
             return
-        for name, record in self._records.items():
-            if record.fault is not None and not isinstance(record.fault, ConnectionError):  # a service ends no training
+        for name, fault in self._calls.faults():
+            if not isinstance(fault, ConnectionError):  # a service ends no training
                 self._raise = False
-                raise OutputError(f"the writer {name!r} failed: {record.fault}") from record.fault
+                raise OutputError(f"the writer {name!r} failed: {fault}") from fault
 
     # ---- on the writer's thread ------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            attempt(self._flush_sinks, otherwise=fault_text)  # what takes long to load is loaded now
+            attempt(self._calls.flush, otherwise=fault_text)  # what takes long to load is loaded now
             while (job := self._next()) is not None:
                 self._do(job)
                 del job
-            self._flush_sinks()
-            self._count_what_waits()
-            self._summarise()
-            for name, sink in self.sinks.items():
-                self._guarded(name, sink.close, -1)
-                self._collect(name)
-            self.counts.end()
+            self._calls.close()
             self._ended = True
         finally:  # also where something ends the thread: nobody waits for it
             with self._changed:
                 self._busy, self._stopped = False, True
                 self._changed.notify_all()
 
-    def _do(self, job: _Job) -> None:
+    def _do(self, job: Job) -> None:
         done = False
         try:
-            fault = attempt(self._carry_out, job, otherwise=lambda fault: fault)
-            if self._due is not None and (time.monotonic() >= self._due or self._gathered_rows >= BATCH_ROWS):
-                self._flush_sinks()
+            fault = attempt(self._calls.carry_out, job, otherwise=lambda fault: fault)
+            if self._calls.are_due():
+                self._calls.flush()
             done = fault is None
             if isinstance(fault, Exception):
                 self._report("error", f"what was handed to the writer at step {job.step} is lost: {fault_text(fault)}", None)
         finally:
             with self._changed:
                 if job.verb == "write" and not done:
-                    self._lose(job.names, job.step)
+                    self._calls.lose(job.names, job.step)
                 self._busy = False
                 self._bytes -= job.bytes
                 self._rows -= job.rows
                 self._collected_steps -= job.verb == "write"
                 self._changed.notify_all()
 
-    def _next(self) -> _Job | None:
+    def _next(self) -> Job | None:
         """Return what is to be done next; None when all is done and the writer closed."""
         with self._changed:
             if not self._jobs:
                 self._hurry = False
                 self._changed.wait_for(lambda: self._hurry or self._closed, WAKE_INTERVAL_S)
             self._asleep = True
-            left = None if self._due is None else max(0.0, self._due - time.monotonic())
+            left = None if self._calls.due is None else max(0.0, self._calls.due - time.monotonic())
             self._changed.wait_for(lambda: self._jobs or self._closed, left)
             self._asleep = False
             if not self._jobs and self._closed:
                 return None
             self._busy = True
             return self._jobs.popleft() if self._jobs else _FLUSH
-
-    def _carry_out(self, job: _Job) -> None:
-        if job.verb == "tensor":
-            self._store(*job.arguments)
-        elif job.verb == "chunk":
-            self._store_chunk(*job.arguments)
-        elif job.verb == "write":
-            self._write(job)
-        elif job.verb == "flush":
-            self._flush_sinks()
-        else:
-            for name, sink in self._told[job.verb].items():
-                self._guarded(name, getattr(sink, job.verb), job.step, *job.arguments)
-        for name in self._warning_sinks:
-            self._collect(name)
-
-    def _write(self, job: _Job) -> None:
-        for name in job.names:
-            self._guarded(name, self._writing[name].write, job.step, *job.arguments)
-            record = self._records[name]
-            if record.lost == job.step:
-                record.lost = -1  # a run that goes back has a step of this number again
-                self._lose([name], job.step)
-            elif name in self._gathering:
-                record.gathered.append(job.step)
-                self._due = self._due or job.at + BATCH_WINDOW
-        self._gathered_rows += job.rows
-
-    def _flush_sinks(self) -> None:
-        """Have the steps written that some sinks gathered. One that fails keeps them and is asked again."""
-        self._gathered_rows, self._due = 0, None
-        for name, sink in self._gathering.items():
-            record = self._records[name]
-            fault, record.fault = record.fault, None
-            self._guarded(name, sink.flush, -1)
-            if record.fault is None:
-                record.gathered.clear()
-                record.fault = fault
-            else:
-                self._due = time.monotonic() + BATCH_WINDOW
-        attempt(self.counts.look_after, otherwise=fault_text)
-
-    def _store(self, step: int, key: str, data: Any) -> None:
-        more = False
-        saved: SavedTensor | None = None
-        for name, sink in self._tensors.items():
-            if saved is None:
-                saved = self._guarded(name, _on_host, step, key, data)
-            more |= saved is None or self._guarded(name, sink.tensor, step, step, saved) is not False
-        self.takes_tensors = more
-
-    def _store_chunk(self, step: int, chunk: Any) -> None:
-        more = False
-        for name, sink in self._chunks.items():
-            more |= self._guarded(name, sink.chunk, step, step, chunk) is not False
-        for name, sink in self._tensors.items():
-            for saved in SavedTensor.all_of(chunk) if name not in self._chunks else ():
-                more |= self._guarded(name, sink.tensor, step, step, saved) is not False
-        self.takes_tensors = more
-
-    def _guarded(self, name: str, call: Callable[..., Any], step: int, *arguments: Any) -> Any:
-        """Call a sink for a step, -1 for none. Return None where it fails, or has failed at that step before."""
-        record = self._records[name]
-        if 0 <= step == record.lost:
-            return None
-
-        def failed(fault: Exception) -> None:
-            record.fault = fault
-            record.lost = step if step >= 0 else record.lost
-            if not record.told:
-                record.told = True
-                self._tell_failure(name, step)
-
-        return attempt(call, *arguments, otherwise=failed)
-
-    def _tell_failure(self, name: str, step: int) -> None:
-        when, then = (f" at step {step}", "that step is lost to it, and ") if step >= 0 else ("", "")
-        message = f"the writer {name!r} failed{when}: {self._why(name)}; {then}it is tried again; the training goes on"
-        self._report("error", message, step if step >= 0 else None)
-
-    def _lose(self, names: Iterable[str], step: int) -> None:
-        """Count a step that is lost to sinks."""
-        for name in names:
-            if name in self.counts.sinks:
-                self.counts.sinks[name].lose(step, step)
-        self.counts.keep()
-
-    def _count_what_waits(self) -> None:
-        """Count as lost what a sink gathered and could not write to the end."""
-        for name, record in self._records.items():
-            for step in record.gathered:
-                self._lose([name], step)
-
-    def _collect(self, name: str) -> None:
-        sink = self._warning_sinks.get(name)
-        for finding in self._guarded(name, sink.warnings_made, -1) or () if sink is not None else ():
-            self._keep(finding)
-
-    def _summarise(self) -> None:
-        for name in self.sinks:
-            lost = self.counts.of_this_run(name) if name in self.counts.before else None
-            if lost is not None and lost.lost and lost.first is not None and lost.last is not None:
-                steps = counted(lost.lost, "step") if lost.handed is None else f"{lost.lost} of {counted(lost.handed, 'step')}"
-                span = f"{lost.first} to {lost.last}" if lost.lost > 1 else f"step {lost.first}"
-                self._report("error", f"the writer {name!r} lost {steps}, {span}: {self._why(name)}", lost.first)
-
-    def _why(self, name: str) -> str:
-        fault = self._records[name].fault
-        return "its thread was ended" if fault is None else str(fault) if isinstance(fault, OSError) else fault_text(fault)
 
     def _report(self, severity: Any, message: str, step: int | None) -> None:
         self._keep(Finding("writer", severity, message, step=step, place=self._place))
@@ -445,14 +302,10 @@ class Writer:
             self._findings.append(finding)
         if finding.severity != "info":
             say(finding.message, severity=finding.severity, finding=finding)
-        for name, sink in self._told["findings"].items() if threading.current_thread() is self._thread else ():
-            self._guarded(name, sink.findings, -1, (finding,))
+        if threading.current_thread() is self._thread:
+            self._calls.hand_findings((finding,))
         if self._on_finding is not None:
             self._on_finding(finding)
-
-
-def _on_host(key: str, data: Any) -> SavedTensor:
-    return SavedTensor.of(key, data() if callable(data) else data)
 
 
 def open_writer(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trainprobe.monitor.audit.evidence import AuditHistory, Evidence, along, streaks_with, untrained_parameters
+from trainprobe.monitor.audit.evidence import AuditHistory, Evidence, along, streaks_with
 from trainprobe.monitor.audit.facts.updates import UsedGroups
 from trainprobe.monitor.audit.messages import key_of
+from trainprobe.monitor.audit.untrained import untrained_parameters
 
 STEADY = 3  # audited steps in a row after which something is expected to stay as it is
 

@@ -7,16 +7,16 @@ from typing import Annotated, Any, TypeAlias, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-from trainprobe.engine.plan.selection import parse_names
+from trainprobe.engine.plan.field_types import NamePatterns
 from trainprobe.engine.plan.subplans import read_section
 from trainprobe.monitor.audit.relations import load_relation, relation_names, usual_interval
-from trainprobe.monitor.rules import Patterns, Severity
+from trainprobe.monitor.feature_plan import Whole
+from trainprobe.monitor.rules import Severity
 
 _PACE = 10  # of so many steps the audit looks at one, on average, where the plan gives no interval
 _BLOCK = 2 * _PACE  # each so many steps hold one pair of consecutive steps
 _STRIDE, _PLACES = 3, 19  # the pair moves on by so much within its block; a pair has so many places in a block
 
-Whole: TypeAlias = Annotated[int, Field(strict=True, ge=1)]
 Pairs: TypeAlias = Annotated[tuple[tuple[str, ...], ...], BeforeValidator(lambda v: tuple(map(tuple, v)) if v else ())]
 
 
@@ -41,7 +41,7 @@ class AuditPlan(BaseModel):
     """Compare the ranks with each other: one small collective at the end of each step at which something is compared."""
     ties: Pairs = ()
     """Parameters that must share storage, as lists of names; ties that exist at set-up are found by themselves."""
-    trainable: Patterns | None = None
+    trainable: NamePatterns | None = None
     """Patterns of the parameters that are to be trained; left out: those that were at set-up."""
     schedule: Callable[[int], float] | None = None
     """The learning rate that each step number is to have, for schedules that no torch scheduler declares."""
@@ -64,11 +64,6 @@ class AuditPlan(BaseModel):
     def _check_relations(cls, value: object) -> dict[str, int | bool]:
         given = dict(cast("Mapping[str, Any]", value)) if isinstance(value, Mapping) else {}
         return {name: _interval(name, setting) for name, setting in given.items()}
-
-    @field_validator("trainable")
-    @classmethod
-    def _check_names(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        return None if value is None else parse_names(value).patterns
 
     def interval(self, relation: str) -> int:
         """Return the number of steps in which a relation is checked once, on average; 0 for never."""

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from trainprobe.engine.plan.model import parse_bytes
+from trainprobe.engine.plan.field_types import parse_bytes
 from trainprobe.engine.plan.subplans import read_section
 from trainprobe.monitor.rules import Severity
 

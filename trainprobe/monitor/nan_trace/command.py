@@ -20,7 +20,8 @@ from trainprobe.errors import FormatError
 from trainprobe.monitor.looked_at import LookedAt
 from trainprobe.monitor.nan_trace.steps import RankStep, steps_of
 from trainprobe.monitor.nan_trace.trace import RankTrace, RunTrace, reached, trace_run
-from trainprobe.monitor.rules.nonfinite import describe, is_given
+from trainprobe.monitor.nonfinite_values import is_given
+from trainprobe.monitor.rules.nonfinite import describe
 from trainprobe.monitor.updates_seen import UpdatesSeen, no_update, steps_without_update
 
 _SHOWN = 3  # results behind the first

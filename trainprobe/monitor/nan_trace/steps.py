@@ -19,7 +19,7 @@ from trainprobe.engine.storage.kernel_dumps.file_names import parse_name
 from trainprobe.engine.storage.kernel_dumps.read import KERNEL_LEVEL, overflows_of
 from trainprobe.errors import FormatError
 from trainprobe.monitor.frames import Frame, SeriesTable, frame_of_records
-from trainprobe.monitor.rules.nonfinite import that_matter
+from trainprobe.monitor.nonfinite_values import that_matter
 from trainprobe.monitor.run_folder import find_logs, frames_of_log, steps_of_log
 
 

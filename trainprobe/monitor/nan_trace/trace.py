@@ -16,7 +16,8 @@ import numpy as np
 from trainprobe.engine.core.addresses import Address
 from trainprobe.monitor.frames import Bools, Health
 from trainprobe.monitor.nan_trace.steps import RankStep
-from trainprobe.monitor.rules.nonfinite import find_origin, is_given, that_matter
+from trainprobe.monitor.nonfinite_values import is_given, that_matter
+from trainprobe.monitor.rules.nonfinite import find_origin
 
 Kind = Literal["made", "handed", "given"]
 FOLLOWED = 3  # recorded steps behind the first that are looked at for the ranks that it reached later

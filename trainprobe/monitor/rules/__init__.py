@@ -21,18 +21,17 @@ from typing import Annotated, Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, BeforeValidator, ConfigDict, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict
 
-from trainprobe.engine.core.records import Finding
-from trainprobe.engine.plan.selection import parse_names
+from trainprobe.engine.core.records import Finding, Site
+from trainprobe.engine.plan.field_types import NamePatterns, Patterns
 from trainprobe.errors import PlanError, did_you_mean
-from trainprobe.monitor.frames import Frame
+from trainprobe.monitor.frames import Frame, Selection
 from trainprobe.monitor.memory import Memory
 
 Severity: TypeAlias = Literal["info", "warning", "error"]
 GRAVITY: Mapping[Severity, int] = {"info": 0, "warning": 1, "error": 2}
 Action: TypeAlias = Literal["log", "alert", "dump", "stop"]
-Patterns: TypeAlias = Annotated[tuple[str, ...], BeforeValidator(lambda v: (v,) if isinstance(v, str) else v)]
 Actions: TypeAlias = Annotated[tuple[Action, ...], BeforeValidator(lambda v: (v,) if isinstance(v, str) else v)]
 
 OPTIONAL = ("mean_deviation", "threshold")  # rules that judge only where a plan names them
@@ -43,21 +42,33 @@ class RuleOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    names: Patterns = ("**",)
+    names: NamePatterns = ("**",)
     """Patterns of the modules, parameters and scalars that are judged; a leading `!` excludes."""
     severity: Severity = "warning"
     """The severity of findings of this rule."""
     actions: Actions = ("log",)
     """What a finding does: log, alert (console, webhook, callback), dump (the next steps in full), stop (end the run)."""
 
-    @field_validator("names")
-    @classmethod
-    def _check_names(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        return parse_names(value).patterns
-
     def needs(self) -> int:
         """Return how many steps must be collected until the rule can find something."""
         return 1
+
+    def found(
+        self,
+        frame: Frame,
+        message: str,
+        site: Site | None,
+        *,
+        measured: float | str,
+        expected: float | str,
+        next: str | None,
+        names: tuple[str, ...] = (),
+        floor: float | None = None,
+    ) -> Finding:
+        """Make a finding of this rule at the step and rank of a frame; see `Finding` for the rest."""
+        rule = type(self).__module__.rpartition(".")[2]
+        about = (rule, self.severity, message, frame.step, frame.place, site, measured, expected, floor, next)
+        return Finding(*about, names=names)
 
 
 class Rule(Protocol):
@@ -69,6 +80,12 @@ class Rule(Protocol):
     def check(self, frame: Frame, memory: Memory, options: Any) -> list[Finding]:
         """Judge one step."""
         ...
+
+
+@cache
+def norms_of_gradients(names: Patterns) -> tuple[Selection, ...]:
+    """Return what selects the norm of each parameter's gradient."""
+    return (Selection(("parameter",), ("grad",), ("norm",), names),)
 
 
 def names_at(frame: Frame, places: npt.NDArray[np.int64]) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ import numpy as np
 from trainprobe.engine.core.records import Finding, Site
 from trainprobe.monitor.frames import F64, I64, Frame, Selection
 from trainprobe.monitor.memory import Memory, text_series
-from trainprobe.monitor.rules import Patterns, RuleOptions
+from trainprobe.monitor.rules import Patterns, RuleOptions, norms_of_gradients
 from trainprobe.monitor.scalar_names import scalar
 
 SMALL = 1e-3  # absolute maximum of a weight that begins at nothing
@@ -66,11 +66,6 @@ def _weights(names: Patterns) -> tuple[Selection, ...]:
 @cache
 def _sizes(names: Patterns) -> tuple[Selection, ...]:
     return (Selection(("parameter",), ("value",), ("absmax",), names),)
-
-
-@cache
-def _gradients(names: Patterns) -> tuple[Selection, ...]:
-    return (Selection(("parameter",), ("grad",), ("norm",), names),)
 
 
 def _look_at_updates(frame: Frame, memory: Memory, options: Options) -> None:
@@ -146,7 +141,7 @@ def _loss(frame: Frame, memory: Memory, options: Options) -> str | None:
 
 def _norms(frame: Frame, memory: Memory, options: Options) -> str | None:
     """Return the words for gradients that grow by factors, step after step, where no loss can be judged."""
-    places, _ = memory.watch(frame, _gradients(options.names))
+    places, _ = memory.watch(frame, norms_of_gradients(options.names))
     norm = _joined(frame.values[places])
     before = memory.numbers.get("norm", np.nan)
     memory.numbers["norm"] = norm
@@ -168,13 +163,10 @@ def _finding(frame: Frame, memory: Memory, options: Options, what: str) -> Findi
     step, ratio, many = int(memory.numbers["step"]), memory.numbers["ratio"], int(memory.numbers["many"])
     name = text_series(list(memory.keys)[int(memory.numbers["row"])]).address.name
     others = f", and those of {many - 1} other weights were too" if many > 1 else ""
-    return Finding(
-        rule="blow_up",
-        severity=options.severity,
-        message=f"{what}. The update of {name} at step {step} was {ratio:.3g} times as large as the weight{others}",
-        step=frame.step,
-        place=frame.place,
-        site=Site("parameter", name, "value", 0),
+    return options.found(
+        frame,
+        f"{what}. The update of {name} at step {step} was {ratio:.3g} times as large as the weight{others}",
+        Site("parameter", name, "value", 0),
         measured=ratio,
         expected=f"at most {options.update_ratio:g}",
         next="lower the learning rate, begin with a warm-up, or clip the gradients",

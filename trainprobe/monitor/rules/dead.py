@@ -59,13 +59,10 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
         what, others = f"the gradients of all {of} parameters have", ""
         hint = "look at the loss: targets that are all ignored, a mask that hides everything, a factor of 0"
     return [
-        Finding(
-            rule="dead",
-            severity=options.severity,
-            message=f"{what} been zero at {options.patience} collected steps in a row{others}",
-            step=frame.step,
-            place=frame.place,
-            site=first.site(),
+        options.found(
+            frame,
+            f"{what} been zero at {options.patience} collected steps in a row{others}",
+            first.site(),
             measured=float(values[ripe][0]),
             expected="less than all zeros",
             names=names_at(frame, places[ripe]),

@@ -36,7 +36,7 @@ from trainprobe.monitor.announced import announced
 from trainprobe.monitor.frames import F64, I64, Bools, Frame, Selection
 from trainprobe.monitor.limits import above_rounding, falling, limits, losses
 from trainprobe.monitor.memory import Memory
-from trainprobe.monitor.rules import Patterns, RuleOptions, names_at
+from trainprobe.monitor.rules import Patterns, RuleOptions, names_at, norms_of_gradients
 from trainprobe.monitor.scalar_names import scalar
 
 _CLIPPED = float(np.log(3))
@@ -149,18 +149,13 @@ def _chosen(names: Patterns) -> tuple[Selection, ...]:
 
 
 @cache
-def _gradients(names: Patterns) -> tuple[Selection, ...]:
-    return (Selection(("parameter",), ("grad",), ("norm",), names),)
-
-
-@cache
 def _values(names: Patterns) -> tuple[Selection, ...]:
     return (Selection(("parameter",), ("value",), ("norm",), names),)
 
 
 def _norm_of_gradients(frame: Frame, memory: Memory, options: Options) -> float | None:
     """Return the norm over all gradients that were collected."""
-    places, _ = memory.watch(frame, _gradients(options.names))
+    places, _ = memory.watch(frame, norms_of_gradients(options.names))
     with np.errstate(over="ignore"):
         return float(np.sqrt(np.sum(frame.values[places] ** 2))) if places.size else None
 
@@ -234,14 +229,10 @@ def _finding(frame: Frame, options: Options, place: int, recent: float, usual: f
     series = frame.table.series[frame.at[place]] if place >= 0 else "the norm over all gradients"
     others = ripe.size - (place >= 0)
     more = f"; {others} other series drifted with it" if others > 0 else ""
-    return Finding(
-        rule="drift",
-        severity=options.severity,
-        message=f"{series} has crept up to {recent:.4g}, {recent / usual:.3g} times its long-term level {usual:.4g}"
-        f"{more}{cause}",
-        step=frame.step,
-        place=frame.place,
-        site=Site("scalar", "gradient norm", "value") if isinstance(series, str) else series.address.site(),
+    return options.found(
+        frame,
+        f"{series} has crept up to {recent:.4g}, {recent / usual:.3g} times its long-term level {usual:.4g}{more}{cause}",
+        Site("scalar", "gradient norm", "value") if isinstance(series, str) else series.address.site(),
         measured=recent,
         expected=usual,
         names=names_at(frame, ripe),
@@ -251,14 +242,11 @@ def _finding(frame: Frame, options: Options, place: int, recent: float, usual: f
 
 def _weight_finding(frame: Frame, options: Options, place: int, now: float, was: float, cause: str) -> Finding:
     address = frame.table.series[frame.at[place]].address
-    return Finding(
-        rule="drift",
-        severity=options.severity,
-        message=f"the weight {address.name} moves far more than before. Its norm went from {was:.4g} to {now:.4g} within "
+    return options.found(
+        frame,
+        f"the weight {address.name} moves far more than before. Its norm went from {was:.4g} to {now:.4g} within "
         f"{_SPAN} collected steps, three times as far as before and as other weights{cause}",
-        step=frame.step,
-        place=frame.place,
-        site=address.site(),
+        address.site(),
         measured=now,
         expected=was,
         names=(address.name,),

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 
 from trainprobe.engine.core.records import Finding
-from trainprobe.monitor.frames import F64, I64, Frame, Selection
+from trainprobe.monitor.frames import F64, I64, Frame
 from trainprobe.monitor.memory import Memory
-from trainprobe.monitor.rules import Patterns, RuleOptions
+from trainprobe.monitor.rules import RuleOptions, norms_of_gradients
 
 Fit = tuple[float, float, float]  # slope, depth, r²
 _NUMBER = re.compile(r"(?<![^.])(\d+)(?![^.])")
@@ -42,7 +41,7 @@ class Options(RuleOptions):
 
 def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     """Fit each family of layers and find the ones whose gradient explodes or vanishes."""
-    places, _ = memory.watch(frame, _chosen(options.names))
+    places, _ = memory.watch(frame, norms_of_gradients(options.names))
     families = memory.worked_out(f"families {options.layers}", places, lambda: _families(frame, memory, places, options.layers))
     if families is None:
         return []
@@ -58,11 +57,6 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     found = np.flatnonzero(ripe).tolist()
     worst = max(found, key=lambda i: abs(fits[i][0]) * fits[i][1])
     return [_finding(frame, options, families.names[worst], fits[worst], int(families.members[worst][0][0]), len(found))]
-
-
-@cache
-def _chosen(names: Patterns) -> tuple[Selection, ...]:
-    return (Selection(("parameter",), ("grad",), ("norm",), names),)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,14 +121,11 @@ def _finding(frame: Frame, options: Options, family: str, fit: Fit, place: int, 
     change = float(np.exp(abs(slope) * depth))
     direction = "vanishes towards the first layer" if slope > 0 else "explodes towards the first layer"
     others = f"; {how_many - 1} other families too" if how_many > 1 else ""
-    return Finding(
-        rule="flow",
-        severity=options.severity,
-        message=f"the gradient of {family} {direction}: a factor {np.exp(abs(slope)):.3g} a layer, {change:.3g} over "
+    return options.found(
+        frame,
+        f"the gradient of {family} {direction}: a factor {np.exp(abs(slope)):.3g} a layer, {change:.3g} over "
         f"{depth + 1:.0f} layers (r² {quality:.2f}){others}",
-        step=frame.step,
-        place=frame.place,
-        site=frame.table.series[frame.at[place]].address.site(),
+        frame.table.series[frame.at[place]].address.site(),
         measured=change,
         expected=options.limit,
         next="check normalisation, residual branches and initial scale of these layers",

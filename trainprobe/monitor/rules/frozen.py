@@ -1,12 +1,11 @@
-"""A parameter that does not move although it has a gradient: its fingerprint (or all its statistics) stays the same.
+"""A parameter does not change although it has a gradient: its fingerprint (or all its statistics) stays the same.
 
-A parameter is frozen when its value is bit-equal (by checksum; without one, when norm, largest magnitude and mean are
-all equal) at `patience` collected steps in a row, while its gradient was not zero and the learning rate is not zero. A gradient
-below 1e-6 of the largest one is taken for zero: that of a bias before a normalisation is nothing but rounding. So is one below
-1e-4 of the largest that the parameter has had: a training that has converged stands still.
-Where gradients are not collected, a parameter counts only if it has moved before. A parameter that is frozen on purpose has
-no gradient and is not judged. For one of 16 bits that has moved before it takes `patience_short` steps, because small updates
-round away for a while in a healthy training.
+A parameter is frozen when its value is bit-equal (by checksum; without one, if norm, largest magnitude and mean are all equal)
+at `patience` collected steps in a row, while its gradient and the learning rate are not zero. A gradient below 1e-6 of the
+largest one counts as zero: that of a bias before a normalisation is only rounding. So does one below 1e-4 of the parameter's
+largest so far: a converged training stands still. If gradients are not collected, a parameter counts only if it has changed
+before. A parameter that is frozen on purpose has no gradient and is not judged. A parameter of 16 bits that has changed before
+needs `patience_short` steps, because small updates round away for a while in a healthy training.
 
 Typical causes: the optimizer holds other tensors than the model (accelerate issue 2665), or the update is smaller than half
 a unit in the last place of a bfloat16 weight and rounds away.
@@ -129,13 +128,10 @@ def _finding(frame: Frame, options: Options, addresses: list[Address], of: int, 
             "autocast, or use master weights. Check that the optimizer holds this very parameter"
         )
     others = f" and {len(addresses) - 1} more of {of} parameters" if len(addresses) > 1 else ""
-    return Finding(
-        rule="frozen",
-        severity=options.severity,
-        message=f"{addresses[0].name}{others} did not change over {held} collected steps although it has a gradient",
-        step=frame.step,
-        place=frame.place,
-        site=addresses[0].site(),
+    return options.found(
+        frame,
+        f"{addresses[0].name}{others} did not change over {held} collected steps although it has a gradient",
+        addresses[0].site(),
         measured="unchanged",
         expected="changed by every update",
         names=tuple(dict.fromkeys(address.name for address in addresses)),

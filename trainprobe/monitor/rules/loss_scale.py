@@ -59,13 +59,10 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     was = f"from {peak:.6g} within {options.window} collected steps" if peak > scale else f"below {options.least:g}"
     was = f"lower at each of {int(fell)} steps in a row" if fell >= options.searches else was
     return [
-        Finding(
-            rule="loss_scale",
-            severity=options.severity,
-            message=f"the loss scale collapsed to {scale:.6g}, {was}: every step overflows",
-            step=frame.step,
-            place=frame.place,
-            site=Site("scalar", name, "value"),
+        options.found(
+            frame,
+            f"the loss scale collapsed to {scale:.6g}, {was}: every step overflows",
+            Site("scalar", name, "value"),
             measured=scale,
             expected=peak or options.least,
             next="find the layer whose gradient overflows first: the rule `nonfinite` names it",

@@ -57,13 +57,10 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     series = frame.table.series[frame.at[places[worst]]]
     others = f"; {int(begins.sum()) - 1} other series deviate too" if begins.sum() > 1 else ""
     return [
-        Finding(
-            rule="mean_deviation",
-            severity=options.severity,
-            message=f"{series} is {size[worst]:.4g}, its running mean {h[worst]:.4g}{others}",
-            step=frame.step,
-            place=frame.place,
-            site=series.address.site(),
+        options.found(
+            frame,
+            f"{series} is {size[worst]:.4g}, its running mean {h[worst]:.4g}{others}",
+            series.address.site(),
             measured=float(size[worst]),
             expected=float(h[worst]),
             names=names_at(frame, places[begins]),

@@ -1,16 +1,15 @@
-"""A NaN or an infinity, and where it was born: the first call whose inputs were finite and whose output was not.
+"""Names the origin of a NaN or an infinity: the first call with finite inputs and a non-finite output.
 
-Walks the step in execution order. In the forward pass an origin is a call with finite inputs and parameters and a
-non-finite output; in the backward pass finite gradients of outputs and a non-finite gradient of inputs or of a
-parameter; in the optimizer finite gradients and a non-finite update, state or parameter. Where the forward pass was finite
-and the loss is not, or what comes back into the backward pass is not, it is the loss. The innermost of nested modules is named.
-Where the first non-finite value is one that a forward call is given, and a result of the forward pass is not finite, only a
-call that is known to have made such a result of finite values is an origin; without one, it came in with the batch.
-Minus infinity alone is not counted, because attention masks are made of it. What stands in single calls alone, and in nothing
-that is made of them, is worth a note (a constant, a mask, memory that nobody had filled yet), and is no origin later. While a
-dynamic loss scale is in use, infinite gradients are how it finds its limit: a few such steps are only worth a note, and so are,
-until the first finite step, 32 at a scale above 65536, which makes an infinity of every float16 gradient of 1. Where the
-optimizer stepped all the same and wrote what is not finite, they are an error.
+The rule walks the step in execution order. In the forward pass, an origin is a call with finite inputs and parameters and a
+non-finite output. In the backward pass, it has finite gradients of outputs and a non-finite gradient of an input or parameter.
+In the optimizer, the gradients are finite and an update, state or parameter is not. The loss is the origin if the forward pass
+was finite and the loss or the first incoming gradient is not. Of nested modules the innermost is named.
+If the first non-finite value is an input of a forward call and a result of the forward pass is not finite, only a call that is
+known to have made such a result from finite values is an origin. If there is none, the batch had it.
+Minus infinity alone does not count, because attention masks contain it. Values that stay inside single calls (a constant, a
+mask, uninitialised memory) are a note, and no origin later. Under a dynamic loss scale, infinite gradients are how the scaler
+finds its limit: a few such steps are a note. So are up to 32 steps before the first finite one at a scale above 65536, where a
+float16 gradient of 1 overflows. They are an error if the optimizer stepped and wrote them into weights.
 
 Source: the "first divergence" of TrainCheck and the overflow checks of mixed precision training (Micikevicius et al., 2018).
 """
@@ -26,17 +25,18 @@ from trainprobe.engine.core.addresses import Address
 from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.frames import Bools, Frame, Health
 from trainprobe.monitor.memory import Memory
+from trainprobe.monitor.nonfinite_values import (
+    ENTERS,
+    backward_begins,
+    is_input,
+    not_known,
+    of_forward,
+    of_interest,
+    stays_inside,
+)
 from trainprobe.monitor.rules import RuleOptions, Severity
 from trainprobe.monitor.scalar_names import role_of, scalar
 
-_ENTERS = {
-    "forward": {"input", "kwargs", "value", "parameters"},
-    "recompute": {"input", "kwargs", "value", "parameters"},
-    "backward": {"grad_output"},
-}
-_MAKERS = frozenset(
-    {"tensor", "as_tensor", "scalar_tensor", "full", "full_like", "new_full", "new_tensor", "empty", "empty_like", "new_empty"}
-) | {"empty_strided", "new_empty_strided", "empty_permuted"}  # the last ones hand out memory as it is
 _MASKING = frozenset({"masked_fill", "where", "fill", "triu", "tril", "index_fill", "scatter", "setitem", "copy"})
 _HIGHEST = 65536.0  # loss scale; where float16 ends
 _SEARCH = 32  # steps; a search from 2^32, the highest scale that trainers begin with, is over by then
@@ -57,11 +57,11 @@ class Options(RuleOptions):
 def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     """Name the origin when a step has the first non-finite value after a finite step."""
     bad = frame.health >= Health.INFINITE
-    if bad.any() and _stays_inside(frame, bad):
+    if bad.any() and stays_inside(frame, bad):
         memory.numbers["bad"] = 0.0
-        new = _not_known(frame, memory, bad, learn=True)
+        new = not_known(frame, memory, bad, learn=True)
         return [_note(frame, bad)] if new.any() else []
-    bad = _of_interest(frame, memory, bad)
+    bad = of_interest(frame, memory, bad)
     before = memory.numbers.get("bad", 0.0)
     memory.numbers["bad"] = before + 1 if bad.any() else 0.0
     if not bad.any():
@@ -87,64 +87,6 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     return [_finding(frame, bad, options.severity if severe else "info", after)]
 
 
-def that_matter(frame: Frame) -> Bools:
-    """Return which values of a step are not finite and reach something, or may: constants and masks do not count."""
-    bad = frame.health >= Health.INFINITE
-    return np.zeros_like(bad) if _stays_inside(frame, bad) else _of_interest(frame, Memory(), bad)
-
-
-def _stays_inside(frame: Frame, bad: Bools) -> bool:
-    """Tell whether what is not finite stands in single calls alone, and in nothing that is made of them.
-
-    A constant, a mask, memory that nobody has filled yet, a quotient that `where` leaves out: none of it reaches a module's
-    result, a gradient, a parameter or the loss. Where no gradients of parameters are collected, those of calls must be finite.
-    """
-    addresses = [frame.table.addresses[s] for s in frame.addresses.tolist()]
-    if any(address.kind != "op" for address, b in zip(addresses, bad.tolist(), strict=True) if b):
-        return False
-    judged = any(address.kind == "parameter" and address.slot == "grad" for address in addresses)
-    if not judged and any(address.phase == "backward" for address, b in zip(addresses, bad.tolist(), strict=True) if b):
-        return False
-    forward = [
-        (address, b) for address, b in zip(addresses[: _begins(addresses)], bad.tolist(), strict=False) if _of_forward(address)
-    ]
-    return not forward or not forward[-1][1]
-
-
-def _begins(addresses: list[Address]) -> int:
-    """Return where the backward pass begins."""
-    return next((i for i, address in enumerate(addresses) if address.phase == "backward"), len(addresses))
-
-
-def _not_known(frame: Frame, memory: Memory, bad: Bools, learn: bool = False) -> Bools:
-    """Tell which bad values were not bad in a step in which they did not matter; with `learn` remember them as such."""
-    places = np.flatnonzero(bad)
-    addresses = [frame.table.addresses[s] for s in frame.addresses[places].tolist()]
-    keys = ["\t".join((address.phase, address.name, str(address.call), address.slot)) for address in addresses]
-    known = memory.array("harmless", fill=False)
-    new = np.array([key not in memory.keys or not known[memory.keys[key]] for key in keys])
-    if learn:
-        rows = [memory.row(key) for key in keys]
-        memory.array("harmless", fill=False)[rows] = True
-    out = np.zeros(bad.size, dtype=bool)
-    out[places[new]] = True
-    return out
-
-
-def _of_interest(frame: Frame, memory: Memory, bad: Bools) -> Bools:
-    """Leave out what is known not to matter, and constants that a call makes of nothing; all stays if nothing else is bad."""
-    if not bad.any():
-        return bad
-    made = np.array([_makes(frame.table.addresses[s]) for s in frame.addresses.tolist()])
-    chosen = _not_known(frame, memory, bad) & ~made
-    return chosen if chosen.any() else bad
-
-
-def _makes(address: Address) -> bool:
-    """Tell whether a value is what a call makes of numbers or of nothing, and not of tensors."""
-    return address.kind == "op" and address.name.rpartition(".")[2] in _MAKERS
-
-
 def wants_forward(memory: Memory) -> bool:
     """Tell whether the forward pass of the next step may show the origin: it was not recorded, and the weights are finite."""
     return lasts(memory) and memory.numbers.get("unseen", 0.0) > 0
@@ -160,7 +102,7 @@ def _only_gradients_under_a_scale(frame: Frame, bad: np.ndarray) -> bool:
     if not _scale(frame) > 1 or _loss_is_bad(frame):
         return False
     addresses = [frame.table.addresses[s] for s in frame.addresses.tolist()]
-    begins = _begins(addresses)
+    begins = backward_begins(addresses)
     ends = max((i for i, a in enumerate(addresses) if a.phase == "backward" and a.kind != "parameter"), default=len(addresses))
     after = {"collective": begins, "op": ends}  # the scaler's own ops are given the gradients
     return all(
@@ -224,7 +166,7 @@ def _finding(frame: Frame, bad: Bools, severity: Severity, after: str) -> Findin
 def _next(address: Address, step: int) -> str | None:
     if address.phase == "forward" and address.kind == "parameter":
         return f"look at the gradients and the learning rate of step {step - 1}, and at what writes to weights between steps"
-    if address.phase == "forward" and _enters(address):
+    if address.phase == "forward" and is_input(address):
         return f"look at the batch of step {step}, and at what prepares it"
     if address.kind == "collective":
         return "`trainprobe nan-trace {output}` names the rank that made it"
@@ -261,7 +203,7 @@ def find_origin(frame: Frame, chosen: Bools | None = None) -> tuple[Address, str
     paired = list(zip(addresses, bad, strict=True))
     ordered = [(entered, result) for result, entered_bad, entered in _calls(addresses, bad) if not entered_bad]
     if _came_in(paired, first_bad):
-        ordered = [(entered, result) for entered, result in ordered if entered and _of_forward(result)]
+        ordered = [(entered, result) for entered, result in ordered if entered and of_forward(result)]
     weight = next((address for address, b in paired if b and address.kind == "parameter" and address.phase == "forward"), None)
     if weight is not None:  # no call of the step makes one, and whatever uses it is not finite either
         return weight, (
@@ -289,11 +231,11 @@ def _between_modules(origin: Address, paired: list[tuple[Address, bool]]) -> str
     prefix = "" if origin.name in ("", "root") else f"{origin.name}."
     parts = [(a, b) for a, b in paired if a.kind == "module" and a.phase == "forward" and a.name.startswith(prefix)]
     parts = [(a, b) for a, b in parts if a.name not in (origin.name, "", "root")]
-    given = next((place for place, (address, b) in enumerate(parts) if b and _enters(address)), None)
+    given = next((place for place, (address, b) in enumerate(parts) if b and is_input(address)), None)
     if origin.kind != "module" or origin.phase != "forward" or given is None:
         return ""
     first = parts[given][0].name
-    before = [a.name for a, b in parts[:given] if not (b or _enters(a)) and a.name.count(".") == first.count(".")]
+    before = [a.name for a, b in parts[:given] if not (b or is_input(a)) and a.name.count(".") == first.count(".")]
     behind = f", behind {before[-1]}" if before else ""
     return f", in its own code: {first} is the first submodule that gets it{behind}"
 
@@ -301,7 +243,7 @@ def _between_modules(origin: Address, paired: list[tuple[Address, bool]]) -> str
 def _minus_infinity_before(frame: Frame, addresses: list[Address], origin: Address) -> Address | None:
     """Return the op that made the minus infinity which `origin` is given, unless that is a mask: the logarithm of a zero."""
     masked = (frame.health == Health.MINUS_INFINITY).tolist()
-    given = [b for address, b in zip(addresses, masked, strict=True) if _owner(address) == _owner(origin) and _enters(address)]
+    given = [b for address, b in zip(addresses, masked, strict=True) if _owner(address) == _owner(origin) and is_input(address)]
     if origin.kind != "op" or not any(given):
         return None
     end = addresses.index(origin)
@@ -315,28 +257,14 @@ def _ends(addresses: list[Address]) -> int:
     return max((i for i, address in enumerate(addresses) if address.phase == "backward"), default=len(addresses))
 
 
-def _of_forward(address: Address) -> bool:
-    return address.phase in ("forward", "recompute") and address.kind != "scalar"
-
-
-def _enters(address: Address) -> bool:
-    """Tell whether a value is one that a call is given."""
-    return address.slot.split(".")[0] in _ENTERS.get(address.phase, ())
-
-
-def is_given(address: Address) -> bool:
-    """Tell whether a value was there before any call of the step could make it: what a call is given, or a weight."""
-    return _enters(address) or (address.kind == "parameter" and address.phase == "forward")
-
-
 def _came_in(paired: list[tuple[Address, bool]], first_bad: Address) -> bool:
     """Tell whether the first bad value was given to the step and reached the result of a forward call.
 
     A backward pass through such a result makes bad gradients of finite ones, and a call of which nothing that it was given is
     known has a bad result: neither is an origin then.
     """
-    entered = first_bad.phase == "forward" and first_bad.kind != "parameter" and _enters(first_bad)
-    return entered and any(b and _of_forward(address) and not _enters(address) for address, b in paired)
+    entered = first_bad.phase == "forward" and first_bad.kind != "parameter" and is_input(first_bad)
+    return entered and any(b and of_forward(address) and not is_input(address) for address, b in paired)
 
 
 def _batch_of(frame: Frame) -> str:
@@ -347,7 +275,7 @@ def _batch_of(frame: Frame) -> str:
 
 def _between_the_passes(paired: list[tuple[Address, bool]], first_bad: Address, batch: str) -> tuple[Address, str] | None:
     """Return the loss, or the first gradient that came back, when it was made between the forward and the backward pass."""
-    passes = [(address, b) for address, b in paired if _of_forward(address)]
+    passes = [(address, b) for address, b in paired if of_forward(address)]
     if any(b for _, b in passes):
         return None
     recorded = _is_recorded(address for address, _ in passes)
@@ -358,7 +286,7 @@ def _between_the_passes(paired: list[tuple[Address, bool]], first_bad: Address, 
         return loss, f"{seen}. {batch} had it, or the forward pass or the loss made it"
     if loss is not None:
         return loss, f"{seen}, the loss made it"
-    if first_bad.phase == "backward" and first_bad.slot.split(".")[0] in _ENTERS["backward"]:
+    if first_bad.phase == "backward" and first_bad.slot.split(".")[0] in ENTERS["backward"]:
         return first_bad, f"{seen}. The gradient that came from the loss or the next pipeline stage had it"
     return None
 
@@ -368,8 +296,8 @@ def _calls(addresses: list[Address], bad: list[bool]) -> Iterable[tuple[Address,
     paired = list(zip(addresses, bad, strict=True))
     for _, group in groupby(paired, key=lambda pair: _owner(pair[0])):
         members = list(group)
-        enters = [b for address, b in members if _enters(address)]
-        results = [address for address, b in members if b and not _enters(address)]
+        enters = [b for address, b in members if is_input(address)]
+        results = [address for address, b in members if b and not is_input(address)]
         if results:
             yield results[0], any(enters), bool(enters)
 
@@ -392,7 +320,7 @@ def _innermost(first: Address, candidates: list[Address]) -> Address:
 
 def _is_recorded(forward: Iterable[Address]) -> bool:
     """Tell whether anything but weights was seen of a forward pass."""
-    return any(_of_forward(address) and address.kind != "parameter" for address in forward)
+    return any(of_forward(address) and address.kind != "parameter" for address in forward)
 
 
 def _how(address: Address, entered: bool, addresses: list[Address], batch: str) -> str:

@@ -53,13 +53,11 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     if not memory.newly("flat", np.array([row]), np.array([bool(flat)]), rearm=8)[0]:
         return []
     return [
-        Finding(
-            rule="plateau",
-            severity=options.severity,
-            message=f"the loss has not fallen over the last {options.window} collected steps: "
+        options.found(
+            frame,
+            f"the loss has not fallen over the last {options.window} collected steps: "
             f"{older.mean():.5g} in the older half, {newer.mean():.5g} in the newer",
-            step=frame.step,
-            place=frame.place,
+            None,
             measured=float(newer.mean()),
             expected=float(older.mean()),
             floor=error,

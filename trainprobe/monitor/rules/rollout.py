@@ -240,13 +240,10 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
 def _finding(symptom: _Symptom, batch: _Batch, frame: Frame, options: Options) -> Finding:
     x = batch[symptom.series]
     message = symptom.message.format(x=x, first=batch.start(symptom.series), back=batch.back)
-    return Finding(
-        rule="rollout",
-        severity=options.severity,
-        message=message + (f", for {options.patience} batches in a row" if symptom.lasting else ""),
-        step=frame.step,
-        place=frame.place,
-        site=Site("scalar", PREFIX + symptom.series, "value"),
+    return options.found(
+        frame,
+        message + (f", for {options.patience} batches in a row" if symptom.lasting else ""),
+        Site("scalar", PREFIX + symptom.series, "value"),
         measured=x,
         expected=symptom.expected,
         next=symptom.next,

@@ -51,13 +51,10 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     limits += [f"at least {options.low:g}"] if options.low is not None else []
     limits += [f"at most {options.high:g}"] if options.high is not None else []
     return [
-        Finding(
-            rule="threshold",
-            severity=options.severity,
-            message=f"{series} is {x[first]:.6g}, outside its limits{others}",
-            step=frame.step,
-            place=frame.place,
-            site=series.address.site(),
+        options.found(
+            frame,
+            f"{series} is {x[first]:.6g}, outside its limits{others}",
+            series.address.site(),
             measured=float(x[first]),
             expected=", ".join(limits),
             names=names_at(frame, places[begins]),

@@ -93,13 +93,10 @@ def _finding(frame: Frame, options: Options, place: int, ratio: float, names: tu
     address = frame.table.series[frame.at[place]].address
     too = "large" if ratio > options.high else "small"
     others = f", and those of {len(names) - 1} other parameters" if len(names) > 1 else ""
-    return Finding(
-        rule="update_ratio",
-        severity=options.severity,
-        message=f"the update of {address.name} is {ratio:.3g} of its weight, too {too}{others}",
-        step=frame.step,
-        place=frame.place,
-        site=address.site(),
+    return options.found(
+        frame,
+        f"the update of {address.name} is {ratio:.3g} of its weight, too {too}{others}",
+        address.site(),
         measured=ratio,
         expected=f"{options.low:g} to {options.high:g}",
         names=names,

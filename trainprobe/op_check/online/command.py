@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from trainprobe.engine.plan.model import parse_bytes
+from trainprobe.engine.plan.field_types import parse_bytes
 from trainprobe.errors import UsageError
 
 if TYPE_CHECKING:

@@ -21,9 +21,9 @@ from trainprobe.engine.core.containers import tensors_in
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.naming import ROOT
 from trainprobe.engine.core.records import StepData, Value
-from trainprobe.engine.stats.checksum import joined
 from trainprobe.engine.stats.partials import CHECKSUM, STATS
 from trainprobe.engine.tape import Tape
+from trainprobe.monitor.audit.capture.values import joined_of
 from trainprobe.monitor.audit.facts import Facts
 from trainprobe.monitor.audit.facts.calls import Evaluation, RandomFingerprints, TrainingCalls
 from trainprobe.monitor.audit.facts.gradients import Backwards
@@ -141,7 +141,7 @@ class CellAuditTap(Tap):
         return Facts(
             TrainingState(self._set_up, self._facts(self._states.optimizers()), self._run.ordinal),
             TrainingCalls(
-                batches=tuple(joined([_checksum(step_data, value) for value in values]) for values in batches),
+                batches=tuple(joined_of(step_data, values) for values in batches),
                 whole_numbers=any(_whole(value) for values in batches for value in values),
                 tokens=tuple(next((prod(v.shape) for v in values if _whole(v)), 0) for values in batches),
                 evaluations=self._take_evaluations(),
@@ -210,10 +210,6 @@ def _groups(optimizer: Any, rates: Sequence[float], names: Mapping[int, str]) ->
 
 def _is_tensor(x: Any) -> bool:
     return isinstance(x, mindspore.Tensor)
-
-
-def _checksum(step_data: StepData, value: Value) -> int:
-    return int(step_data.checksums[value.row]) if step_data.checksums is not None and value.row >= 0 else 0
 
 
 def _whole(value: Value) -> bool:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from trainprobe.engine.core.records import StepData, Value
 from trainprobe.engine.stats import finish
-
-_COMBINE = 0x100000001B3  # the prime of FNV-1a: joins the fingerprints of several tensors into one
+from trainprobe.engine.stats.checksum import joined
 
 
 def checksum_of(step_data: StepData, value: Value) -> int:
@@ -29,11 +26,7 @@ def mean_of(step_data: StepData, value: Value) -> float:
 
 def joined_of(step_data: StepData, values: Sequence[Value]) -> int:
     """Return one fingerprint of several values."""
-    total = np.uint64(len(values))
-    with np.errstate(over="ignore"):
-        for value in values:
-            total = total * np.uint64(_COMBINE) ^ np.uint64(checksum_of(step_data, value))
-    return int(total)
+    return joined([checksum_of(step_data, value) for value in values])
 
 
 def _statistic(step_data: StepData, value: Value, name: str) -> float:

@@ -1,13 +1,13 @@
-"""An update uses the sum of what the backward passes brought, all of it taken at the same weights.
+"""An update uses the sum of its backward passes, all computed at the same weights.
 
-Relation: where a backward pass adds to a gradient that is already there, and the update uses the sum, no optimizer has
-stepped, and no program has written to most of the weights, between the pass that the older part came from and this one.
-Tolerance none; an older part that is zero is none. Nor is what the update uses the very gradient that an earlier pass left,
-unchanged, where a later one of the step left another. Reported as a warning, since either may be intended.
+Relation: if a backward pass adds to an existing gradient and the update uses the sum, no optimizer has stepped since the pass
+of the older part, and no program has written to most of the weights. Tolerance none; an older part that is zero does not count.
+The update does not use the unchanged gradient of an earlier pass if a later pass of the step left a different one. Reported as
+a warning, since either may be intended.
 Usually caused by an output that is not detached, so that the loss of one network leaves its gradient in another, which then
-adds its own (a generator and its discriminator); by gradients of two tasks that were put in each other's place; and by an
-ascent step (sharpness-aware minimization, extragradient) whose gradient is not cleared before the second pass. Micro-batches
-that are accumulated cannot violate this, nor can networks that are updated in turn and cleared before their own backward pass.
+adds its own (a generator and its discriminator). Other causes are gradients of two tasks that were exchanged, and an ascent
+step (sharpness-aware minimization, extragradient) whose gradient is not cleared before the second pass. Accumulated
+micro-batches cannot violate this, nor can networks that are updated in turn and cleared before their own backward pass.
 """
 
 from __future__ import annotations

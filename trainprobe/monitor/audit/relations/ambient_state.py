@@ -1,13 +1,13 @@
-"""What holds for the whole thread is the same at each update.
+"""The global state of the thread is the same at each update.
 
-Relation: where the first optimizer of a step begins to update, autocast, grad mode, inference mode, the default dtype,
-deterministic algorithms and the precision of float32 matrix products are what they were there at the audited step before.
-Autocast is off there: it is for the forward pass and the loss. Tolerance none. Reported as warnings, since a program may do
-either on purpose.
-Usually caused by an evaluation or a library that sets one of them and does not put it back (`torch.set_default_dtype`,
-`set_float32_matmul_precision`, an `__enter__` without its end): new tensors, caches and optimizer states then have another
-dtype, and the same code computes other numbers; and by a `with torch.autocast` around the whole step. A loop whose steps run
-the same code in the same place cannot violate this.
+Relation: where the first optimizer of a step begins to update, the following are as at the audited step before: autocast, grad
+mode, inference mode, the default dtype, deterministic algorithms and the precision of float32 matrix products. Autocast is off
+there, since it is for the forward pass and the loss. Tolerance none. Reported as warnings, since a program may do either on
+purpose.
+Usually caused by an evaluation or a library that changes one of them and does not restore it (`torch.set_default_dtype`,
+`set_float32_matmul_precision`, an `__enter__` without its end). New tensors, caches and optimizer states then have a different
+dtype, and the same code computes different numbers. Another cause is `with torch.autocast` around the whole step. A loop whose
+steps run the same code in the same place cannot violate this.
 """
 
 from __future__ import annotations

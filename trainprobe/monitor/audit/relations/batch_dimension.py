@@ -1,13 +1,13 @@
-"""A layer over sequences takes the dimension of the batch for the batch.
+"""A layer over sequences does not confuse the batch with another dimension.
 
-Relation, for the recurrent and attention layers of torch that are given [a, b, features] with a ≠ b, both at least 2, and
-where every loss function of the step has one target [N] or [N, k] a row: the layer's batch dimension (the second one, or the
-first with `batch_first`) has N entries, if one of the two has and no dimension of a target has the other's. A multiple of N
-is right as well, unless the model itself is called with [a, b, …]: rows may be folded together with something else. Tolerance
-none; at this audited step and the one before. Reported as a warning.
-Usually caused by `batch_first=True` that is missing for data [batch, time, features]: each row of the batch then is a moment
-of time, and every row is mixed with those before it. A layer whose `batch_first` fits its data cannot violate this; where the
-loss is written by hand, or there are as many rows as moments, nothing is judged.
+Relation, for torch's recurrent and attention layers that are given [a, b, features] with a ≠ b, both at least 2, if every loss
+function of the step has one target [N] or [N, k] a row: the layer's batch dimension (the second, or the first with
+`batch_first`) has N entries, if one of the two has and no dimension of a target has the other's size. A multiple of N is right
+too, unless the model itself is called with [a, b, …]: rows may be folded together with something else. Tolerance none; at this
+audited step and the one before. Reported as a warning.
+Usually caused by a missing `batch_first=True` for data [batch, time, features]: each row of the batch then counts as a moment
+of time, and mixes with the rows before it. A layer whose `batch_first` fits its data cannot violate this. Nothing is judged if
+the loss is written by hand, or if there are as many rows as moments.
 """
 
 from __future__ import annotations

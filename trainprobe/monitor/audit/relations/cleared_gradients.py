@@ -1,15 +1,15 @@
-"""Gradients are empty before the first backward pass of a step, and an update uses all that came since the one before.
+"""Gradients are empty before the first backward pass of a step, and an update uses all gradients since the one before.
 
-Relation: when backward begins, no parameter holds the gradient that the optimizer has used already. Tolerance none: the
-gradient that is found is bit-equal to the one that was used, or, where the step before was not audited or an optimizer ran
-backward within its step, it is there although every audited step updates. And where all gradients of the model are cleared
-after a backward pass, an update or a write to the weights came between, or no other backward pass follows. As a loop may try a
-batch and leave it, that is reported at the second audited step in a row, or as a warning where three before had none. It is
-not judged where the update is given other tensors than the last pass left: the program adds gradients up in buffers of its own,
-and what was cleared had been used. (Buffers that are copied into the gradients' own memory look like a pass.) And when
-the optimizer steps, `fully_shard` holds no gradient that waits for its reduction.
-Usually caused by a missing `zero_grad`, by one that is called on another model or optimizer, or by one that stands inside the
-loop over micro-batches; by `set_requires_gradient_sync` that is off for the last micro-batch.
+Relation: when backward begins, no parameter holds a gradient that the optimizer has already used. Tolerance none: the gradient
+is bit-equal to the used one. If the step before was not audited, or an optimizer ran backward within its step, it is enough
+that a gradient is there although every audited step updates.
+If all gradients of the model are cleared after a backward pass, an update or a write to the weights came between, or no
+backward pass follows. A loop may try a batch and drop it, so this is reported at the second audited step in a row, or as a
+warning if three steps before had none. It is not judged if the update is given other tensors than the last pass left: the
+program then accumulates in buffers of its own, and what was cleared had been used. (Copying such buffers into the gradients'
+memory looks like a pass.) When the optimizer steps, `fully_shard` holds no gradient that still waits for its reduction.
+Usually caused by a missing `zero_grad`, by one on the wrong model or optimizer, or by one inside the loop over micro-batches.
+Another cause is `set_requires_gradient_sync` that is off for the last micro-batch.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Data-parallel ranks and micro-batches train on different data; tensor-parallel ranks on the same.
+"""Data-parallel ranks and micro-batches train on different data, tensor-parallel ranks on the same data.
 
-Relation: fingerprints of what the model is called with differ over dp (and cp) and between the micro-batches of a step, and
-whole numbers (tokens) agree over tp; a step does not repeat the data of the step before, nor a later pipeline stage any
-activations, nor an epoch of a shuffling `DistributedSampler` the order of the one before. Tolerance none. Micro-batches or
-steps that had equal data before are assumed to be intended, unless a loader with several workers handed out another batch in
-between, or a new iterator of a loader of several batches was made for each of the steps.
-Usually caused by the same seed or the same sampler on all ranks (pytorch issue 56488), by an iterator that is made anew, or by
-workers that draw the same random numbers or each read a whole `IterableDataset` (pytorch issue 5059).
+Relation: fingerprints of the model's inputs differ over dp (and cp) and between the micro-batches of a step. Integers (tokens)
+agree over tp. A step does not repeat the data of the step before, a later pipeline stage does not repeat activations, and an
+epoch of a shuffling `DistributedSampler` does not repeat the order of the one before. Tolerance none. Micro-batches or steps
+that were equal before are taken as intended, unless a loader with several workers returned a different batch in between, or a
+loader of several batches got a new iterator for each of the steps.
+Usually caused by the same seed or sampler on all ranks (pytorch issue 56488), by a new iterator at each step, or by workers
+that draw the same random numbers or each read a whole `IterableDataset` (pytorch issue 5059).
 """
 
 from __future__ import annotations

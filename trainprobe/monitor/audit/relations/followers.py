@@ -175,14 +175,4 @@ def _finding(evidence: Evidence, copy: Followed, name: str, tensors: list[Follow
             "update the copy over all parameters, those with one dimension too",
         ),
     }[name]
-    return evidence.finding(
-        "followers",
-        text,
-        tensors[0].name,
-        "value",
-        measured=measured,
-        expected=expected,
-        severity="warning",
-        next=hint,
-        names=[t.name for t in tensors],
-    )
+    return evidence.found(text, [t.name for t in tensors], next=hint, measured=measured, expected=expected)

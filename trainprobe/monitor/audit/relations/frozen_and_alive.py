@@ -1,11 +1,12 @@
-"""What is frozen is at rest: no statistics that move, no dropout.
+"""A frozen part has no moving statistics and no active dropout.
 
-Relation, for what was frozen at set-up, is frozen now and has stood still since the audited step before (so that nothing drives
-it, as a moving average would): the running statistics of a normalisation layer whose parameters are frozen (or that has none
-and lies in a module all of whose parameters are) do not move between the first forward of a step and its update; and a dropout
-in such a module is not active while the module runs without gradients (a teacher, a reference, a fixed encoder). Dropout in a
-frozen part through which gradients flow is left alone: adapters are trained like that. Tolerance none. Reported as a warning.
-Usually caused by `requires_grad_(False)` without `eval()`, or by a `model.train()` after it that wakes the frozen part too: its
+Relation, for what was frozen at set-up, is frozen now and has not changed since the audited step before (so that nothing moves
+it, as a moving average would be): the running statistics of a normalisation layer with frozen parameters do not change between
+the first forward pass of a step and its update. The same holds for a layer without parameters in a module whose parameters are
+all frozen. A dropout in such a module is not active while the module runs without gradients (a teacher, a reference, a fixed
+encoder). Dropout in a frozen part through which gradients flow is allowed: adapters are trained like that. Tolerance none.
+Reported as a warning.
+Usually caused by `requires_grad_(False)` without `eval()`, or by a later `model.train()` that includes the frozen part. Its
 outputs then drift, or are random, though no weight changes. A frozen part in evaluation mode cannot violate this.
 """
 

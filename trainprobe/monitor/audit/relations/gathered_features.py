@@ -1,13 +1,13 @@
-"""What is gathered over the ranks and multiplied with what has a gradient has one too, at least in this rank's part.
+"""Features that are gathered over the ranks and enter a product with a gradient have a gradient themselves.
 
-Relation: where `torch.distributed.all_gather` is called in training, with gradients enabled, on a matrix that requires a
-gradient, what it brings, alone or joined with others that came so, is not an operand of a matrix product whose other operand
-requires a gradient. Tolerance none. Reported as a warning, as others may be meant to be constants. Of `all_gather_into_tensor`
-torch itself warns.
-Usually caused by a contrastive loss over all ranks: `all_gather` has no backward pass, so that the features count as constants
-where they stand for the negatives and positives of others, and half of the gradient is missing. A loss that puts the rank's own
-features back before it joins them, gathers under `no_grad` or what is detached, or uses `torch.distributed.nn.functional`
-cannot violate this.
+Relation: `torch.distributed.all_gather` is called in training, with gradients enabled, on a matrix that requires a gradient.
+Its result, alone or joined with others like it, is then not an operand of a matrix product whose other operand requires a
+gradient. Tolerance none. Reported as a warning, because the gathered features may be meant as constants. For
+`all_gather_into_tensor` torch itself warns.
+Usually caused by a contrastive loss over all ranks: `all_gather` has no backward pass, so the features count as constants where
+they are the negatives and positives of others, and half of the gradient is missing. A loss cannot violate this if it puts the
+rank's own features back before it joins them, gathers under `no_grad` or from detached tensors, or uses
+`torch.distributed.nn.functional`.
 """
 
 from __future__ import annotations

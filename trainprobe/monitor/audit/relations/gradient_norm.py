@@ -1,16 +1,14 @@
 """The reported gradient norm is the norm over the logical (unsharded) gradients.
 
-Relation: the scalar that is reported equals √Σ‖g‖² over all parameters, each element of the logical model counted once,
-before clipping, and is the same on all ranks. A report of the norm after clipping is reported as a warning where one call of
-`torch.nn.utils` shows what it was before: it cannot rise above the threshold. Where several calls clip the gradients of
-several optimizers, the norm that each finds is that over the gradients that it was given; where a call is given more than those
-of the model, nothing is judged. Where a loop clips by itself, the norm before clipping is only known to be at least that after
-it. Floor: 2e-3 of it, and half a unit in the last place for each
-format of 16 bits in which gradients stand (norms of single gradients are rounded to it) or the reported number may. A norm
-that equals the largest magnitude (norm type infinity) is taken for that, and a loss scale that is still in the gradients is
-allowed for.
-Usually caused by a norm that is taken over one rank's shards (pytorch issue 170862, Megatron-LM issue 5916), or that counts
-replicas.
+Relation: the reported scalar equals √Σ‖g‖² over all parameters, with each element of the logical model counted once, before
+clipping. It is the same on all ranks. A report of the norm after clipping is a warning if one call of `torch.nn.utils` shows
+the norm before: the norm after clipping cannot exceed the threshold. If several calls clip the gradients of several optimizers,
+each norm is that of the gradients that the call was given. If a call is given gradients of more than the model, nothing is
+judged. If a loop clips by itself, the norm before clipping is only known to be at least the norm after it.
+Floor: 2e-3 of the norm, and half a unit in the last place for each 16-bit format of the gradients (norms of single gradients
+are rounded to it) or of the reported number. A norm that equals the largest magnitude (norm type infinity) is accepted, and so
+is a loss scale that is still in the gradients.
+Usually caused by a norm over one rank's shards (pytorch issue 170862, Megatron-LM issue 5916), or by counting replicas.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """Every expert of a layer gets tokens.
 
-Relation: of the experts of one layer, which are modules in a list (`experts.3.up.weight`, or a list beside a module called
-router or gate) or the rows of one parameter [experts, …], none goes without a gradient at six audited steps with an update in
-a row, while each of those that got one at any of these steps did so at nine in ten of them. A gradient that is all zeros is
-none. Tolerance none. Reported as a warning. Experts that are frozen are left out.
-Usually caused by a router that has collapsed (its weights were not initialised, its loss of balance was left out or has the
-wrong sign), by a bias or a mask that hides an expert, or by experts that were put in place behind the router. The loss hardly
-shows it. Where few tokens are shared out among many experts, those that get some do not get them at each step, and nothing is
-judged.
+Relation: the experts of one layer are modules in a list (`experts.3.up.weight`, or a list beside a module called router or
+gate) or the rows of one parameter [experts, …]. No expert is without a gradient at six audited steps with an update in a row,
+while each expert with a gradient at any of these steps had one at nine in ten of them. A gradient of zeros counts as none.
+Tolerance none. Reported as a warning. Frozen experts are left out.
+Usually caused by a router that has collapsed (weights that were not initialised, a balancing loss that is missing or has the
+wrong sign), by a bias or mask that hides an expert, or by experts that were replaced after the router was made. The loss hardly
+shows it. If few tokens are distributed over many experts, no expert gets tokens at every step, and nothing is judged.
 """
 
 from __future__ import annotations

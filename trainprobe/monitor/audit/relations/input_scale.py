@@ -1,13 +1,13 @@
-"""What the model is given is scaled once, and is not nothing.
+"""The model's inputs are scaled once, and are not all zero.
 
-Relation, for the numbers [rows, …] that the model is called with: they are not all whole multiples of 1/255² with none above
-1/255 (the largest at least 16 such parts, and eight or more between 0 and the largest). Tolerance 1e-3 of a part; up to four
-rows are looked at. Nor are all of these numbers 0, of all inputs, at three audited steps in a row, where the model is given no
-whole numbers beside them. Reported as a warning.
-Usually caused by a division by 255 behind a transform that scales to [0, 1] already (`ToTensor`, `to_dtype(scale=True)`): the
-picture is nearly black, and the biases of the first layer outweigh it. Bytes that were divided once are whole multiples of
-1/255 up to 1, and other data do not lie on this grid. Zeros come from files that could not be read, from a buffer that is
-handed over before it is filled, or from a division of whole numbers.
+Relation, for the numbers [rows, …] with which the model is called: they are not all multiples of 1/255² with none above 1/255
+(the largest at least 16/255², and eight or more between 0 and the largest). Tolerance 1e-3 of 1/255²; up to four rows are
+sampled. The inputs are not all 0 at three audited steps in a row, unless the model is also given integers. Reported as a
+warning.
+Usually caused by a division by 255 after a transform that already scales to [0, 1] (`ToTensor`, `to_dtype(scale=True)`). The
+image is then nearly black, and the biases of the first layer dominate. Bytes that were divided once are multiples of 1/255 up
+to 1, and other data are not on this grid. Zeros come from files that could not be read, from a buffer that is used before it is
+filled, or from an integer division.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""The learning rate is the one that is reported, and follows the declared schedule.
+"""The learning rate in use is the reported one, and follows the declared schedule.
 
-Relation: a torch scheduler advances no more often than its optimizer steps (or the loop, where a step is skipped): in all, and
-from one update to a later one. Both are counted from the first update that was seen, so that it does not matter at which step a
-run begins. The rate in use is the one that the scheduler declares for its position, where its rate is a function of that and
-was in use at an audited step before (a warm-up that is set by hand is not judged), or the one that the plan's `schedule`
-declares for this step; the reported rate is the rate in use, or the next one. Floor: 1e-5 of the rate, 1e-12 absolute.
+Relation: a torch scheduler advances no more often than its optimizer steps (or the loop, if a step is skipped), in all and
+between two updates. Both are counted from the first observed update, so the first step of the run does not matter. The rate in
+use is the one that the scheduler declares for its position, if its rate is a function of the position and was in use at an
+earlier audited step (a warm-up that is set by hand is not judged). With `schedule` in the plan it is the one for this step. The
+reported rate is the rate in use, or the next one. Floor: 1e-5 of the rate, 1e-12 absolute.
 Usually caused by a scheduler that is stepped once a rank or once a micro-batch (accelerate issue 2926), or before the optimizer
-where it was behind it, or by a rate that is set elsewhere too. A scheduler that has been stepped more often than its optimizer
-from the start may be meant so: that is a warning.
+instead of after it, or by code that sets the rate elsewhere. A scheduler that has always been stepped more often than its
+optimizer may be intended: that is a warning.
 """
 
 from __future__ import annotations

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.core.words import and_more
-from trainprobe.monitor.audit.evidence import Evidence, along, averaged_parameters, group_words, is_part_of
+from trainprobe.monitor.audit.evidence import Evidence, along, group_words
 from trainprobe.monitor.audit.facts.gradients import Backwards
 from trainprobe.monitor.audit.facts.updates import BufferStates, UpdateCounts
 from trainprobe.monitor.audit.messages import key_of
+from trainprobe.monitor.audit.untrained import averaged_parameters, is_part_of
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"backward_starts", "buffers", "training_modes", "updates"})

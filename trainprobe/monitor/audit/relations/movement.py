@@ -1,15 +1,15 @@
-"""A parameter with a gradient moves in an update, and one without does not; every optimizer steps.
+"""An update moves each parameter that has a gradient, and no other; every optimizer steps.
 
-Relation: after an update with a learning rate above zero the fingerprint of every stepped parameter whose gradient is not zero
-is another one, unless the largest possible change lies below the resolution of its dtype: lr · min(max|g|, 1) <= ε · max|w|,
-or its optimizer has a tolerance at which it rests (L-BFGS), or leaves an element where its gradient has turned (Rprop), or is
-SOAP, whose first step moves nothing. The rate of Prodigy is `d * lr`. A parameter without a gradient keeps its fingerprint.
-Tolerance zero. Of a parameter that is copied from a master weight of another dtype the same holds from one update to the next.
-Where there is no loss scale, an optimizer that stepped at each of three or more audited steps steps when others do. Where every
-step updated, no eight audited steps in a row go without an update. What nothing here trains and something moves all the same
-(the moving average of a student) goes on to be moved, where that was so at three audited steps or more.
-Usually caused by an optimizer that holds other tensors, by a step that was skipped on some ranks, or by something that writes
-to weights without the optimizer.
+Relation: after an update with a learning rate above zero, the fingerprint of every stepped parameter with a non-zero gradient
+has changed. Excepted are changes below the resolution of the dtype: lr · min(max|g|, 1) <= ε · max|w|. Excepted are also
+optimizers with a stopping tolerance (L-BFGS), elements whose gradient changed its sign (Rprop), and the first step of SOAP,
+which moves nothing. The rate of Prodigy is `d * lr`. A parameter without a gradient keeps its fingerprint. Tolerance zero. For
+a parameter that is copied from a master weight of a different dtype, the same holds from one update to the next.
+Without a loss scale, an optimizer that stepped at each of three or more audited steps steps when others do. If every step
+updated, no eight audited steps in a row are without an update. What is not trained here but moved all the same (the moving
+average of a student) continues to move, if it did at three audited steps or more.
+Usually caused by an optimizer that holds other tensors, by a step that some ranks skipped, or by code beside the optimizer that
+writes to weights.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""A buffer that moves at each step goes on moving while its module trains.
+"""A buffer that changes at each step continues to change while its module trains.
 
-Relation: a buffer that moved between the first forward and the update at five or more audited steps in a row (running
-statistics, a codebook that is averaged, a queue) moves at each later one in which its module runs in training mode and an
-update is made; and running statistics move where the count of the batches that they average
-(`num_batches_tracked`) did at five audited steps in a row. Tolerance none. Reported as a warning.
-Usually caused by a momentum that was set to 0, by a buffer that was replaced by another object so that the module updates one
-and saves the other, or by a forward that takes another path after an evaluation. A module in evaluation mode is not judged
-(`modes` judges that), nor is one whose observer the program has just switched off (torch.ao's `observer_enabled`), and a
-buffer of a module in training mode that follows its data cannot violate this.
+Relation: consider a buffer that changed between the first forward pass and the update at five or more audited steps in a row
+(running statistics, an averaged codebook, a queue). It changes at each later step in which its module runs in training mode and
+an update is made. Running statistics change if their batch counter (`num_batches_tracked`) did at five audited steps in a row.
+Tolerance none. Reported as a warning.
+Usually caused by a momentum of 0, by a buffer that was replaced, so that the module updates one object and saves the other, or
+by a forward pass that takes another path after an evaluation. Modules in evaluation mode are left to `modes`. Not judged are
+modules whose observer the program has just switched off (torch.ao's `observer_enabled`). A buffer of a module in training mode
+that follows its data cannot violate this.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""What an optimizer holds and is trainable gets a gradient at some step.
+"""Every trainable parameter of an optimizer gets a gradient at some step.
 
-Relation: a parameter that requires a gradient, that an optimizer holds, and whose module ran in training mode in this step, had
-a gradient at one of the audited steps, of which there were four or more with an update. What ran with gradients enabled is
-judged by `reached_parameters`; here it is what ran without: then no single step looks wrong, whatever its grad mode. Modules
-that did not run (heads of other tasks, experts) and those in evaluation mode are left out. Tolerance none. Reported as a
-warning: a part that is frozen only by `no_grad` may be meant.
-Usually caused by `torch.no_grad` or `inference_mode` around a part of the model that is to be trained, left over from a frozen
-phase or from a decorator on its forward. A part that is frozen with `requires_grad_(False)`, or is not handed to the optimizer,
-cannot violate this.
+Relation: consider a parameter that requires a gradient, that an optimizer holds, and whose module ran in training mode in this
+step. It had a gradient at one of the audited steps, of which four or more had an update. `reached_parameters` judges modules
+that ran with gradients enabled; here the module ran without, so no single step looks wrong. Modules that did not run (heads of
+other tasks, experts) and modules in evaluation mode are left out. Tolerance none. Reported as a warning: a part that only
+`no_grad` freezes may be intended.
+Usually caused by `torch.no_grad` or `inference_mode` around a part of the model that should be trained, left over from a frozen
+phase or from a decorator on its forward. A part that is frozen with `requires_grad_(False)`, or that no optimizer holds, cannot
+violate this.
 """
 
 from __future__ import annotations

@@ -1,21 +1,22 @@
-"""The optimizer owns every live trainable parameter.
+"""The optimizer owns every trainable parameter of the model.
 
-Relation: the set of parameter objects that the optimizers step contains every parameter of the model that requires a gradient,
-but for those that other ranks of its replica group step and hand over, those that the program updates by hand within the step,
-and a copy beside a trained module, such as a moving average, which gets no gradient. Tolerance none. One of which an optimizer
-holds a copy of its shape and another dtype has a master weight; where an optimizer holds none of them and nothing that looks
-like them, nothing is known. Parameters that a module keeps in a plain list or dict are no parameters of the model: where one of
-them has a gradient and no optimizer holds it, it is reported.
+Relation: the optimizers step every parameter object of the model that requires a gradient. Excepted are parameters that other
+ranks of the replica group step and hand over, parameters that the program updates by hand within the step, and a copy of a
+trained module that gets no gradient, such as a moving average. Tolerance none. A parameter has a master weight if an optimizer
+holds a tensor of its shape and a different dtype. If an optimizer holds no parameter and nothing that resembles one, nothing is
+known. Parameters in a plain list or dict of a module are not registered. Such a parameter is reported if it has a gradient and
+no optimizer holds it.
 Usually caused by parameters that were replaced (moved, cast, resized, wrapped) after the optimizer was made (accelerate issue
-2665), by a part of the model that was left out of the parameter groups, or by a list where `nn.ModuleList` is meant.
+2665), by a part of the model that is missing from the parameter groups, or by a list in place of `nn.ModuleList`.
 """
 
 from __future__ import annotations
 
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.core.words import and_more
-from trainprobe.monitor.audit.evidence import Evidence, untrained_parameters
+from trainprobe.monitor.audit.evidence import Evidence
 from trainprobe.monitor.audit.facts.updates import UpdateCounts
+from trainprobe.monitor.audit.untrained import untrained_parameters
 
 COST = frozenset({"host"})
 OBSERVERS = frozenset({"updates"})
@@ -36,9 +37,7 @@ def _hidden(evidence: Evidence) -> list[Finding]:
         "optimizer steps it, no checkpoint saves it"
     )
     hint = "keep modules in nn.ModuleList or nn.ModuleDict, and parameters in nn.ParameterList or nn.ParameterDict"
-    return [
-        evidence.finding("ownership", text, hidden[0], measured="not owned", expected="owned", next=hint, names=list(hidden))
-    ]
+    return [evidence.found(text, hidden, next=hint, measured="not owned", expected="owned", severity="error")]
 
 
 def _lost(evidence: Evidence) -> list[Finding]:
@@ -50,20 +49,10 @@ def _lost(evidence: Evidence) -> list[Finding]:
     stale = [p for p in lost if (p.shape, p.dtype) in strays]
     if not lost or not evidence.of(UpdateCounts).updates or (len(lost) == len(trainable) and not stale):
         return []
-    first = (stale or lost)[0]
     names = [p.name for p in (stale or lost)]
     held = len(trainable) - len(lost)
     text = f"the optimizer owns {held} of {len(trainable)} live trainable parameters: it never updates {and_more(names)}"
     if stale:
         text += ". It holds old tensors of the same shapes: the parameters were replaced after it was made"
-    return [
-        evidence.finding(
-            "ownership",
-            text,
-            first.name,
-            measured=float(held),
-            expected=float(len(trainable)),
-            next="make the optimizer after the model has its final dtype, device and wrappers, from model.parameters()",
-            names=names,
-        )
-    ]
+    hint = "make the optimizer after the model has its final dtype, device and wrappers, from model.parameters()"
+    return [evidence.found(text, names, next=hint, measured=float(held), expected=float(len(trainable)), severity="error")]

@@ -1,16 +1,17 @@
-"""Reduction over the ranks multiplies every gradient by one factor.
+"""Reduction over the ranks multiplies every gradient by the same factor.
 
-Relation: with uᵣ the gradient that backward gives on rank r, summed over the micro-batches, and g the one that is used,
-before clipping, ⟨g, w⟩ = c Σᵣ⟨uᵣ, w⟩ for fixed weights w and one factor c over all parameters (1 / ranks for a mean, 1 for a
-sum; a loss scale is in it too). The sum is over the ranks that hold the parameter. Judged where ranks differ in dp, cp and pp
-alone, and what has one name on several of them is replicated. Floor: 0.05 ‖g‖ and 0.05 of the product, because gradients may
-travel in 16 bits. And where every rank of a dp group reports the loss that its own backward passes began from, c is not 1:
-the gradient would be that of the sum over the ranks, and the report is of one, or of their mean. And where there is no loss
-scale, c stays what it was at three checked steps in a row that had as many backward passes; where no call of `torch.nn.utils`
-clips, only a change by a whole number (within 1e-4) is reported. Both are warnings.
-Usually caused by a parameter that is divided twice or not at all, that is reduced in another group, or whose last micro-batch
-comes after its reduction, and by a communication hook or a loop that sums all and does not divide; all ranks agree on the
-result, so that no comparison of replicas shows it.
+Relation: let uᵣ be the gradient of the backward pass on rank r, summed over the micro-batches, and g the gradient that is used,
+before clipping. Then ⟨g, w⟩ = c Σᵣ⟨uᵣ, w⟩ for fixed weights w, with one factor c for all parameters: 1 / ranks for a mean, 1
+for a sum, times the loss scale. The sum is over the ranks that hold the parameter. Judged if the ranks differ only in dp, cp
+and pp, and what has one name on several of them is replicated. Floor: 0.05 ‖g‖ and 0.05 of the product, because gradients may
+be reduced in 16 bits.
+If every rank of a dp group reports the loss of its own backward passes, c is not 1: the gradient would be that of the sum, and
+the report that of one rank or of the mean. Without a loss scale, c stays what it was at three checked steps in a row with as
+many backward passes. If no call of `torch.nn.utils` clips, only a change by a whole number (within 1e-4) is reported. Both are
+warnings.
+Usually caused by a parameter that is divided twice or never, that is reduced in the wrong group, or whose last micro-batch
+comes after its reduction, and by a communication hook or loop that sums and does not divide. All ranks agree on the result, so
+comparing replicas does not show it.
 """
 
 from __future__ import annotations

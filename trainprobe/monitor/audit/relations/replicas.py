@@ -1,12 +1,12 @@
 """Replicas are bit-equal: values, optimizer state, gradients before and after clipping, and buffers.
 
-Relation: within each group of ranks that hold the same tensor (dp, cp, tp-replicated …) its fingerprint is the same on every
-rank, looked at in the order in which one causes the other. Tolerance zero. Which parameters are replicated is known from their
-source or the placement of a DTensor; over an axis of which nothing is known, those that were equal at the first comparison.
-Where the gradients of all parameters that the optimizer uses are equal on all ranks, so must the values be of those whose
-gradient is not 0, whether or not they ever were: the same update cannot be right for different weights.
-Ranks that differ in `dp` and hold the same piece of a tensor (hybrid sharding) are replicas of it.
-Usually caused by a reduction that was left out or done in the wrong group (Megatron-LM issue 1446), by clipping on some ranks
+Relation: within each group of ranks that hold the same tensor (dp, cp, tp-replicated …), its fingerprint is the same on every
+rank. Tensors are compared in causal order. Tolerance zero. The source of the parameters, or the placement of a DTensor, says
+which parameters are replicated. Along an axis without such knowledge, parameters count as replicated if they were equal at the
+first comparison. If the used gradients of all parameters are equal on all ranks, the values of parameters with a non-zero
+gradient must be equal too, even if they never were: one update cannot be right for different weights. Ranks that differ in `dp`
+and hold the same shard of a tensor (hybrid sharding) are replicas of it.
+Usually caused by a reduction that is missing or runs in the wrong group (Megatron-LM issue 1446), by clipping on some ranks
 only (DeepSpeed issue 1801), by a wrapper that was not called, or by corrupted memory.
 """
 

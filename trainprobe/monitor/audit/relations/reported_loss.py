@@ -1,21 +1,22 @@
-"""The reported loss is the one whose gradient is taken.
+"""The reported loss is the loss that is differentiated.
 
-Relation: with ℓᵢ the numbers that the n backward passes of a step begin from, divided by the loss scale, the reported loss R is
-their sum, or the mean or sum of that over the dp and cp ranks, or one of them where they belong to several models. Reported are
+Relation: let ℓᵢ be the values from which the n backward passes of a step begin, divided by the loss scale. The reported loss R
+is their sum, the mean or sum of that over the dp and cp ranks, or one of them if they belong to several models. Reported are
 
-    Σℓᵢ = n R          for one pass a micro-batch: the gradient is that of a sum, and the report that of the mean
+    Σℓᵢ = n R          for one pass a micro-batch: the gradient is that of a sum, the report that of the mean
     R = n ℓₙ, or ℓₙ    in such a step, and neither Σℓᵢ nor its mean: the report is that of the last micro-batch alone
-    R = Σ ℓᵢ sᵢ        with the loss scale as sᵢ for some i and 1 for the others: these were not scaled
-    R = Σ ℓᵢ 2^kᵢ      with unequal kᵢ of -1, 0 and 1, where there is a loss scale: it changed within the step
+    R = Σ ℓᵢ sᵢ        with sᵢ the loss scale for some i and 1 for the others: these were not scaled
+    R = Σ ℓᵢ 2^kᵢ      with unequal kᵢ of -1, 0 and 1, under a loss scale: it changed within the step
     R was one of these at three audited steps in a row before, and is none of them now
 
-Floor: 1e-4 of Σ|ℓᵢ| for what is equal, 1e-2 of it for what no longer is (losses of 16 bits round; 1e-4 where it was equal
-within 3e-6 at each of three steps), 3e-6 for a scale that changed. On as many data-parallel ranks as there are micro-batches
-the first is not judged, because either may be the factor. A report that was never the loss itself, such as a moving average, is
-not judged, nor is an optimizer that tries several points within its step, nor a step in which gradients were cleared unused.
-Passes with an update between them are of several models, and not of micro-batches. Usually caused by gradient accumulation
-without a division (the gradient is n times too large, which Adam hides and clipping or SGD does not), by a report of one
-micro-batch, by a loss that is divided by the tokens of one rank, and by a part of the loss that misses the scaler.
+Floor: 1e-4 of Σ|ℓᵢ| for equality, 1e-2 for what is no longer equal (losses of 16 bits round; 1e-4 if it was equal within 3e-6
+at each of three steps), 3e-6 for a scale that changed. The first is not judged if there are as many data-parallel ranks as
+micro-batches, because either may be the factor. Not judged are a report that was never the loss itself (a moving average), an
+optimizer that tries several points within its step, and a step whose gradients were cleared unused. Passes with an update
+between them belong to several models, not to micro-batches.
+Usually caused by gradient accumulation without a division (the gradient is n times too large, which Adam hides and clipping or
+SGD does not), by a report of one micro-batch, by a loss that is divided by the tokens of one rank, and by a term of the loss
+that bypasses the scaler.
 """
 
 from __future__ import annotations

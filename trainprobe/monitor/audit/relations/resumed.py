@@ -1,18 +1,20 @@
-"""A run that is resumed goes on with schedule and data where it stood.
+"""A resumed run continues its schedule and its data where it left off.
 
-Relation: after a load (see `saved_and_loaded`, which tells the save that it was) no scheduler stands before where one of its
-class stood at the save, or farther beyond it than the steps since can have taken it; the loss scale of the next step is the one
-that was saved; and the first data is not that of the first audited step, where the data of at least three steps was remembered
-and all of it differed. Where there are other ranks than at the save, or tensors are cut in another way, rank 0 judges it for
-all when the ranks next compare anything: the data of all ranks then, of which no micro-batch may be among those of all ranks at
-the first audited step (one that was cut to another size is not known again). No generator of random numbers (of torch, NumPy's
-global one, Python's) that had moved until the save stands where it stood as the first step of the run began. Tolerance none.
-Differing random numbers are reported as info, because some trainers seed again by themselves; as a warning in a loop of the
-user's own whose model draws from torch in training.
-Usually caused by a scheduler that is left out of the checkpoint, so that the warm-up begins again, or by a data iterator that
-is made anew, so that the first part of the data is seen twice and the last never; by a scaler that is made anew; and by a
-scheduler that is loaded and stepped to the same place as well; and by a script that seeds as it did at first, and does not put
-back the random states that the save had.
+Relation, after a load (`saved_and_loaded` identifies the save):
+
+- No scheduler is behind its position at the save, or further ahead than the steps since the save allow.
+- The loss scale of the next step is the saved one.
+- The first batch is not that of the first audited step. Judged if the data of three or more steps is known and all differed.
+- No random generator (torch, NumPy's global one, Python's) is in the state with which the run first began, if it had advanced
+  by the time of the save.
+
+If the number of ranks or the sharding has changed, rank 0 judges for all ranks at their next comparison. It then compares the
+data of all ranks: no micro-batch may be among those of the first audited step. Micro-batches of a different size cannot be
+recognised. Tolerance none. Equal random states are reported as info, because some trainers reseed. In a loop of the user's own
+whose model draws from torch in training, they are a warning.
+Usually caused by a scheduler that is missing from the checkpoint (the warm-up begins again), or that is loaded and then also
+stepped to the same position. Other causes are a new data iterator (the first part of the data is seen twice, the last never),
+a new scaler, and a script that seeds again and does not restore the saved random states.
 """
 
 from __future__ import annotations

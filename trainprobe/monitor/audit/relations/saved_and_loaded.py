@@ -1,14 +1,13 @@
-"""Save and load give the same tensors at the same places.
+"""Loading restores the saved tensors under the same names.
 
-Relation: the first update after a load begins with the weights and the optimizer state of one of the last saves, each tensor
-bit for bit under the name that it had; and the first forward with the buffers that the model's state dict held. Which save it
-is follows from the tensors: one of which at least a quarter is there again, at whatever place (of Adam's training the weights
-are a third); where there is none (a fresh start, another checkpoint) nothing is judged. Fingerprints are taken when an
-optimizer's state dict is, and lie next to the output for the process that resumes. Where tensors were cut in another way when
-they were saved, or by another number of ranks, logical tensors are compared (see `resharded`), by rank 0 when the ranks next
-compare anything; what is missing for that is reported. Tolerance zero.
-Usually caused by state that is matched by position and not by name, by tensors that were left out or cast on the way, or by
-weights that are initialised after they were loaded.
+Relation: the first update after a load begins with the weights and the optimizer state of one of the last saves, bit for bit
+under the same names. The first forward pass begins with the buffers of the saved state dict. The save is identified by its
+tensors: at least a quarter of them are here again, under whatever name (with Adam the weights are a third). Without such a save
+(a fresh start, a different checkpoint) nothing is judged. Fingerprints are taken when an optimizer's state dict is taken, and
+are kept next to the output for the process that resumes. If the sharding or the number of ranks was different, rank 0 compares
+logical tensors (see `resharded`) at the next comparison of ranks, and reports what is missing for that. Tolerance zero.
+Usually caused by state that is matched by position and not by name, by tensors that were left out or cast, or by weights that
+are initialised after they were loaded.
 """
 
 from __future__ import annotations

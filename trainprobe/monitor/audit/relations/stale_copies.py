@@ -39,17 +39,5 @@ def check(evidence: Evidence) -> list[Finding]:
         "It normalises with old numbers"
     )
     hint = "copy the buffers with the parameters (timm's ModelEma, AveragedModel), or recompute them before evaluating"
-    return [
-        evidence.finding(
-            "stale_copies",
-            text,
-            stale[0],
-            "buffer",
-            kind="buffer",
-            measured="unchanged",
-            expected="as in the model",
-            severity="warning",
-            next=hint,
-            names=stale,
-        )
-    ]
+    measured, expected = "unchanged", "as in the model"
+    return [evidence.found(text, stale, "buffer", next=hint, measured=measured, expected=expected, kind="buffer")]

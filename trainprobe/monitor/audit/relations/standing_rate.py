@@ -1,12 +1,12 @@
-"""A learning rate does not stand still far below what it was, while the training goes on.
+"""A learning rate does not stay constant far below its earlier value while the training continues.
 
-Relation: no parameter group is updated at one and the same rate, to the bit, at four or more audited steps in a row that span
-20 steps or more, where that rate is 0 or at most 1e-3 of the largest at which the group was updated at an audited step
-before; nor are all groups updated at the rate 0 from the first audited step on, for 60 steps. Reported as a warning.
+Relation: no parameter group is updated at bitwise the same rate at four or more audited steps in a row that span 20 steps or
+more, if that rate is 0 or at most 1e-3 of the group's largest rate at an earlier audited step. Nor are all groups updated at
+the rate 0 for 60 steps from the first audited step. Reported as a warning.
 Usually caused by a scheduler whose number of steps is too small (counted before accumulation, for one epoch, or for one rank
-of several), so that the rest of the training hardly moves, or by one that is stepped too often; a rate that never rises, by a
-schedule that divides whole numbers or is never stepped. A warm-up cannot violate this, as its rate was never higher, and rises
-from 0; nor can a schedule that ends with the training, or one that goes down to a tenth or a hundredth.
+of several), so that the rest of the training hardly moves, or by one that is stepped too often. A rate that never rises is
+caused by a schedule with an integer division, or one that is never stepped. A warm-up cannot violate this: its rate rises from
+0 and was never higher. Nor can a schedule that ends with the training, or one that ends at a tenth or a hundredth.
 """
 
 from __future__ import annotations

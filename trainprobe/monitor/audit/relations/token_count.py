@@ -1,12 +1,12 @@
-"""The reported number of tokens is that of the data the model was called with.
+"""The reported number of tokens is that of the model's inputs.
 
-Relation, for a scalar that is called tokens, num_tokens, input_tokens …: with n the whole numbers in the first such tensor of
-each call of the model in training, it is at most Σn over the micro-batches of this step and over all ranks that train on data
-of their own (dp, cp, ep); padding and targets that do not count may make it less. It is not that of the first of several
-micro-batches alone, unless the others count nothing. For one that is called tokens_seen, consumed_tokens or total_tokens the
-same holds for what it grew by since the step before. Tolerance zero.
-Usually caused by a count that is taken in the wrong group or summed over replicas, that leaves out gradient accumulation, or
-that is added once a rank: throughput, schedules over tokens and losses that are divided by it are then wrong by a factor.
+Relation, for a scalar that is called tokens, num_tokens, input_tokens …: let n be the number of integers in the first integer
+tensor of each training call of the model. The scalar is at most Σn over the micro-batches of this step and over all ranks with
+data of their own (dp, cp, ep). Padding and ignored targets may reduce it. It is not the count of the first of several
+micro-batches alone, unless the others count nothing. For tokens_seen, consumed_tokens or total_tokens, the same holds for the
+increase since the step before. Tolerance zero.
+Usually caused by a count in the wrong group or a sum over replicas, by a count that omits gradient accumulation, or by one that
+is added once a rank. Throughput, schedules over tokens and losses that are divided by it are then wrong by a factor.
 """
 
 from __future__ import annotations

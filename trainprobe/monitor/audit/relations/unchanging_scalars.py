@@ -1,14 +1,14 @@
-"""A reported loss or gradient norm, and what is reported with a gradient, changes while the weights move.
+"""A reported loss, gradient norm or scalar with a gradient changes while the weights change.
 
-Relation: no scalar that is called a loss or a gradient norm, or that was noted as a tensor with a gradient (so that it
-depends on the weights), has one value, to the bit, at six or more audited steps in a row at which the weights moved. Zero,
-infinity and NaN are left out (a hinge loss may be 0 for long), a scalar of another name that moved before (a temperature may
-come to its limit), and so is a norm that equals the limit of the clipping. Tolerance none: the numbers of two updates of a
-training do not agree in all bits by chance. Reported as a warning.
-Usually caused by a report of a value that was taken once (a closure over an old batch, a cached or detached result, a
-variable that is not assigned any more), by a loss that does not depend on the batch, or by a quotient of a thing and itself
-(a policy's ratio whose old log-probabilities are taken anew at each step is 1 for ever). A training that reports what it
-computes cannot violate this.
+Relation: no such scalar has bitwise the same value at six or more audited steps in a row at which the weights changed. It is
+called a loss or a gradient norm, or was noted as a tensor with a gradient, so that it depends on the weights. Zero, infinity
+and NaN are left out (a hinge loss may stay at 0). So are scalars of other names that changed before (a temperature may reach
+its limit), and a norm that equals the clipping limit. Tolerance none: two updates do not agree in all bits by chance. Reported
+as a warning.
+Usually caused by a report of a value that was taken once (a closure over an old batch, a cached or detached result, a variable
+that is no longer assigned), by a loss that does not depend on the batch, or by a quotient of equal things (a policy's ratio is
+always 1 if its old log-probabilities are computed anew at each step). A training that reports what it computes cannot violate
+this.
 """
 
 from __future__ import annotations

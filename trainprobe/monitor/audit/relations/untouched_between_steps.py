@@ -1,31 +1,30 @@
-"""Nothing but the optimizer changes weights and optimizer state.
+"""Only the optimizer changes weights and optimizer state.
 
-Relation: what the optimizer left at the end of one update is what the next update begins with, for every parameter, its master
-weight and every tensor of its state, bit for bit; checked when the audited steps follow each other. So do the running
-statistics of normalisation layers from the last update to the next forward, judged on the first rank of each data-parallel
-group, whose buffers wrappers hand to the others before a forward. Where other steps lie between, such a layer has averaged as
-many batches in each of them (`num_batches_tracked`) as in each audited step, of which there were three or more, and no more.
-Frozen parameters that something moves from the start (the average of a student), those that no optimizer holds and no loss
-reaches or that the program updates by hand, with the statistics of their layers, and those that other ranks hand over are left
-out, and so is state that neither of the two updates changed of any parameter: it is not the update's own, but kept there for
-something else (the weights from before an ascent). So are weights that were cut off at bounds which they share (the critic of
-Arjovsky et al., 2017), and weights that have unit length now (prototypes on a sphere). Tolerance zero. For weights that are
-turned into others and back it is 1e-5 of the norm, in norm, max and min: for an ascent in this step, or by an optimizer whose
-groups have a `train_mode` (schedule-free ones do so for an evaluation).
+Relation: for every parameter, its master weight and every tensor of its state, the next update begins with exactly what the
+last update left. Checked if the audited steps are consecutive. The running statistics of normalisation layers are unchanged
+from the last update to the next forward pass. This is judged on the first rank of each data-parallel group, because wrappers
+broadcast its buffers before a forward pass. If other steps lie between, such a layer averaged as many batches in each of them
+(`num_batches_tracked`) as in each audited step, of which there were three or more.
+Left out are frozen parameters that are moved from the start (the average of a student), parameters that no optimizer holds and
+no loss reaches, parameters that the program updates by hand (each with the statistics of their layers), and those that other
+ranks hand over. State that neither update changed for any parameter is left out too: it is kept for another purpose (the
+weights before an ascent). So are weights that were clamped to common bounds (the critic of Arjovsky et al., 2017), and weights
+that now have unit length (prototypes on a sphere). Tolerance zero. It is 1e-5 of the norm, for norm, max and min, if weights
+are transformed and restored: for an ascent in this step, or by an optimizer whose groups have a `train_mode` (schedule-free
+optimizers do so for an evaluation).
 Usually caused by state that was lost, reset or mixed up in saving and loading, by weights that were overwritten in place, by
-master weights that are made anew from rounded ones, or by corrupted memory. Where one parameter's state is now what another's
-was, that is reported.
+master weights that are made again from rounded ones, or by corrupted memory. If one parameter now has the former state of
+another, the finding says so.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.core.words import and_more, plural
-from trainprobe.monitor.audit.evidence import Evidence, TensorsOfStep, averaged_parameters, is_part_of, untrained_parameters
+from trainprobe.monitor.audit.evidence import Evidence, TensorsOfStep
 from trainprobe.monitor.audit.facts.gradients import UsedGradients
 from trainprobe.monitor.audit.facts.updates import BufferStates, UpdateCounts, UsedGroups
+from trainprobe.monitor.audit.untrained import averaged_parameters, is_part_of, untrained_parameters
 
 COST = frozenset({"fingerprints"})
 OBSERVERS = frozenset({"buffers", "gradient_use", "parameter_groups", "updates"})
@@ -66,20 +65,10 @@ def check(evidence: Evidence) -> list[Finding]:
         and (name, slot.removesuffix("_after")) not in evidence.tensors
     ]
     if gone:
-        text = (
-            f"the optimizer state {gone[0][1]} of {and_more(list(dict.fromkeys(n for n, _ in gone)))} is "
-            f"gone since step {before.step}"
-        )
-        found.append(
-            evidence.finding(
-                "untouched_between_steps",
-                text,
-                *gone[0],
-                measured="absent",
-                expected="as the last update left it",
-                names=list(dict.fromkeys((n for n, _ in gone))),
-            )
-        )
+        names, slot = list(dict.fromkeys(name for name, _ in gone)), gone[0][1]
+        text = f"the optimizer state {slot} of {and_more(names)} is gone since step {before.step}"
+        was = "as the last update left it"
+        found.append(evidence.found(text, names, slot, measured="absent", expected=was, severity="error"))
     return found
 
 
@@ -117,8 +106,8 @@ def _averaged_elsewhere(evidence: Evidence, before: Evidence) -> list[Finding]:
 
 
 def _moved_outside(evidence: Evidence, text: str, names: list[str], measured: str, expected: str) -> Finding:
-    more: Any = {"severity": "warning", "next": "call model.eval() before evaluating", "names": names}
-    return evidence.finding("untouched_between_steps", text, names[0], "buffer", measured=measured, expected=expected, **more)
+    hint = "call model.eval() before evaluating"
+    return evidence.found(text, names, "buffer", next=hint, measured=measured, expected=expected)
 
 
 def _of_others(evidence: Evidence) -> frozenset[str]:
@@ -233,4 +222,4 @@ def _finding(evidence: Evidence, before: Evidence, slots: list[str], names: list
         f"{what} of {and_more(names, len(evidence.tensors.names))} changed between the updates of steps "
         f"{before.step} and {evidence.step} (norm {old:.9g} to {new:.9g}){more}. {how}"
     )
-    return evidence.finding("untouched_between_steps", text, first, slot, measured=new, expected=old, floor=0.0, names=names)
+    return evidence.found(text, names, slot, measured=new, expected=old, floor=0.0, severity="error")

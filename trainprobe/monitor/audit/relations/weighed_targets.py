@@ -1,14 +1,13 @@
-"""Every target of a step weighs the same.
+"""Every target of a step has the same weight.
 
-Relation: with mᵢ the factor by which the mean loss of micro-batch i goes into what its backward pass begins from, and vᵢ the
-targets of it that are not ignored, mᵢ / vᵢ is the same for all micro-batches of a step. Found is the usual violation: all mᵢ
-are equal within 1e-3 and the largest vᵢ is 1.25 times the smallest or more, in this audited step and in the one before. Over
-the dp and cp ranks the same is found where a rank does weigh its own micro-batches by their targets, or divides the sum of its
-only one itself. One call of
-`cross_entropy` or `nll_loss` for each backward pass is judged, without weights of classes. Reported as a warning: some want a
-mean of means.
-Usually caused by gradient accumulation that divides by the number of micro-batches where rows are padded or prompts are masked:
-a target of a short micro-batch then weighs more than one of a long one, and the loss depends on how the batch is cut (the
+Relation: let mᵢ be the factor of the mean loss of micro-batch i in the value from which its backward pass begins, and vᵢ the
+number of its targets that are not ignored. mᵢ / vᵢ is the same for all micro-batches of a step. The usual violation is found:
+all mᵢ are equal within 1e-3, and the largest vᵢ is 1.25 times the smallest or more, in this audited step and in the one before.
+The same is found over the dp and cp ranks if a rank weighs its own micro-batches by their targets, or divides the sum of its
+only one itself. Judged is one call of `cross_entropy` or `nll_loss` for each backward pass, without class weights. Reported as
+a warning: some want a mean of means.
+Usually caused by gradient accumulation that divides by the number of micro-batches while rows are padded or prompts are masked.
+A target of a short micro-batch then weighs more than one of a long one, and the loss depends on how the batch is split (the
 gradient accumulation bug of transformers, issue 34198). A training without padding has equal vᵢ, so it cannot violate this.
 """
 

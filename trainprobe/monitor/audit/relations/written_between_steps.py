@@ -1,16 +1,15 @@
-"""A weight that nothing but the optimizer writes is not written between two steps.
+"""A weight that only the optimizer writes is not written between two steps.
 
-Relation: a few elements of each weight are what its last update left when the next one begins, at every step, audited or not.
-Judged of weights that were at rest between at least eight pairs of updates before; told once of a weight. Loading a state dict
-is no write, and weights that two optimizers step, or that a schedule-free one turns into others and back, are left out. So are
-elements that are not in the sample. Tolerance four units of the format, which a write that is taken back leaves
-(sharpness-aware minimisation). Reported as a warning, and as info of what programs do with a period: adapters that are merged,
-so that half of the written weights are zero now (ReLoRA), and, with several ranks that train apart, more than half of an
-optimizer's weights at once (local SGD). Under DistributedDataParallel all ranks are equal before such a write too, so that it
-is no average. Where another optimizer has stepped between the two updates that had not done so before, the write is its
-program's own (DiLoCo).
-Usually caused by an in-place change, weights of another run or an average that were copied in, or by corrupted memory.
-Where two audited steps follow each other, `untouched_between_steps` looks at every element and at the optimizer's state.
+Relation: a few elements of each weight are unchanged from its last update to the start of the next one, at every step, audited
+or not. Judged for weights that were unchanged between at least eight pairs of updates before, and reported once a weight.
+Loading a state dict is no write. Weights that two optimizers step, or that a schedule-free optimizer converts, are left out, as
+are elements outside the sample. Tolerance: four units of the format, which a write that is taken back leaves (sharpness-aware
+minimisation). Reported as a warning. Reported as info if the program probably intends it: merged adapters, so that half of the
+written weights are now zero (ReLoRA), or more than half of an optimizer's weights at once on ranks that train separately (local
+SGD). Under DistributedDataParallel all ranks are equal before the write too, so it is no average. If an optimizer steps between
+the two updates for the first time, the write is the program's own (DiLoCo).
+Usually caused by an in-place change, by weights of another run or an average that were copied in, or by corrupted memory.
+If two consecutive steps are audited, `untouched_between_steps` checks every element and the optimizer's state.
 """
 
 from __future__ import annotations
