@@ -63,10 +63,10 @@ VERBS: dict[str, tuple[str, str]] = {
         "where two reinforcement-learning runs begin to differ, or why log-probabilities do",
     ),
     "floor": (
-        "trainprobe.integrations.floor_command:floor",
+        "trainprobe.again.rounding:floor",
         "run a training again with other rounding, to measure what rounding does",
     ),
-    "parity": ("trainprobe.parity.command:parity", "run one script in several layouts and compare what they compute"),
+    "parity": ("trainprobe.again.layouts:parity", "run one script in several layouts and compare what they compute"),
     "preflight": (
         "trainprobe.preflight.script.command:preflight_script",
         "test the loss and the model of a script on its first batch, and train nothing",

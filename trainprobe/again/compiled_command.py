@@ -7,11 +7,10 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
 
 from trainprobe.again.compiled import compile_check
-from trainprobe.comparison.files import write_json
-from trainprobe.comparison.terminal import show_verdict
+from trainprobe.again.script_runs import script_of
+from trainprobe.comparison.terminal import answered
 from trainprobe.errors import UsageError
 from trainprobe.preflight.script.command import Learnt, at_first_update
 from trainprobe.preflight.script.ranks import size
@@ -30,19 +29,13 @@ def compile_check_script(
     Nothing is trained. Exit code: 0 the same bits, 1 within rounding, 2 another step: the layer of compilation, the module and
     the operator are named, 3 not comparable.
     """
-    script = words[1:] if words and words[0] == "--" else words or []
-    if not script:
-        raise UsageError("nothing to run: give the script, as in `trainprobe compile-check -- train.py --lr 3e-4`")
+    script = script_of(words, "compile-check -- train.py --lr 3e-4")
 
     def answer(learnt: Learnt) -> int:
         if size() > 1:
             raise UsageError("compile-check runs the step of one rank: start the script without a launcher")
         training, _ = learnt()
-        verdict = compile_check(training.loss, training.model, training.micros[0], seconds=seconds)
-        show_verdict(verdict, Console())
-        if json is not None:
-            write_json(verdict.to_json(), json)
-        return verdict.code
+        return answered(compile_check(training.loss, training.model, training.micros[0], seconds=seconds), json)
 
     with torch.compiler.set_stance("force_eager"):  # the step is learnt from what the script calls
         return at_first_update(script, answer)

@@ -14,15 +14,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from trainprobe.ckpt_compare.compare import compare, logical
 from trainprobe.ckpt_compare.formats import open_checkpoint
 from trainprobe.ckpt_compare.pieces import KINDS as CONTENT
 from trainprobe.ckpt_compare.pieces import Checkpoint
 from trainprobe.ckpt_compare.results import CheckpointComparison, TensorRow
-from trainprobe.comparison.files import write_json
-from trainprobe.comparison.terminal import show_verdict
+from trainprobe.comparison.terminal import answered
 from trainprobe.comparison.verdict import Verdict
 from trainprobe.engine.core.words import counted
 
@@ -172,11 +170,7 @@ def resume_check(
     Save both at the same step, best right after the resume or one step later. Exit code: 0 the same bits, 1 within rounding,
     2 wrong, 3 not comparable, or values of no known kind differ.
     """
-    verdict = judge(held_by(compared(straight, resumed)))
-    show_verdict(verdict, Console(highlight=False))
-    if json is not None:
-        write_json(verdict.to_json(), json)
-    return verdict.code
+    return answered(judge(held_by(compared(straight, resumed))), json)
 
 
 def compared(straight: Path, resumed: Path) -> CheckpointComparison:
