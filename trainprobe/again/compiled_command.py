@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -10,7 +9,7 @@ import typer
 
 from trainprobe.again.compiled import compile_check
 from trainprobe.again.script_runs import script_of
-from trainprobe.comparison.terminal import answered
+from trainprobe.comparison.answers import Html, Json, answered
 from trainprobe.errors import UsageError
 from trainprobe.preflight.script.command import Learnt, at_first_update
 from trainprobe.preflight.script.ranks import size
@@ -22,7 +21,8 @@ def compile_check_script(
         typer.Argument(metavar="-- SCRIPT [ARGUMENTS]", help="The script and what it is given.", show_default=False),
     ] = None,
     seconds: Annotated[float, typer.Option(help="After which the search for the place ends.")] = 600.0,
-    json: Annotated[Path | None, typer.Option(help="File for the answer.")] = None,
+    json: Json = None,
+    html: Html = None,
 ) -> int:
     """Run a script up to its first update, compare its step eager and compiled by Inductor, and end the script there.
 
@@ -35,7 +35,8 @@ def compile_check_script(
         if size() > 1:
             raise UsageError("compile-check runs the step of one rank: start the script without a launcher")
         training, _ = learnt()
-        return answered(compile_check(training.loss, training.model, training.micros[0], seconds=seconds), json)
+        verdict = compile_check(training.loss, training.model, training.micros[0], seconds=seconds)
+        return answered(verdict, "compile-check", script[0], json, html)
 
     with torch.compiler.set_stance("force_eager"):  # the step is learnt from what the script calls
         return at_first_update(script, answer)

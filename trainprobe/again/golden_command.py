@@ -12,8 +12,8 @@ import typer
 
 from trainprobe.again.golden import GoldenRow, judge, read_golden, rows_of_dump, with_floors, within_reach, write_golden
 from trainprobe.again.script_runs import run_script, script_of
+from trainprobe.comparison.answers import Html, Json, answered
 from trainprobe.comparison.files import writing
-from trainprobe.comparison.terminal import answered
 from trainprobe.config_check.compare import compare_packs
 from trainprobe.config_check.compare.headline import causes_and_consequences
 from trainprobe.config_check.pack_reader import read_pack
@@ -68,7 +68,8 @@ def check(
     golden: Golden,
     words: Words = None,
     ranks: Ranks = 1,
-    json: Annotated[Path | None, typer.Option(help="Write the answer as JSON.")] = None,
+    json: Json = None,
+    html: Html = None,
 ) -> int:
     """Run the script as it is now, and say whether it computes what the record says.
 
@@ -79,7 +80,7 @@ def check(
         steps = 1 + max((row.step for row in rows), default=0)
         now, pack = shown_by(script_of(words, _EXAMPLE), Path(folder) / "run", steps, ranks)
         verdict = judge(rows, now, changed_since(pack_of(golden), pack))
-    return answered(verdict, json)
+    return answered(verdict, "golden", str(golden), json, html)
 
 
 def shown_by(

@@ -20,7 +20,7 @@ from trainprobe.ckpt_compare.formats import open_checkpoint
 from trainprobe.ckpt_compare.pieces import KINDS as CONTENT
 from trainprobe.ckpt_compare.pieces import Checkpoint
 from trainprobe.ckpt_compare.results import CheckpointComparison, TensorRow
-from trainprobe.comparison.terminal import answered
+from trainprobe.comparison.answers import Html, Json, answered
 from trainprobe.comparison.verdict import Verdict
 from trainprobe.engine.core.words import counted
 
@@ -163,14 +163,16 @@ def _is_clock(path: str) -> bool:
 def resume_check(
     straight: Annotated[Path, typer.Argument(help="What the run that went on saved.", metavar="STRAIGHT")],
     resumed: Annotated[Path, typer.Argument(help="What the resumed run saved at the same step.", metavar="RESUMED")],
-    json: Annotated[Path | None, typer.Option(help="Write the answer as JSON.")] = None,
+    json: Json = None,
+    html: Html = None,
 ) -> int:
     """Say whether a resumed run has what the run that went on has, and which kind of state it lacks.
 
     Save both at the same step, best right after the resume or one step later. Exit code: 0 the same bits, 1 within rounding,
     2 wrong, 3 not comparable, or values of no known kind differ.
     """
-    return answered(judge(held_by(compared(straight, resumed))), json)
+    verdict = judge(held_by(compared(straight, resumed)))
+    return answered(verdict, "resume-check", f"{straight}, {resumed}", json, html)
 
 
 def compared(straight: Path, resumed: Path) -> CheckpointComparison:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Generator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from trainprobe.comparison.files import write_json
 from trainprobe.comparison.verdict import Verdict
 
 WIDTH = 140  # least columns of a table: a narrow terminal may wrap its lines, numbers must not be cut
@@ -39,14 +37,6 @@ def show_verdict(
         say(console, f"  • {line}")
     if len(verdict.details) > most:
         say(console, f"  • … and {len(verdict.details) - most} more ({all_in})")
-
-
-def answered(verdict: Verdict, json: Path | None) -> int:
-    """Print a verdict, write it as JSON where that is wanted, and return its exit code. Raises OutputError."""
-    show_verdict(verdict, Console(highlight=False))
-    if json is not None:
-        write_json(verdict.to_json(), json)
-    return verdict.code
 
 
 def plain_table(heads: Sequence[str], numbers: Collection[str] = (), wrapped: Collection[str] = ()) -> Table:
