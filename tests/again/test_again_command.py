@@ -31,7 +31,7 @@ for step in range(3):
     ("words", "step", "code", "said"),
     [
         ([], 2, 0, "identical: forward and backward of step 2 ran twice on 1 rank, with the same bits"),
-        (["noisy"], 2, 2, "not deterministic: 0, input.0: 6 different outcomes in 6 runs of the same step"),
+        (["noisy"], 2, 2, "not deterministic: Torch.rand of 0, output: 6 different outcomes in 6 runs of the same step"),
         ([], 7, 3, "not comparable: step 7 was not reached"),
     ],
 )
