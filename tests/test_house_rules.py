@@ -67,7 +67,6 @@ STOREYS = {
     ),
     "trainprobe.again": 7,
     "trainprobe.demo": 7,
-    "trainprobe.parity": 7,
     "trainprobe.preflight.script": 7,
     "trainprobe.self_test": 8,
     "trainprobe.cli": 8,
@@ -243,7 +242,7 @@ _OPENED_SAFELY = re.compile(
     r"regular\(|__file__|resources|files\(|/proc/|io\.BytesIO|distribution\.|\bfiles\[|shared\(|\bpart\."
 )
 # rooms that read what they wrote themselves a moment ago, keys that a person names, and what runs in no reader
-_OWN_FILES = ("self_test/", "demo/", "parity/", "op_check/online/certs.py", "config_check/capture/packages.py")
+_OWN_FILES = ("self_test/", "demo/", "again/script_runs.py", "op_check/online/certs.py", "config_check/capture/packages.py")
 _NOT_FILES = re.compile(
     r"(json|tomllib|webbrowser|torch_archive|self|probe|_probe|tap|scheduler|writer|super\(\)|get\(name\)|torch_dcp|huggingface|safe_files|f)\.|formats\."
 )

@@ -63,14 +63,15 @@ VERBS: dict[str, tuple[str, str]] = {
         "where two reinforcement-learning runs begin to differ, or why log-probabilities do",
     ),
     "floor": (
-        "trainprobe.integrations.floor_command:floor",
+        "trainprobe.again.rounding:floor",
         "run a training again with other rounding, to measure what rounding does",
     ),
-    "parity": ("trainprobe.parity.command:parity", "run one script in several layouts and compare what they compute"),
+    "parity": ("trainprobe.again.layouts:parity", "run one script in several layouts and compare what they compute"),
     "preflight": (
         "trainprobe.preflight.script.command:preflight_script",
         "test the loss and the model of a script on its first batch, and train nothing",
     ),
+    "again": ("trainprobe.again.twice_command:again", "run one step of a script twice: is the hardware or an op unsteady"),
     "compile-check": (
         "trainprobe.again.compiled_command:compile_check_script",
         "does torch.compile change the step of a script, and where",
@@ -114,6 +115,7 @@ EXAMPLES = {
     "floor": "trainprobe floor plan.yaml -- train.py",
     "parity": "trainprobe parity --layout 'tp=2 --tp 2' --layout dp=2 -- train.py",
     "preflight": "trainprobe preflight -- train.py --lr 3e-4",
+    "again": "trainprobe again --step 100 -- train.py --steps 101",
     "compile-check": "trainprobe compile-check -- train.py --lr 3e-4",
     "golden": "trainprobe golden check golden.txt -- train.py",
     "resume-check": "trainprobe resume-check straight.pt resumed.pt",

@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks.again import golden_program
 from benchmarks.again.golden_program import HARMLESS, REGRESSIONS, STEPS
 from trainprobe.again.golden import judge, read_golden
-from trainprobe.again.golden_command import changed_since, pack_of, record, run_script
+from trainprobe.again.golden_command import changed_since, pack_of, record, shown_by
 
 PROGRAM = str(Path(golden_program.__file__))
 
@@ -30,7 +30,7 @@ def main() -> None:
     for i, name in enumerate(["", *HARMLESS, *REGRESSIONS]):
         if only not in name:
             continue
-        now, pack = run_script([PROGRAM, name], folder / f"run{i}", STEPS, 1, {})
+        now, pack = shown_by([PROGRAM, name], folder / f"run{i}", STEPS, 1)
         verdict = judge(rows, now, changed_since(pack_of(golden), pack))
         if name in REGRESSIONS:
             right = verdict.code == 2 and any(word in verdict.sentence for word in REGRESSIONS[name])

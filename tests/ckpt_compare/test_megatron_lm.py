@@ -8,6 +8,7 @@ saved it again; dp2 with the distributed optimizer in its default layout (dp_res
 layout that carries parameter names. Their sizes are no multiples of 64.
 """
 
+import json
 import os
 import shlex
 import shutil
@@ -24,6 +25,7 @@ from tests.distributed.launch import launch
 from trainprobe.ckpt_compare.check import check
 from trainprobe.ckpt_compare.formats import open_checkpoint, recognise
 from trainprobe.ckpt_compare.verdict import verdict_of
+from trainprobe.engine.storage.dumps.findings_file import read_findings
 
 SAVED = Path(__file__).parent / "data" / "megatron_lm"
 FILE = SAVED / "iter_0000003" / "mp_rank_00" / "model_optim_rng.pt"
@@ -99,6 +101,28 @@ def test_a_changed_number_of_what_megatron_lm_writes_now_is_named(written_now, t
         found = judged(written_now / ("tp1" if other == "tp2" else other), tmp_path / other)
         assert found.code == 2
         assert f"differ: 1 of {63 if other == 'tp2' else 84} tensors; worst is {key}: " in found.sentence
+
+
+@needs_megatron_lm
+@pytest.mark.slow
+@pytest.mark.frameworks
+@pytest.mark.parametrize("save", ["flag", "refuse"])
+def test_a_save_of_megatron_lm_beside_an_error_is_flagged_or_refused(tmp_path, save):
+    plan = {"output": str(tmp_path / "run"), "monitor": True, "console": False, "save_gate": {"save": save}}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    script = Path(__file__).parent / "writers" / "save_megatron_lm_gated.py"
+    words = [*WORDS, "--ckpt-format", "torch", "--save-interval", "1", "--no-check-for-nan-in-loss-and-grad"]
+    path = os.pathsep.join([str(Path(__file__).parents[2]), str(INSTALLED)])
+    with mock.patch.dict(os.environ, {"PYTHONPATH": path, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}):
+        printed = launch(script, 1, str(tmp_path / "plan.json"), *words, "--save", str(tmp_path / "out"), timeout=600)[0]
+    saved = sorted(folder.name for folder in (tmp_path / "out").glob("iter_*"))
+    said = "save_checkpoint while an error stands: nonfinite (step 2)"
+    if save == "refuse":
+        assert said.replace("while", "was refused while") in printed
+        assert saved == ["iter_0000001"]
+    else:
+        assert saved == ["iter_0000001", "iter_0000002", "iter_0000003"]
+        assert [f.message for f in read_findings(tmp_path / "run") if f.rule == "save_gate"] == [said]
 
 
 def spoil(path: Path, copy: Path, key: str) -> None:

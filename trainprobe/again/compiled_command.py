@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
 
 from trainprobe.again.compiled import compile_check
-from trainprobe.comparison.files import write_json
-from trainprobe.comparison.terminal import show_verdict
+from trainprobe.again.script_runs import script_of
+from trainprobe.comparison.answers import Html, Json, answered
 from trainprobe.errors import UsageError
 from trainprobe.preflight.script.command import Learnt, at_first_update
 from trainprobe.preflight.script.ranks import size
@@ -23,26 +21,22 @@ def compile_check_script(
         typer.Argument(metavar="-- SCRIPT [ARGUMENTS]", help="The script and what it is given.", show_default=False),
     ] = None,
     seconds: Annotated[float, typer.Option(help="After which the search for the place ends.")] = 600.0,
-    json: Annotated[Path | None, typer.Option(help="File for the answer.")] = None,
+    json: Json = None,
+    html: Html = None,
 ) -> int:
     """Run a script up to its first update, compare its step eager and compiled by Inductor, and end the script there.
 
     Nothing is trained. Exit code: 0 the same bits, 1 within rounding, 2 another step: the layer of compilation, the module and
     the operator are named, 3 not comparable.
     """
-    script = words[1:] if words and words[0] == "--" else words or []
-    if not script:
-        raise UsageError("nothing to run: give the script, as in `trainprobe compile-check -- train.py --lr 3e-4`")
+    script = script_of(words, "compile-check -- train.py --lr 3e-4")
 
     def answer(learnt: Learnt) -> int:
         if size() > 1:
             raise UsageError("compile-check runs the step of one rank: start the script without a launcher")
         training, _ = learnt()
         verdict = compile_check(training.loss, training.model, training.micros[0], seconds=seconds)
-        show_verdict(verdict, Console())
-        if json is not None:
-            write_json(verdict.to_json(), json)
-        return verdict.code
+        return answered(verdict, "compile-check", script[0], json, html)
 
     with torch.compiler.set_stance("force_eager"):  # the step is learnt from what the script calls
         return at_first_update(script, answer)

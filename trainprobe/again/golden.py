@@ -53,7 +53,7 @@ class GoldenRow:
     def line(self) -> str:
         """Return the row as a line of the file."""
         key = self.key
-        about = (self.step, self.rank, key.phase, key.kind, key.name, key.number, self.slot, self.dtype.removeprefix("torch."))
+        about = (self.step, self.rank, key.phase, key.kind, key.name, key.number, self.slot, self.dtype)
         shape = "x".join(map(str, self.shape)) or "-"
         numbers = (*(f"{x:.9g}" for x in self.numbers), f"{self.floor:.2g}")
         return "\t".join((*map(str, about), shape, f"{self.fingerprint:016x}", *numbers))
@@ -90,9 +90,10 @@ def _row(record: Record, step: int, rank: int) -> GoldenRow | None:
         return GoldenRow(step, rank, Key("scalar", site.name, "step", 0), "value", "float64", (), 0, (x, x, x, abs(x)))
     if "checksum" not in values or record.step.phase == "recompute":
         return None
-    numbers = tuple(float(values.get(name, 0.0)) for name in _STATISTICS)
-    key = Key(site.kind, site.name, record.step.phase, site.call)
-    return GoldenRow(step, rank, key, site.slot, record.dtype, record.shape, int(values["checksum"]), numbers)  # pyright: ignore
+    high, low, mean, norm = (float(values.get(name, 0.0)) for name in _STATISTICS)
+    key, dtype = Key(site.kind, site.name, record.step.phase, site.call), record.dtype.removeprefix("torch.")
+    bits = int(values["checksum"])
+    return GoldenRow(step, rank, key, site.slot, dtype, record.shape, bits, (high, low, mean, norm))
 
 
 # ---- the file --------------------------------------------------------------------------------------------------------
@@ -187,7 +188,7 @@ def read_golden(path: Path) -> list[GoldenRow]:
 
 def judge(golden: Sequence[GoldenRow], now: Sequence[GoldenRow], changed: Sequence[str] = ()) -> Verdict:
     """Return whether a run is what the record says. changed: sentences about what is configured otherwise than then."""
-    before, after = {row.place: row for row in golden}, {_plain(row).place: _plain(row) for row in now}
+    before, after = {row.place: row for row in golden}, {row.place: row for row in now}
     both = [place for place in before if place in after]
     lost = [place for place in before if place not in after]
     if not both:
@@ -208,10 +209,6 @@ def judge(golden: Sequence[GoldenRow], now: Sequence[GoldenRow], changed: Sequen
     worst = max(factors)
     text = f"equal within rounding: {equal} of {len(both)} values have the same bits, the others are within {worst:.2g} floors"
     return Verdict(1, text, details)
-
-
-def _plain(row: GoldenRow) -> GoldenRow:
-    return replace(row, dtype=row.dtype.removeprefix("torch."))
 
 
 def _factor(golden: GoldenRow, now: GoldenRow) -> float:

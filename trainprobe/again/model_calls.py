@@ -18,6 +18,7 @@ from torch._C import DisableTorchFunction, _current_graph_task_id
 from torch.utils import _pytree as pytree
 
 from trainprobe.engine.capture.features.feature import tensors_of
+from trainprobe.engine.capture.held_calls import autocast_now
 from trainprobe.engine.state_guard import put_random_states, random_states
 
 
@@ -87,14 +88,16 @@ class ModelCall:
     kwargs: Any
     random: tuple[Any, ...]
     """The states of all default generators before it."""
-    contexts: Callable[[], ExitStack]
-    """Enters the autocast that was in force."""
+    autocast: list[tuple[str, str]]
+    """Device and dtype of each autocast that was in force."""
     outputs: Outputs
 
     def again(self) -> list[Any]:
         """Make the call once more and return the tensors that it returns."""
         put_random_states(self.random)
-        with _as_the_program(), torch.enable_grad(), self.contexts():
+        with _as_the_program(), torch.enable_grad(), ExitStack() as stack:
+            for kind, dtype in self.autocast:
+                stack.enter_context(torch.autocast(kind, getattr(torch, dtype)))
             args, kwargs = pytree.tree_map(_copied, (self.args, self.kwargs))
             return tensors_of(self.module(*args, **kwargs))
 
@@ -110,7 +113,7 @@ class ModelCalls:
         """Remember a call that is about to be made."""
         with torch.no_grad(), DisableTorchFunction():
             args, kwargs = pytree.tree_map(_copied, (args, kwargs))
-        call = ModelCall(module, args, kwargs, random_states(), _contexts(tensors_of((args, kwargs))), Outputs(self._passes))
+        call = ModelCall(module, args, kwargs, random_states(), autocast_now(tensors_of((args, kwargs))), Outputs(self._passes))
         self._order.append(call)
         return call
 
@@ -165,17 +168,3 @@ def _copied(x: Any) -> Any:
     if not isinstance(x, torch.Tensor):
         return x
     return x.detach().clone().requires_grad_(x.requires_grad)
-
-
-def _contexts(tensors: Sequence[Any]) -> Callable[[], ExitStack]:
-    """Return what enters the autocast that is in force now."""
-    kinds = dict.fromkeys(["cpu", *(t.device.type for t in tensors)])
-    found = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
-
-    def entered() -> ExitStack:
-        stack = ExitStack()
-        for kind, dtype in found:
-            stack.enter_context(torch.autocast(kind, dtype))
-        return stack
-
-    return entered

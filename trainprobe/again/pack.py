@@ -158,24 +158,29 @@ def write_pack(folder: Path, about: Mapping[str, Any], tensors: Mapping[str, Any
 def _told(call: HeldCall, at: str, tensors: dict[str, Any]) -> dict[str, Any]:
     tensors |= {f"{at}.random.{name}": t for name, t in call.random.items()}
     _tree(call.state, f"{at}.state", tensors)
-    args, kwargs = _tree(call.given, f"{at}.input", tensors)
+    args, kwargs = _tree(call.given, f"{at}.input", tensors, {})
     device = next((x.tensor.device.type for x in pytree.tree_leaves(call.made) if isinstance(x, HeldTensor)), "")
     about = {"name": call.name, "number": call.number, "device": device, "autocast": call.autocast}
     made = _tree(call.made, f"{at}.output", tensors)
     return {**about, "module": _described(call.module), "args": args, "kwargs": kwargs, "outputs": made}
 
 
-def _tree(x: Any, name: str, tensors: dict[str, Any]) -> Any:
-    """Return a nest as JSON has it, and add its tensors: {"tensor": NAME}, or {"unknown": WHY} for what cannot be kept."""
+def _tree(x: Any, name: str, tensors: dict[str, Any], once: dict[int, str] | None = None) -> Any:
+    """Return a nest as JSON has it, and add its tensors: {"tensor": NAME}, or {"unknown": WHY} for what cannot be kept.
+
+    once: held tensor → its name; where it is given, one that comes again is not kept again.
+    """
     if isinstance(x, HeldTensor):
         if not x.stands:
             return {"unknown": "it was written in place afterwards"}
+        if once is not None and once.setdefault(id(x), name) != name:
+            return {"tensor": once[id(x)]}
         tensors[name] = x.tensor.cpu().contiguous().clone()
         return {"tensor": name}
     if isinstance(x, Mapping):
-        return {"mapping": {str(key): _tree(value, f"{name}.{key}", tensors) for key, value in x.items()}}
+        return {"mapping": {str(key): _tree(value, f"{name}.{key}", tensors, once) for key, value in x.items()}}
     if isinstance(x, list | tuple):
-        return [_tree(value, f"{name}.{i}", tensors) for i, value in enumerate(x)]
+        return [_tree(value, f"{name}.{i}", tensors, once) for i, value in enumerate(x)]
     return x if _plain(x) else {"unknown": f"a {type(x).__name__} is not kept"}
 
 

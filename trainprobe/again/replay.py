@@ -16,14 +16,13 @@ from typing import Annotated, Any
 import orjson
 import torch
 import typer
-from rich.console import Console
 from safetensors import SafetensorError
 from safetensors.torch import load
 
 from trainprobe.again.pack import PACK, TENSORS
 from trainprobe.again.rebuild import run, values
-from trainprobe.comparison.files import write_json
-from trainprobe.comparison.terminal import show_verdict
+from trainprobe.again.twice import host_bits
+from trainprobe.comparison.answers import Html, Json, answered
 from trainprobe.comparison.verdict import Verdict
 from trainprobe.engine.core.guard import attempt, fault_text
 from trainprobe.engine.stats.flipped import flips, odd_one_out
@@ -34,7 +33,6 @@ _MOST_JSON, _MOST_TENSORS, _MOST_RANKS = 16 << 20, 4 << 30, 4096
 _FAR = 1e4  # times the median of the rows: a row of a batch that is not like the others
 _OWN = 16  # times what rounding its inputs does to a result: more is not rounding
 _LOST = 0.05  # of a result, that rounding alone changes
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(slots=True)
@@ -47,6 +45,20 @@ class ReplayAnswer:
     details: list[str] = field(default_factory=list[str])
     whole: bool = True
     """Whether the pack holds a call and each of its calls was judged."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayVerdict(Verdict):
+    """An answer with its exit code."""
+
+    kind: str = "none"
+    """See `ReplayAnswer`."""
+    reproduced: bool | None = None
+    """Whether the bits of the training came again; None where that was not seen."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the answer as JSON values."""
+        return {"class": self.kind, "sentence": self.sentence, "reproduced": self.reproduced, "details": list(self.details)}
 
 
 def read_packs(folder: Path) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -98,7 +110,7 @@ def _ranks_differ(packs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> Ite
         calls = [document["calls"][int(at)]["name"] for document, tensors in packs if short and name in tensors]
         if not short or len(held) < 2 or len({*calls}) > 1 or len({(t.shape, t.dtype) for _, t in held}) > 1:
             continue
-        arrays = [_bits(t) for _, t in held]
+        arrays = [host_bits(t) for _, t in held]
         odd = odd_one_out(arrays)
         for i in odd or range(1, len(arrays)):
             other = next(j for j in range(len(arrays)) if j != i and j not in odd)
@@ -119,7 +131,7 @@ def judge_call(told: Any, at: int, tensors: dict[str, Any], find: Any, double: b
     now = run(told, at, tensors, find)
     drew = not torch.equal(torch.get_rng_state(), start)
     _same_shapes(name, now, then)
-    differ = [flips(_bits(a), _bits(b), str(a.dtype).removeprefix("torch.")) for a, b in zip(then, now, strict=True)]
+    differ = [flips(host_bits(a), host_bits(b), str(a.dtype).removeprefix("torch.")) for a, b in zip(then, now, strict=True)]
     count = sum(found[0] for found in differ)
     answer = ReplayAnswer(
         sentence=f"{name}: {sum(t.numel() for t in now)} results have the bits of the training", reproduced=not count
@@ -203,11 +215,6 @@ def _odd_rows(tensors: dict[str, Any]) -> str:
     return ""
 
 
-def _bits(t: Any) -> Any:
-    t = t.contiguous()
-    return (t.view(_BITS[t.element_size()]) if t.is_floating_point() else t).numpy()
-
-
 def judge(packs: Sequence[tuple[dict[str, Any], dict[str, Any]]], find: Any, double: bool) -> ReplayAnswer:
     """Return the answer of all ranks and calls, the first that is wrong; what was not judged is among its details."""
     answers: list[ReplayAnswer] = []
@@ -243,7 +250,8 @@ def replay(
     pack: Annotated[Path, typer.Argument(help="The folder of a step, or of one rank of it.", metavar="PACK")],
     double: Annotated[bool, typer.Option("--double", help="Compare with float64: data, op, precision or hardware.")] = False,
     imports: Annotated[list[str] | None, typer.Option("--import", help="A module of yours whose classes may be used.")] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the answer as JSON.")] = None,
+    json: Json = None,
+    html: Html = None,
 ) -> int:
     """Run what a replay pack holds again, in this process. The pack's own script is not run.
 
@@ -253,7 +261,5 @@ def replay(
     answer = judge(read_packs(pack), finder(imports or []), double)
     code = 2 if answer.kind not in ("none", "unknown") else 3 if not answer.whole else 0 if answer.reproduced else 1
     text = answer.sentence if answer.kind in ("none", "unknown") else f"{answer.kind}: {answer.sentence}"
-    show_verdict(Verdict(code, text, answer.details), Console(highlight=False))
-    if json is not None:
-        write_json({"class": answer.kind, "sentence": text, "reproduced": answer.reproduced, "details": answer.details}, json)
-    return code
+    verdict = ReplayVerdict(code, text, answer.details, answer.kind, answer.reproduced)
+    return answered(verdict, "replay", str(pack), json, html)

@@ -14,15 +14,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from trainprobe.ckpt_compare.compare import compare, logical
 from trainprobe.ckpt_compare.formats import open_checkpoint
 from trainprobe.ckpt_compare.pieces import KINDS as CONTENT
 from trainprobe.ckpt_compare.pieces import Checkpoint
 from trainprobe.ckpt_compare.results import CheckpointComparison, TensorRow
-from trainprobe.comparison.files import write_json
-from trainprobe.comparison.terminal import show_verdict
+from trainprobe.comparison.answers import Html, Json, answered
 from trainprobe.comparison.verdict import Verdict
 from trainprobe.engine.core.words import counted
 
@@ -165,7 +163,8 @@ def _is_clock(path: str) -> bool:
 def resume_check(
     straight: Annotated[Path, typer.Argument(help="What the run that went on saved.", metavar="STRAIGHT")],
     resumed: Annotated[Path, typer.Argument(help="What the resumed run saved at the same step.", metavar="RESUMED")],
-    json: Annotated[Path | None, typer.Option(help="Write the answer as JSON.")] = None,
+    json: Json = None,
+    html: Html = None,
 ) -> int:
     """Say whether a resumed run has what the run that went on has, and which kind of state it lacks.
 
@@ -173,10 +172,7 @@ def resume_check(
     2 wrong, 3 not comparable, or values of no known kind differ.
     """
     verdict = judge(held_by(compared(straight, resumed)))
-    show_verdict(verdict, Console(highlight=False))
-    if json is not None:
-        write_json(verdict.to_json(), json)
-    return verdict.code
+    return answered(verdict, "resume-check", f"{straight}, {resumed}", json, html)
 
 
 def compared(straight: Path, resumed: Path) -> CheckpointComparison:

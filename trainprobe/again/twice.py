@@ -238,7 +238,7 @@ class RepeatedStep(Program):
             for when, then in (("since the step began", self._begun.get(name)), ("since its forward", used.get(name))):
                 if then is not None and now.get(name, then) != then:
                     quiet = p._version == self._versions.get(name)
-                    flip = flip_behind(_bits(p), then, str(p.dtype)) if quiet else None
+                    flip = flip_behind(host_bits(p), then, str(p.dtype)) if quiet else None
                     return True, self._weight_finding(name, when, flip)
         return False, None
 
@@ -304,7 +304,7 @@ class RepeatedStep(Program):
                 held.append(t.detach().clone())
 
         self._run(keep)
-        return flip_behind(_bits(held[0]), seen, str(held[0].dtype)) if held else None
+        return flip_behind(host_bits(held[0]), seen, str(held[0].dtype)) if held else None
 
     # ---- inside ------------------------------------------------------------------------------------------------------
 
@@ -386,8 +386,8 @@ _NOT_AGAIN = {
 }
 
 
-def _bits(t: Any) -> Any:
-    """Return the bits of a tensor on the host, as a NumPy array of the same shape."""
+def host_bits(t: Any) -> Any:
+    """Return the bits of a tensor on the host, as a NumPy array of its shape; whole and complex numbers as they are."""
     t = t.detach().cpu().contiguous()
     if t.is_floating_point():
         t = t.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])

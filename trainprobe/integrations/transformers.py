@@ -75,6 +75,9 @@ class ProbeCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             follow=partial(follow, engine=engine),
             progress=lambda: Progress(int(state.epoch or 0), max(state.max_steps, 0)),
         )
+        monitor = getattr(self.session.probe, "monitor", None)
+        if monitor is not None:
+            monitor.decode = getattr(kwargs.get("processing_class"), "decode", None)
         self._no_rollouts()
         self._no_rollouts = follow_rollouts(self.trainer, self.session)
 

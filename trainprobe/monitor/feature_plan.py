@@ -104,6 +104,10 @@ class LossRowSettings(FeatureSection):
 
     OBSERVER: ClassVar[str] = "loss_rows"
 
+    tokens: Annotated[int, Field(ge=0, le=128)] = 0
+    """How many tokens of that row are recorded, around the place of its largest loss, as `loss_row_tokens`: a spike says them,
+    as text where the Trainer of Hugging Face has a tokenizer."""
+
 
 class Features(BaseModel):
     """All deeper features. Each takes `true`, or a section of settings."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from trainprobe.engine.core.flat_parameters import FLAT
+from trainprobe.engine.core.guard import attempt
 from trainprobe.engine.core.records import Finding, Place, StepData
 from trainprobe.engine.core.unmatched import Unmatched
 from trainprobe.engine.plan.model import Plan
@@ -24,6 +25,7 @@ from trainprobe.monitor.rules_of_run import keep_rules
 from trainprobe.monitor.updates_seen import steps_without_update
 from trainprobe.monitor.watcher import NO_LOSS, OF_THE_LOSS, Watcher, keep_state, resume_state, too_few_steps
 
+Decode = Callable[[list[int]], str]  # tokens → their text
 _FRAME = re.compile(r"File (?P<file>.*), line (?P<line>\d+), in (?P<function>.*?), \n (?P<source>.*)", re.S)
 
 _NAMED = ("activations", "activation_gradients", "parameters", "gradients", "optimizer_state", "update")  # what has names
@@ -38,6 +40,7 @@ class MonitorProgram(Program):
         self.plan = plan
         self.watcher = Watcher(plan.rules)
         self._choose = chosen_calls(plan)
+        self.decode: Decode | None = None  # of the tokenizer of the training, where it is known
         self._dumps = 0
         self._kept = False
 
@@ -94,7 +97,7 @@ class MonitorProgram(Program):
         if not self._kept and self._probe.writer is not None:
             self._kept = True
             self._probe.report(keep_rules(self._section, self._state_file().parent))
-        return [with_row(with_line(finding, step_data), step_data) for finding in self.watcher(step_data)]
+        return [with_row(with_line(finding, step_data), step_data, self.decode) for finding in self.watcher(step_data)]
 
     def decide(self, found: Sequence[Finding]) -> tuple[int, StopTraining | None]:
         """Return what the actions of the rules ask for."""
@@ -156,24 +159,31 @@ def line_of(finding: Finding, step_data: StepData) -> str:
 
 # ---- the row of a batch that carries a spike, where the feature `loss_rows` looked at the step ----
 
+_TEXT = 80  # characters of a row that are told
 _FAR, _PART = 8.0, 0.2  # times the median of the rows, and what share of the loss above it: one row carries it
 
 
-def with_row(finding: Finding, step_data: StepData) -> Finding:
+def with_row(finding: Finding, step_data: StepData, decode: Decode | None = None) -> Finding:
     """Return a finding of the rule `spike` whose message ends with the row that has most of the loss; else as it is.
 
     No row is named where none stands out: then the batch as a whole, or something else, made the spike.
     """
-    if finding.rule != "spike" or not (words := row_in_words(step_data)):
+    if finding.rule != "spike" or not (words := row_in_words(step_data, decode)):
         return finding
     return replace(finding, message=f"{finding.message}; {words}")
 
 
-def row_in_words(step_data: StepData) -> str:
-    """Return "row 137 of 512 on rank 3 has 81 % of its loss …"; "" where no row stands out or the step has no such feature."""
+def row_in_words(step_data: StepData, decode: Decode | None = None) -> str:
+    """Return "row 137 of 512 on rank 3 has 81 % of its loss …"; "" where no row stands out or the step has no such feature.
+
+    decode: makes text of the tokens, where a plan has some recorded.
+    """
     calls: dict[int, dict[str, float]] = {}
+    tokens: dict[int, list[int]] = {}
     for feature in step_data.features:
-        if feature.slot.startswith("loss_row"):
+        if feature.slot == "loss_row_tokens":
+            tokens[feature.call] = [int(number) for number in feature.numbers]
+        elif feature.slot.startswith("loss_row"):
             calls.setdefault(feature.call, {})[feature.slot] = float(feature.numbers[0])
     if not calls:
         return ""
@@ -186,4 +196,15 @@ def row_in_words(step_data: StepData) -> str:
     return (
         f"row {most['loss_row']:.0f} of {of:.0f}{part} on rank {step_data.place.rank} has {most['loss_row_share']:.0%} of the "
         f"loss there and {most['loss_row_gradient']:.0%} of its gradient, {loss:.3g} where the median row has {median:.3g}"
+        + _read(tokens.get(call, []), decode)
     )
+
+
+def _read(tokens: list[int], decode: Decode | None) -> str:
+    """Return what the tokens of a row are, as text where something decodes them."""
+    if not tokens:
+        return ""
+    text = attempt(decode, tokens, otherwise=lambda _: "") if decode is not None else ""
+    if not text:
+        return f", around tokens {' '.join(map(str, tokens))}"
+    return f", around {text if len(text) <= _TEXT else text[: _TEXT - 1] + '…'!r}"

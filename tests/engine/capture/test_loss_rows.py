@@ -127,6 +127,25 @@ def test_a_row_that_stands_out_is_named_with_its_call_and_no_other(tmp_path):
     assert row_in_words(watched(tmp_path / "even", FLAT["flat"])[0]) == ""
 
 
+def test_a_row_is_told_with_the_tokens_around_its_largest_loss(tmp_path):
+    torch.manual_seed(0)
+    model, tokens, y = Logits(), *torch.randint(0, KINDS, (2, ROWS, PLACES))
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    sure = functional.one_hot(y, KINDS) * 30.0
+    sure[4, 3] = -sure[4, 3]
+    plan = {"level": "off", "sinks": ["memory"], "monitor": {"features": {"loss_rows": {"tokens": 3}}}}
+    with trainprobe.watch(model, optimizer, output=tmp_path, on_error="raise", **plan) as probe:
+        probe.begin_step(0)
+        FLAT["flat"](model(tokens) * 0 + sure, y).backward()
+        optimizer.step()
+        step_data = probe.end_step()
+    around = tokens[4, 2:].tolist()
+    assert [f.numbers.tolist() for f in step_data.features if f.slot == "loss_row_tokens"] == [around]
+    assert row_in_words(step_data).endswith(f", around tokens {' '.join(map(str, around))}")
+    assert row_in_words(step_data, lambda given: f"{given} " * 9).endswith(f", around '{(f'{around} ' * 9)[:79]}…'")
+    assert row_in_words(step_data, lambda given: {}[given]).endswith(f", around tokens {' '.join(map(str, around))}")
+
+
 def test_of_ranks_that_say_the_same_the_one_that_knows_the_row_is_heard():
     site = Site("scalar", "loss", "value")
     of = lambda rank, more="": Finding("spike", "warning", f"loss jumped{more}", 3, Place(rank, 4), site)  # noqa: E731

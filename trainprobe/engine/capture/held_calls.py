@@ -42,6 +42,8 @@ class HeldTensor:
 class HeldCall:
     """One call. given: (args, kwargs). given, state and made hold a `HeldTensor` for each tensor; made is None until it ends.
 
+    A tensor that is given several times is held once: attention multiplies one tensor otherwise than three equal ones.
+
     random: device → state of its generator. autocast: (device, dtype) in force. inner: it called no module that is held.
     """
 
@@ -129,14 +131,16 @@ class HeldCalls:
 
     def _before(self, step: HeldStep, name: str, module: Any, args: Any, kwargs: Any) -> HeldCall | None:
         writes = bool(getattr(module, "inplace", False))  # its own input
-        given = pytree.tree_map_only(torch.Tensor, partial(self._reference, copied=writes), (args, kwargs))
+        tensors = {id(x): x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        once = {key: self._reference(t, copied=writes) for key, t in tensors.items()}
+        given = pytree.tree_map_only(torch.Tensor, lambda t: once[id(t)], (args, kwargs))
         if name == ROOT and step.batch is None:
             step.batch = given
         if name == ROOT and ROOT not in self._names:
             return None
         state = {n: self._copy(t) for n, t in (*module.named_parameters(), *module.named_buffers())}
-        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        held = HeldCall(name, module, self._counts[name], given, state, random_now(), _autocast(tensors))
+        autocast = autocast_now(list(tensors.values()))
+        held = HeldCall(name, module, self._counts[name], given, state, random_now(), autocast)
         self._counts[name] += 1
         self._grow(sum(t.nbytes for t in held.random.values()))
         for around in self._running:
@@ -180,6 +184,7 @@ def random_now() -> dict[str, Any]:
     return found
 
 
-def _autocast(tensors: Sequence[Any]) -> list[tuple[str, str]]:
+def autocast_now(tensors: Sequence[Any]) -> list[tuple[str, str]]:
+    """Return (device, dtype) of each autocast in force, on the host and on the devices of tensors."""
     kinds = dict.fromkeys(["cpu", *(t.device.type for t in tensors)])
     return [(k, str(torch.get_autocast_dtype(k)).removeprefix("torch.")) for k in kinds if torch.is_autocast_enabled(k)]

@@ -6,6 +6,7 @@
     loss_row_share      its share of the loss of all rows
     loss_row_gradient   its share of Σ |∂loss/∂logits| (of a target with probability p that is 2 (1 - p))
     loss_row_of         how many rows there are
+    loss_row_tokens     some of the tokens [k] that the model was called with in that row, where the plan asks for them
 
 The loss of a target is -log p, read from the log-probabilities that torch keeps for the backward pass, or else worked out again
 from the logits. Class weights and label smoothing are left out, and targets that are ignored count 0. Rows are those of the
@@ -15,6 +16,7 @@ first tensor [rows, places, …] that the model is called with, batch first; tar
 from __future__ import annotations
 
 import functools
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,7 @@ from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.core.guard import attempt
 from trainprobe.engine.core.naming import ROOT
 
+TOKENS = "loss_row_tokens"
 SLOTS = ("loss_row", "loss_row_loss", "loss_row_median", "loss_row_share", "loss_row_gradient", "loss_row_of")
 _UNSEEN = (
     "loss rows were asked for and no cross-entropy of class indices was seen: compiled regions and kernels outside of torch "
@@ -37,9 +40,10 @@ _UNSEEN = (
 class LossRows(QuietFeature):
     """See the module text."""
 
-    def __init__(self, around: Surroundings, *, every: int = 1) -> None:
+    def __init__(self, around: Surroundings, *, every: int = 1, tokens: int = 0) -> None:
         super().__init__(around, every=every)
-        self._guard = around.guard
+        self._guard, self._wanted = around.guard, tokens
+        self._tokens: Tensor | None = None  # [rows, places] that the model was called with last, where they are wanted
         self._replaced: list[Replaced] = []
         self._shape = torch.Size()  # of the first tensor that the model was called with last
         self._seen = False
@@ -51,7 +55,10 @@ class LossRows(QuietFeature):
 
     def before(self, name: str, module: Any, args: Any, kwargs: Any) -> Any:
         """Learn how many rows the model is called with."""
-        self._shape = next((t.shape for t in tensors_of((args, kwargs)) if t.dim()), torch.Size())
+        tensors = tensors_of((args, kwargs))
+        self._shape = next((t.shape for t in tensors if t.dim()), torch.Size())
+        whole_numbers = (t.detach() for t in tensors if t.dim() == 2 and not t.is_floating_point() and whole(t))
+        self._tokens = next(whole_numbers, None) if self._wanted else None
 
     def sleep(self, asleep: bool) -> None:
         """Take the functions away, or put them in place."""
@@ -68,7 +75,7 @@ class LossRows(QuietFeature):
         self.sleep(True)
         if not self._seen:
             self.notes[_UNSEEN] = None
-        self._seen, self._shape = False, torch.Size()
+        self._seen, self._shape, self._tokens = False, torch.Size(), None
         super().end()
 
     def _watched(self, name: str, original: Any) -> Any:
@@ -94,7 +101,20 @@ class LossRows(QuietFeature):
             losses = _losses(x, y, int(args[4]) if len(args) > 4 else -100, out.grad_fn, name == "nll_loss_nd")
             moved = losses.neg().expm1().neg()  # 1 - p
             numbers = torch.stack((losses.reshape(n, -1).sum(1), moved.reshape(n, -1).sum(1)))
-            self._tape.feature(ROOT, SLOTS, numbers, _largest)
+            if self._tokens is None or len(self._tokens) != n:
+                self._tape.feature(ROOT, SLOTS, numbers, partial(_largest, n))
+                return
+            around = _around(losses.reshape(n, -1), numbers[0].argmax(), self._tokens, self._wanted)
+            numbers = torch.cat((numbers.reshape(-1), around.to(numbers)))
+            self._tape.feature(ROOT, (*SLOTS, TOKENS), numbers, partial(_largest, n))
+
+
+def _around(losses: Tensor, row: Tensor, tokens: Tensor, most: int) -> Tensor:
+    """Return at most so many tokens [k] of a row, around the place of its largest loss. No number comes to the host."""
+    at, places = losses.index_select(0, row.view(1)).argmax(), tokens.shape[1]
+    most = min(most, places)
+    start = (at - most // 2).clamp(0, places - most)
+    return tokens.index_select(0, row.view(1))[0].index_select(0, start + torch.arange(most, device=tokens.device))
 
 
 def _rows(targets: torch.Size, given: torch.Size) -> int:
@@ -141,10 +161,11 @@ def _kept(node: Any) -> Tensor | None:
     return kept.detach() if type(kept) is Tensor else None
 
 
-def _largest(numbers: Any) -> list[tuple[None, Any]]:
-    """Return the number of each slot. numbers: [2 · rows], losses and what they are in the gradient."""
-    losses, moved = numbers.reshape(2, -1).astype(np.float64)
+def _largest(rows: int, numbers: Any) -> list[tuple[None, Any]]:
+    """Return the number of each slot. numbers: [2 · rows + k], losses, what they are in the gradient, and tokens."""
+    flat = numbers.reshape(-1).astype(np.float64)
+    losses, moved, tokens = np.split(flat, (rows, 2 * rows))
     row = int(np.argmax(losses))  # the first NaN, where there is one
     shares = (float(each[row] / total) if (total := each.sum()) else 0.0 for each in (losses, moved))
     found = (row, losses[row], np.median(losses), *shares, losses.size)
-    return [(None, np.array([float(number)])) for number in found]
+    return [*((None, np.array([float(number)])) for number in found), *([(None, tokens)] if tokens.size else [])]

@@ -1,23 +1,57 @@
-"""`trainprobe parity`."""
+"""`trainprobe parity`: the same step in other layouts: another number of processes, other arguments of the script."""
 
 from __future__ import annotations
 
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import Annotated
 
-import orjson
 import typer
 
-from trainprobe.comparison.files import writing
+from trainprobe.again.script_runs import TORCHRUN, Ran, run_script, script_of
 from trainprobe.comparison.terminal import plain_table, say, wide_console
 from trainprobe.comparison.verdict import Verdict
 from trainprobe.dump_compare.command import compare_dumps
 from trainprobe.engine.core.log_lines import say as log
+from trainprobe.engine.core.words import counted
 from trainprobe.errors import FormatError, ProbeError, UsageError
-from trainprobe.parity.layouts import TORCHRUN, Ran, last_lines, plan_of, read_layouts, run_layout
 
 VERDICTS = ("identical", "rounding", "differ", "incomplete")
+_LAYOUT = re.compile(r"(?P<name>[\w.-]+)=(?P<ranks>\d+)(?:\s+(?P<arguments>.*))?", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptLayout:
+    """One way to run the script. name: of its folder. ranks: processes. arguments: of the script, in this layout alone."""
+
+    name: str
+    ranks: int
+    arguments: tuple[str, ...] = ()
+
+
+def read_layouts(texts: Sequence[str]) -> list[ScriptLayout]:
+    """Return the layouts that `NAME=RANKS ARGUMENTS` tell. Raises UsageError."""
+    found: list[ScriptLayout] = []
+    for text in texts:
+        match = _LAYOUT.fullmatch(text.strip())
+        if match is None or match["ranks"] == "0":
+            raise UsageError(f"--layout {text!r} cannot be read: write NAME=RANKS ARGUMENTS, such as 'tp2=2 --tp 2'")
+        try:
+            arguments = tuple(shlex.split(match["arguments"] or ""))
+        except ValueError as error:
+            raise UsageError(f"--layout {text!r}: its arguments cannot be read: {error}") from None
+        found.append(ScriptLayout(match["name"], int(match["ranks"]), arguments))
+    names = [layout.name for layout in found]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise UsageError(f"--layout {twice}: two layouts have this name")
+    if len(found) < 2:
+        raise UsageError("parity compares layouts: give --layout at least twice")
+    return found
 
 
 def parity(
@@ -42,47 +76,27 @@ def parity(
     Give the script equal weights, samples and a run that ends after the step. Exit code: the worst of all pairs, as of
     `dump-compare`: 0 identical, 1 within rounding, 2 differ, 3 not comparable or a layout did not run.
     """
-    script = list(words or [])
-    if script and script[0] == "--":
-        script.pop(0)
-    if not script:
-        raise UsageError(
-            "nothing to run: give the script behind `--`, as in `trainprobe parity -l 'one=1' -l 'tp2=2 --tp 2' -- train.py`"
-        )
-    layouts = read_layouts(layout or [])
-    plan = _write_plan(output, step or [0])
-    runs: list[Ran] = []
-    for each in layouts:
-        log(f"runs {each.name}, {each.ranks} process{'es' * (each.ranks > 1)}")
-        runs.append(run_layout(each, script, plan, output, launcher))
-        _tell_failure(runs[-1])
-    found = {(a.layout.name, b.layout.name): _compared(a, b) for a, b in combinations(runs, 2)}
-    _show([each.name for each in layouts], found)
+    script = script_of(words, "parity -l 'one=1' -l 'tp2=2 --tp 2' -- train.py")
+    runs: dict[str, Ran] = {}
+    for each in read_layouts(layout or []):
+        log(f"runs {each.name} on {counted(each.ranks, 'rank')}")
+        asked = [*script, *each.arguments]
+        ran = runs[each.name] = run_script(asked, output / each.name, step or [0], ranks=each.ranks, launcher=launcher)
+        if ran.code:
+            log(f"{each.name} {ran.failure}", severity="error")
+    found = {(a, b): _compared(runs[a], runs[b]) for a, b in combinations(runs, 2)}
+    _show(list(runs), found)
     return max(verdict.code for verdict in found.values())
 
 
 parity.context_settings = {"allow_interspersed_args": False}  # type: ignore[attr-defined]
 
 
-def _write_plan(output: Path, steps: list[int]) -> Path:
-    path = output / "plan.json"
-    with writing(path):
-        output.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(orjson.dumps(plan_of(steps)))
-    return path.absolute()
-
-
-def _tell_failure(ran: Ran) -> None:
-    if ran.code:
-        lines = "".join(f"\n  {line}" for line in last_lines(ran))
-        log(f"{ran.layout.name} ended with exit code {ran.code}; it printed last:{lines}", severity="error")
-
-
 def _compared(a: Ran, b: Ran) -> Verdict:
     """Compare two layouts; one that did not run, or left nothing to compare, is no verdict."""
     failed = next((ran for ran in (a, b) if ran.code), None)
     if failed is not None:
-        return Verdict(3, f"{failed.layout.name} ended with exit code {failed.code}")
+        return Verdict(3, f"{failed.folder.name} ended with exit code {failed.code}")
     try:
         return compare_dumps(a.folder, b.folder)[1]
     except FormatError as error:

@@ -1,4 +1,4 @@
-"""`trainprobe floor PLAN -- script.py ARGS`: run a training again with another rounding, which measures what rounding does."""
+"""`trainprobe floor`: a training again with another rounding, which measures what rounding does."""
 
 from __future__ import annotations
 

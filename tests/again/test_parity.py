@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
+from trainprobe.again.layouts import ScriptLayout, read_layouts
 from trainprobe.cli import main
 from trainprobe.errors import UsageError
-from trainprobe.parity.layouts import ScriptLayout, read_layouts
 
 SCRIPT = """
 import sys

@@ -1,1 +1,0 @@
-"""One training script in several layouts, a step of each dumped and compared with all others."""
