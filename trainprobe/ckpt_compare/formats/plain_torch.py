@@ -139,7 +139,11 @@ def lament(name: str, value: Thing) -> None:
         return  # remarked by its reader
     if runs_code(value.name):
         remarks.fault(name, f"would be the result of {value.name}, which runs code: it is refused")
-    elif any(is_array(leaf) for inner in (value.args, value.state) for _, leaf in torch_archive.leaves(inner)):
+    elif any(
+        is_array(leaf) or isinstance(leaf, torch_archive.Storage)
+        for inner in (value.args, value.state)
+        for _, leaf in torch_archive.leaves(inner)
+    ):
         remarks.fault(name, f"is a {value.name}, a kind of tensor that cannot be read as numbers here")
 
 

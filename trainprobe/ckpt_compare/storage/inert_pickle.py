@@ -410,6 +410,9 @@ def check_shape(value: Any) -> None:
 def leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield (path, leaf) for everything in nested dicts, lists, tuples and Things with attributes, depth first."""
     if isinstance(value, Thing) and value.state and not value.fault:
+        for at, made in leaves(list(value.args), path):
+            if hasattr(made, "load"):  # an array that it was made of
+                yield at, made
         value = value.state
     if isinstance(value, Mapping):
         for key, inner in value.items():  # pyright: ignore[reportUnknownVariableType]
