@@ -1,4 +1,5 @@
 import copyreg
+import io
 import sys
 import types
 
@@ -143,6 +144,34 @@ def test_a_tensor_inside_what_is_not_known_is_never_left_out(tmp_path, make, cod
     assert judged(a, b).code == code
     found = open_checkpoint(a)
     assert "y" in found.tensors  # what cannot be read costs itself alone
+
+
+BESIDE = {  # what stands among the tensors of a model, and another value of it
+    "a number": ("temperature", 3.0, 5.0),
+    "a list": ("sizes", [1, 2], [1, 3]),
+    "an array": ("table", np.arange(4.0), np.arange(4.0) + 1),
+    "a big-endian array": ("table", np.arange(4, dtype=">i4"), np.arange(4, dtype=">i4") + 1),
+    "a number of NumPy": ("scale", np.float32(3), np.float32(4)),
+    "what a layer adds": ("layer._extra_state", {"scale": 2.0}, {"scale": 4.0}),
+    "bytes of a layer of FP8": ("layer._extra_state", io.BytesIO(b"abc"), io.BytesIO(b"abd")),
+}
+
+
+@pytest.mark.parametrize("wrap", [lambda held: held, lambda held: {"model": held, "epoch": 3}], ids=["alone", "beside others"])
+@pytest.mark.parametrize(("name", "one", "other"), BESIDE.values(), ids=BESIDE)
+def test_what_is_no_tensor_of_a_model_is_compared_too(tmp_path, name, one, other, wrap):
+    weights = {"layer.weight": torch.ones(3, 2)}
+    a, again, b = (saved(tmp_path / f"{i}.pt", wrap(weights | {name: value})) for i, value in enumerate((one, one, other)))
+    assert judged(a, again).code == 0
+    verdict = judged(a, b)
+    assert verdict.code == 2
+    assert name in verdict.sentence
+
+
+def test_what_a_script_keeps_beside_a_model_is_no_difference_of_weights(tmp_path):
+    held = {"generator": {"layer.weight": torch.ones(3, 2)}, "args": {"lr": 1.0}, "epoch": 1}
+    a, b = saved(tmp_path / "a.pt", held), saved(tmp_path / "b.pt", held | {"args": {"lr": 2.0}, "epoch": 2})
+    assert judged(a, b).code == 0
 
 
 @pytest.mark.parametrize("modern", [True, False], ids=["zip", "before 1.6"])
