@@ -61,6 +61,20 @@ class Reader:
     sealed: Callable[[bytes], bytes] = lambda data: data
 
 
+def check_golden(arguments: list[str]) -> int:
+    """Be `golden check GOLDEN` where the run shows what another record holds."""
+    from trainprobe.again.golden import judge, read_golden
+    from trainprobe.errors import ProbeError
+
+    try:
+        verdict = judge(*(read_golden(Path(path)) for path in arguments))
+    except (ProbeError, OSError) as error:
+        print(error)
+        return 3
+    print(verdict.sentence)
+    return verdict.code
+
+
 def serve(arguments: list[str]) -> int:
     """Be `op-check serve --folder FOLDER --output OUTPUT` until each training in the folder has ended or was dropped."""
     from trainprobe.op_check.online import channels
@@ -230,6 +244,7 @@ READERS = (
     Reader("key data", "rollout", ("**/*",), ("rollout-compare {x} {sound} -o {out}",), same=same_arrays),
     Reader("replay packs", "replay", ("replay/step0/**/*",), ("replay {x}/replay/step0",), judges=False),
     Reader("saved states", "states", ("a.pt",), ("resume-check {x}/a.pt {x}/b.pt",), (0,), (2,)),
+    Reader("golden records", "golden", ("then.txt",), ("{x}/then.txt {sound}/now.txt",), (0, 1), (2,), run=check_golden),
     Reader("name maps", "names", ("names.yaml",), ("ckpt-show {x}/a.safetensors --names {x}/names.yaml",)),
     *(
         Reader(
@@ -304,6 +319,17 @@ class Mean(nn.Module):
         return x.square().mean()
 
 
+def write_records(folder: Path) -> None:
+    """Write golden records of two runs: the second begins with other weights."""
+    from trainprobe.again.golden import rows_of_dump, with_floors, write_golden
+
+    for name, factor in (("then", 1.0), ("now", 1.5)):
+        model = Sound()
+        torch.nn.init.constant_(model[0].weight, factor)
+        rows = rows_of_dump(train(folder / name, model, level="L0", summary="both", sinks=["dump"]))
+        write_golden(folder / f"{name}.txt", with_floors(rows, [rows]), ["train.py"])
+
+
 def write_states(folder: Path) -> None:
     """Write what two trainings saved at one step: the moments of one are lost."""
     folder.mkdir()
@@ -334,6 +360,7 @@ def write_material(root: Path) -> None:
         SingleSave.step()
     SingleSave.close()
     write_states(root / "states")
+    write_records(root / "golden")
     train(root / "replay", nn.Sequential(nn.Linear(4, 3), Mean()), level="off", replay={"on": "step", "modules": "0"}, steps=1)
     write_checkpoints(root / "checkpoints")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,10 +121,14 @@ def test_a_record_is_text_that_is_bounded_and_checked(golden: list[GoldenRow], t
     assert sum(len(row.line()) + 1 for row in kept) <= 3 * 2000
     assert "are left out" in note
     assert within_reach(golden, MOST) == (golden, "")
-    lines = path.read_text().splitlines()
-    path.write_text("\n".join([*lines[:6], lines[6].replace("\t", " "), *lines[7:]]))
-    with pytest.raises(FormatError, match="line 7: not the 15 columns"):
-        read_golden(path)
+    text = path.read_text()
+    path.write_bytes(text.replace("\n", "\r\n").encode())  # as git may check it out
+    assert read_golden(path) == golden
+    lines = text.splitlines(keepends=True)
+    for edited in ("".join(lines[:9]), "".join([*lines[:9], *lines[10:]]), text.replace("\t0.", "\t1.", 1), text[:-20]):
+        path.write_text(edited)
+        with pytest.raises(FormatError, match="cut short or edited"):
+            read_golden(path)
     path.write_text("hello")
     with pytest.raises(FormatError, match="is no golden record"):
         read_golden(path)
@@ -148,3 +153,53 @@ def test_the_command_records_and_checks(
     assert "not the same: the update of weight, step 1, rank 0" in said
     assert "otherwise than then: learning rate differs: 0.1 and 0.2" in said
     assert '"code": 2' in answer.read_text()
+
+
+def test_what_no_rounding_reaches_is_not_rounding(tmp_path: Path) -> None:
+    """The rows of a batch, and token numbers, in another order leave all statistics the same."""
+
+    def run(name: str, turned: bool = False, ids: bool = False, change: Callable[[nn.Module], Any] = lambda net: None):
+        torch.manual_seed(0)
+        net = nn.Sequential(*([nn.Embedding(9, 8)] if ids else []), nn.Linear(8, 4))
+        change(net)
+        x = torch.tensor([[3, 5, 1, 8]]) if ids else torch.linspace(-1, 1, 16).reshape(2, 8)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        with trainprobe.watch(net, optimizer, {**PLAN, "output": tmp_path / name}) as probe, probe.step():
+            net(x.flip(-1 if ids else 0) if turned else x).square().mean().backward()
+        return rows_of_dump(tmp_path / name)
+
+    for ids in (False, True):
+        golden = with_floors(run(f"run{ids}", ids=ids), [run(f"floor{ids}", ids=ids, change=perturbed)])
+        verdict = judge(golden, run(f"other{ids}", True, ids))
+        assert verdict.code == 2, verdict.sentence
+        assert verdict.sentence.startswith("not the same: the data, input.0"), verdict.sentence
+        assert "no rounding changed it" in verdict.sentence
+        assert judge(golden, run(f"moved{ids}", ids=ids, change=perturbed)).code == 1
+
+
+def test_two_values_without_a_finite_number_are_no_rounding(golden: list[GoldenRow]) -> None:
+    """One value is NaN then and now, and other elements of it are."""
+    row = next(row for row in golden if row.floor)
+    others = [other for other in golden if other is not row]
+    nothing = replace(row, numbers=(float("nan"),) * 4)
+    then, now = [nothing, *others], [replace(nothing, fingerprint=row.fingerprint ^ 1), *others]
+    verdict = judge(then, now)
+    assert verdict.code == 3
+    assert "1 of " in verdict.sentence and "NaN or infinite then and now, and their bits differ" in verdict.sentence
+    assert judge(then, then).code == 0
+    masked = replace(row, numbers=(0.0, -float("inf"), -float("inf"), float("inf")))
+    other = replace(masked, fingerprint=masked.fingerprint ^ 1)
+    assert judge([masked], [other]).code == 1
+    assert judge([masked], [replace(other, numbers=(0.5, *masked.numbers[1:]))]).code == 2
+
+
+def test_a_name_that_holds_line_ends_stays_one_row(tmp_path: Path) -> None:
+    net = nn.Sequential()
+    net.add_module("a\nb\tc", nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    with trainprobe.watch(net, optimizer, {**PLAN, "output": tmp_path / "run"}) as probe, probe.step():
+        net(torch.ones(2, 2)).sum().backward()
+    made = rows_of_dump(tmp_path / "run")
+    assert any("\\n" in row.key.name for row in made)
+    write_golden(tmp_path / "golden.txt", made, ["train.py", "two\nlines"])
+    assert [row.place for row in read_golden(tmp_path / "golden.txt")] == [row.place for row in made]

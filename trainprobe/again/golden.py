@@ -8,6 +8,7 @@ later run is judged value by value: equal bits; within the floor; or not, and th
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from trainprobe.errors import FormatError
 HEAD = "trainprobe golden 1"
 MOST = 100_000  # bytes a step
 ABOVE = 10  # times the floor is rounding still
+_ONE_CELL = str.maketrans({"\t": "\\t", "\n": "\\n", "\r": "\\r"})  # of names, which may hold anything
 _STATISTICS = ("max", "min", "mean", "norm")
 _COLUMNS = 15
 _MOST_FILE = 1 << 28
@@ -64,14 +66,16 @@ class GoldenRow:
             return 0.0
         if self.shape != other.shape:
             return math.inf
-        (high, low, mean, norm), theirs = self.numbers, other.numbers
-        whole = (high, low, mean, norm, *theirs)
-        if not all(map(math.isfinite, whole)):
-            return 0.0 if repr(self.numbers) == repr(theirs) else math.inf
+        pairs = list(zip(self.numbers, other.numbers, strict=True))
+        if any(repr(x) != repr(y) and not (math.isfinite(x) and math.isfinite(y)) for x, y in pairs):
+            return math.inf
+        (high, max_now), (low, min_now), (mean, mean_now), (norm, norm_now) = (
+            (x, y) if math.isfinite(x) else (0.0, 0.0) for x, y in pairs
+        )
         elements = max(math.prod(self.shape), 1)
-        largest, size = max(abs(high), abs(low), abs(theirs[0]), abs(theirs[1])), max(norm, theirs[3])
-        apart = max(abs(high - theirs[0]), abs(low - theirs[1])) / largest if largest else 0.0
-        return max(apart, abs(norm - theirs[3]) / size if size else 0.0, abs(mean - theirs[2]) / (size / elements**0.5 or 1.0))
+        largest, size = max(map(abs, (high, low, max_now, min_now))), max(norm, norm_now)
+        apart = max(abs(high - max_now), abs(low - min_now)) / largest if largest else 0.0
+        return max(apart, abs(norm - norm_now) / size if size else 0.0, abs(mean - mean_now) / (size / elements**0.5 or 1.0))
 
 
 def rows_of_dump(folder: Path) -> list[GoldenRow]:
@@ -85,15 +89,15 @@ def rows_of_dump(folder: Path) -> list[GoldenRow]:
 
 def _row(record: Record, step: int, rank: int) -> GoldenRow | None:
     site, values = record.site, record.values
+    name, slot = (text.translate(_ONE_CELL) for text in (site.name, site.slot))
     if site.kind == "scalar":
         x = float(values["value"])
-        return GoldenRow(step, rank, Key("scalar", site.name, "step", 0), "value", "float64", (), 0, (x, x, x, abs(x)))
+        return GoldenRow(step, rank, Key("scalar", name, "step", 0), "value", "float64", (), 0, (x, x, x, abs(x)))
     if "checksum" not in values or record.step.phase == "recompute":
         return None
-    high, low, mean, norm = (float(values.get(name, 0.0)) for name in _STATISTICS)
-    key, dtype = Key(site.kind, site.name, record.step.phase, site.call), record.dtype.removeprefix("torch.")
-    bits = int(values["checksum"])
-    return GoldenRow(step, rank, key, site.slot, dtype, record.shape, bits, (high, low, mean, norm))
+    high, low, mean, norm = (float(values.get(statistic, 0.0)) for statistic in _STATISTICS)
+    key, dtype = Key(site.kind, name, record.step.phase, site.call), record.dtype.removeprefix("torch.")
+    return GoldenRow(step, rank, key, slot, dtype, record.shape, int(values["checksum"]), (high, low, mean, norm))
 
 
 # ---- the file --------------------------------------------------------------------------------------------------------
@@ -102,23 +106,34 @@ def _row(record: Record, step: int, rank: int) -> GoldenRow | None:
 def with_floors(rows: Sequence[GoldenRow], others: Iterable[Sequence[GoldenRow]]) -> list[GoldenRow]:
     """Return the rows with what rounding does to them, as runs of the same training with another rounding show it.
 
-    Statistics can agree by chance: of a value whose own runs are nearer than is usual in its phase, the usual is taken.
+    Statistics can agree by chance: of a value whose own runs are nearer than is usual in its phase, the usual is taken. Not of
+    whole numbers and of what the model is given, where no run had other bits: no rounding reaches these.
     """
     floors = {row.place: 0.0 for row in rows}
+    moved: set[tuple[int, int, Key, str]] = set()
     for other in others:
         theirs = {row.place: row for row in other}
         for row in rows:
             if row.place in theirs:
                 floors[row.place] = max(floors[row.place], row.distance(theirs[row.place]))
+                if row.fingerprint != theirs[row.place].fingerprint:
+                    moved.add(row.place)
     usual: dict[tuple[int, str, str], list[float]] = {}
     for row in rows:
         if math.isfinite(floors[row.place]) and floors[row.place]:
             usual.setdefault(_sort(row), []).append(floors[row.place])
     typical = {sort: median(values) for sort, values in usual.items()}
     return [
-        replace(row, floor=max(floors[row.place], typical.get(_sort(row), 0.0) if "float" in row.dtype else 0.0))
+        replace(row, floor=max(floors[row.place], typical.get(_sort(row), 0.0)))
+        if row.place in moved or ("float" in row.dtype and not _is_given(row.key, row.slot))
+        else replace(row, floor=floors[row.place])
         for row in rows
     ]
+
+
+def _is_given(key: Key, slot: str) -> bool:
+    """Whether a value is the data of the run."""
+    return key.kind == "module" and key.name == "root" and slot.startswith(("input", "kwargs"))
 
 
 def _sort(row: GoldenRow) -> tuple[int, str, str]:
@@ -154,17 +169,23 @@ def _made(row: GoldenRow) -> bool:
 
 def write_golden(path: Path, rows: Sequence[GoldenRow], command: Sequence[str], note: str = "") -> None:
     """Write a record. Raises OutputError."""
-    about = [HEAD, f"# {' '.join(command)}", *([f"# {note}"] if note else [])]
-    text = "\n".join((*about, *(row.line() for row in rows), ""))
+    lines = [HEAD, f"# {' '.join(command)}".replace("\n", " "), *([f"# {note}"] if note else []), *(row.line() for row in rows)]
     with writing(path):
-        path.write_text(text, encoding="utf-8")
+        path.write_text("\n".join((*lines, _end(lines), "")), encoding="utf-8")
+
+
+def _end(lines: Sequence[str]) -> str:
+    """Return the last line of a file: a record that was cut short or edited is seen."""
+    return f"# end of {len(lines)} lines, CRC-32 {zlib.crc32(chr(10).join(lines).encode()):08x}"
 
 
 def read_golden(path: Path) -> list[GoldenRow]:
-    """Return the rows of a record. Raises FormatError where the file is none, or a line was edited."""
-    lines = read_bounded(path, _MOST_FILE).decode("utf-8", "replace").splitlines()
-    if not lines or lines[0] != HEAD:
+    """Return the rows of a record. Raises FormatError where the file is none, or was cut short or edited."""
+    lines = read_bounded(path, _MOST_FILE).decode("utf-8", "replace").replace("\r\n", "\n").rstrip("\n").split("\n")
+    if lines[0] != HEAD:
         raise FormatError(f"{path} is no golden record: its first line is not {HEAD!r}")
+    if lines.pop() != _end(lines):
+        raise FormatError(f"{path} was cut short or edited since it was written: take it back from git, or record it again")
     rows: list[GoldenRow] = []
     for number, line in enumerate(lines[1:], 2):
         if line.startswith("#"):
@@ -200,10 +221,11 @@ def judge(golden: Sequence[GoldenRow], now: Sequence[GoldenRow], changed: Sequen
         place = _first(before, after)
         return Verdict(2, f"not the same: {place}", [*_how_many(both, factors), *details])
     if lost:
-        step, rank, key, slot = lost[0]
-        where = f"step {step}, rank {rank}: {key}, {slot}"
-        text = f"{len(lost)} of {len(before)} values of the record are not in this run, first {where}"
+        text = f"{len(lost)} of {len(before)} values of the record are not in this run, first {_where(lost[0])}"
         return Verdict(3, f"incomplete: {text}", details)
+    if blind := [place for place in both if _is_blind(before[place], after[place])]:
+        text = f"{len(blind)} of {len(both)} values are NaN or infinite then and now, and their bits differ"
+        return Verdict(3, f"not comparable: {text}, first {_where(blind[0])}", details)
     if equal == len(both):
         return Verdict(0, f"identical: all {equal} values have the same bits", details)
     worst = max(factors)
@@ -211,14 +233,24 @@ def judge(golden: Sequence[GoldenRow], now: Sequence[GoldenRow], changed: Sequen
     return Verdict(1, text, details)
 
 
+def _where(place: tuple[int, int, Key, str]) -> str:
+    step, rank, key, slot = place
+    return f"step {step}, rank {rank}: {key}, {slot}"
+
+
+def _is_blind(golden: GoldenRow, now: GoldenRow) -> bool:
+    """Whether bits differ and no number says how far."""
+    return golden.fingerprint != now.fingerprint and not any(map(math.isfinite, golden.numbers))
+
+
 def _factor(golden: GoldenRow, now: GoldenRow) -> float:
     """Return how many floors a value is away from the record; infinity where no rounding was seen to change it, and it did."""
-    distance = golden.distance(now)
-    if distance == 0 and golden.dtype == now.dtype:
-        return 0.0 if golden.fingerprint == now.fingerprint else 1e-9
     if golden.dtype != now.dtype:
         return math.inf
-    return distance / golden.floor if golden.floor else math.inf
+    distance = golden.distance(now)
+    if distance == 0 and golden.fingerprint == now.fingerprint:
+        return 0.0
+    return max(distance / golden.floor, 1e-9) if golden.floor else math.inf
 
 
 def _how_many(both: Sequence[tuple[int, int, Key, str]], factors: Sequence[float]) -> list[str]:
@@ -271,7 +303,7 @@ def _cause(found: Difference, at_first: bool) -> str:
     if slot.startswith("parameters."):
         name = parameter_of(key, slot)
         return f"the weights that the run begins with, {name}" if at_first else f"the update of {name}"
-    if key.kind == "module" and key.name == "root" and slot.startswith(("input", "kwargs")):
+    if _is_given(key, slot):
         return f"the data, {slot} of the model"
     if key.kind == "module" and key.name == "root" and slot.startswith("grad_output"):
         return "the loss or its scale: the gradient of the model's output"

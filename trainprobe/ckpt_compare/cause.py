@@ -96,8 +96,8 @@ def beyond_rounding(a: LogicalTensor, b: LogicalTensor) -> int | None:
 
 
 def dense(tensor: LogicalTensor) -> Values | None:
-    """Return the values of a whole tensor; None for one that is too large, incomplete or cannot be read."""
-    if not tensor.pieces or tensor.count * 8 > LARGEST:
+    """Return the values of a whole tensor; None for one that is too large, complex, incomplete or cannot be read."""
+    if not tensor.pieces or tensor.count * 8 > LARGEST or tensor.format.parts > 1:
         return None
     held = coverage_of(tensor)
     if held.uncovered:

@@ -22,7 +22,7 @@ class StateRow:
     @property
     def equal(self) -> bool:
         """Whether both sides hold the same."""
-        return self.a == self.b
+        return self.a == self.b or repr(self.a) == repr(self.b)  # NaN is not equal to itself
 
 
 def compare_state(a: Mapping[str, Mapping[str, Any]], b: Mapping[str, Mapping[str, Any]]) -> tuple[StateRow, ...]:
@@ -33,7 +33,7 @@ def compare_state(a: Mapping[str, Mapping[str, Any]], b: Mapping[str, Mapping[st
         if x is None or y is None:
             continue
         for path in sorted({*x, *y}):
-            if what == "optimizer" and not (path in x and path in y):
+            if what in ("weights", "optimizer") and not (path in x and path in y):
                 continue  # what one format, or one version of torch, does not write
             note = _moved_rng(path, x, y) if what == "rng" else ""
             rows.append(StateRow(what, path, x.get(path), y.get(path), note))

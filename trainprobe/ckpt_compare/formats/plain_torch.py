@@ -8,15 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 from trainprobe.ckpt_compare.optimizer_names import is_array, name_states, optimizer_states
 from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor, gather, whole
-from trainprobe.ckpt_compare.plain_state import digest, flat
+from trainprobe.ckpt_compare.plain_state import digest, flat, plain
 from trainprobe.ckpt_compare.saved_objects import as_state_dicts
 from trainprobe.ckpt_compare.storage import remarks, torch_archive
-from trainprobe.ckpt_compare.storage.inert_pickle import Thing, runs_code
-from trainprobe.ckpt_compare.storage.mapped import read_text
+from trainprobe.ckpt_compare.storage.inert_pickle import PickledBytes, Thing, runs_code
+from trainprobe.ckpt_compare.storage.mapped import HeldArray, read_text
+from trainprobe.engine.compare.number_formats import number_format
 from trainprobe.errors import FormatError
 
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module", "net", "weights", "model_state", "ema")
@@ -24,6 +26,7 @@ OPTIMIZER_KEYS = ("optimizer", "optim", "optimizer_state_dict", "optimizer_state
 SCHEDULER_KEYS = ("scheduler", "lr_scheduler", "lr_schedulers", "lr_scheduler_state_dict", "scheduler_state_dict")
 LIGHTNING = b"pytorch-lightning_version"  # a key in each file that Lightning writes
 ITERATION_KEYS = ("iteration", "step", "global_step", "epoch", "iter", "steps")
+EXTRA = "_extra_state"  # what a module adds to its state dict
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)\.")
 
 
@@ -65,8 +68,9 @@ def read(path: Path, content: Any, name: str) -> Checkpoint:
     is_dict, content = isinstance(content, Mapping), as_state_dicts(content)
     sections: Mapping[str, Any] = content if is_dict else {}
     model_key = next((k for k in MODEL_KEYS if isinstance(sections.get(k), Mapping)), None)
-    models = [_weights(path, sections[model_key] if model_key is not None else content)]
-    state: dict[str, dict[str, Any]] = {}
+    model = sections[model_key] if model_key is not None else content
+    state: dict[str, dict[str, Any]] = {"weights": values} if (values := _values(model)) else {}
+    models = [_weights(path, model)]
     tensors: list[LogicalTensor] = []
     if model_key is not None:
         more = [k for k, v in sections.items() if k != model_key and _is_model(k, v)]
@@ -86,6 +90,27 @@ def _weights(path: Path, model: Any, mark: str = "") -> list[LogicalTensor]:
     if len(set(names)) < len(names):  # a part of the model itself is called `module`
         names = [name for name, _ in held]
     return [whole(short + mark, a, path.name, stored=name + mark) for short, (name, a) in zip(names, held, strict=True)]
+
+
+def _values(model: Any, path: str = "") -> dict[str, Any]:
+    """Return name → value of the numbers, texts and bytes that stand beside tensors in the dicts of a model."""
+    if not isinstance(model, Mapping):
+        return {}
+    found: dict[str, Any] = {}
+    beside = path.endswith(f"{EXTRA}.") or any(map(is_array, model.values()))  # pyright: ignore[reportUnknownArgumentType]
+    for key, value in model.items():  # pyright: ignore[reportUnknownVariableType]
+        name = f"{path}{key}"
+        if isinstance(value, Mapping):
+            found |= _values(value, f"{name}.")
+        elif beside and key not in ITERATION_KEYS and _is_plain(value):
+            found[clean(name)] = plain(value)
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(isinstance(v, (bool, int, float, str)) for v in value)  # pyright: ignore[reportUnknownVariableType]
+    return isinstance(value, (bool, int, float, str, bytes, PickledBytes))
 
 
 def _is_model(key: str, section: Any) -> bool:
@@ -126,9 +151,11 @@ def arrays(content: Any) -> list[tuple[str, Any]]:
     for at, leaf in torch_archive.leaves(content):
         if is_array(leaf):
             found.append((".".join(at), leaf))
+        elif isinstance(leaf, np.ndarray):
+            found.append((".".join(at), HeldArray(leaf, number_format(leaf.dtype.name))))
         elif isinstance(leaf, torch_archive.ShardedTensor):
             sharded.append((".".join(at), leaf.local))
-        elif isinstance(leaf, Thing) and at[-1:] != ("_extra_state",):
+        elif isinstance(leaf, Thing) and at[-1:] != (EXTRA,):
             lament(".".join(at), leaf)
     return [*found, *sharded]
 
@@ -139,7 +166,11 @@ def lament(name: str, value: Thing) -> None:
         return  # remarked by its reader
     if runs_code(value.name):
         remarks.fault(name, f"would be the result of {value.name}, which runs code: it is refused")
-    elif any(is_array(leaf) for inner in (value.args, value.state) for _, leaf in torch_archive.leaves(inner)):
+    elif any(
+        is_array(leaf) or isinstance(leaf, torch_archive.Storage)
+        for inner in (value.args, value.state)
+        for _, leaf in torch_archive.leaves(inner)
+    ):
         remarks.fault(name, f"is a {value.name}, a kind of tensor that cannot be read as numbers here")
 
 

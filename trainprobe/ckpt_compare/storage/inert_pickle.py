@@ -147,7 +147,21 @@ class PickledArray(Stateful):
         data = raw.encode("latin1") if isinstance(raw, str) else raw
         if not isinstance(data, bytes):
             raise UnsafeFile("a pickled NumPy array holds objects")
-        self.value = np.frombuffer(data, _plain_dtype(dtype)).reshape(shape, order="F" if fortran else "C")
+        found = np.frombuffer(data, _plain_dtype(dtype)).reshape(shape, order="F" if fortran else "C")
+        self.value = found.astype(found.dtype.newbyteorder("="), copy=False)
+
+
+class PickledBytes(Stateful):
+    """An `io.BytesIO` inside a pickle, as layers of FP8 keep their state."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, data: Any = b"", *_: Any) -> None:
+        self.value = _checked(data, bytes)
+
+    def set_state(self, state: Any) -> None:
+        """Take content, position and attributes."""
+        self.value = _checked(state[0], bytes)
 
 
 def _latin1(text: str, encoding: str = "latin1") -> bytes:
@@ -221,8 +235,8 @@ _CALLS: dict[str, Callable[..., Any]] = {
     "numpy._core.multiarray._reconstruct": PickledArray,
     "numpy.core.multiarray.scalar": _numpy_scalar,
     "numpy._core.multiarray.scalar": _numpy_scalar,
-    "io.BytesIO": _bytes,
-    "_io.BytesIO": _bytes,
+    "io.BytesIO": PickledBytes,
+    "_io.BytesIO": PickledBytes,
     **{  # TorchScript's lists with the type of what they hold (torch/jit/_pickle.py): each returns its first argument
         f"torch.jit._pickle.{name}": lambda value, *_: value
         for name in ("build_intlist", "build_doublelist", "build_boollist", "build_tensorlist", "restore_type_tag")
@@ -410,6 +424,9 @@ def check_shape(value: Any) -> None:
 def leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield (path, leaf) for everything in nested dicts, lists, tuples and Things with attributes, depth first."""
     if isinstance(value, Thing) and value.state and not value.fault:
+        for at, made in leaves(list(value.args), path):
+            if hasattr(made, "load"):  # an array that it was made of
+                yield at, made
         value = value.state
     if isinstance(value, Mapping):
         for key, inner in value.items():  # pyright: ignore[reportUnknownVariableType]
@@ -418,7 +435,7 @@ def leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
         for i, inner in enumerate(value):  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
             yield from leaves(inner, (*path, str(i)))
     else:
-        yield path, value.value if isinstance(value, PickledArray) else value
+        yield path, value.value if isinstance(value, (PickledArray, PickledBytes)) else value
 
 
 # what a damaged stream makes the machine raise

@@ -6,22 +6,19 @@ by raw storages. The pickle inside is read as data (see inert_pickle). A tensor 
 
 from __future__ import annotations
 
-import io
 import math
 import struct
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from trainprobe.ckpt_compare.pieces import Point
 from trainprobe.ckpt_compare.storage.inert_pickle import DtypeName, Thing, read_pickle, read_pickle_at
 from trainprobe.ckpt_compare.storage.inert_pickle import leaves as leaves
-from trainprobe.ckpt_compare.storage.mapped import HeldArray, MappedArray, extent, mapping
+from trainprobe.ckpt_compare.storage.mapped import MappedArray, extent, mapping
 from trainprobe.ckpt_compare.storage.similar_archives import recognised, remember
 from trainprobe.ckpt_compare.storage.torch_zip import Places, TorchZip
 from trainprobe.engine.compare.number_formats import number_format
@@ -42,7 +39,7 @@ _DAMAGED_ZIP = (zipfile.BadZipFile, KeyError, EOFError, struct.error, OSError, V
 
 
 @dataclass(frozen=True, slots=True)
-class _Storage:
+class Storage:
     """Bytes of one storage in the file; dtype is that of its typed class."""
 
     path: str
@@ -58,7 +55,22 @@ class ShardedTensor:
     local: Any
 
 
-def _tensor(storage: _Storage, offset: int, size: Point, stride: Point, *_: Any, dtype: str | None = None) -> MappedArray:
+def _tensor(
+    storage: Any,
+    offset: int,
+    size: Point,
+    stride: Point,
+    _grad: Any = None,
+    _hooks: Any = None,
+    view: Any = None,
+    *_: Any,
+    dtype: str | None = None,
+) -> MappedArray:
+    """Return where a tensor lies. view: what torch computes whenever the tensor is read, which its bytes do not show."""
+    if not isinstance(storage, Storage):
+        raise FormatError("its numbers are in a pickle inside the pickle: write it with torch.save")
+    if isinstance(view, Mapping) and (view.get("conj") or view.get("neg")):
+        raise FormatError("is a view that torch conjugates or negates when it is read: save `x.resolve_conj().resolve_neg()`")
     fmt = number_format(dtype or storage.dtype)
     place = storage.places.get(storage.key)
     if place is None:
@@ -75,9 +87,14 @@ def _tensor(storage: _Storage, offset: int, size: Point, stride: Point, *_: Any,
 
 
 def _tensor_v3(
-    storage: _Storage, offset: int, size: Point, stride: Point, _grad: bool, _hooks: Any, dtype: Any, *_: Any
+    storage: Any, offset: int, size: Point, stride: Point, grad: bool, hooks: Any, dtype: Any, view: Any = None, *_: Any
 ) -> MappedArray:
-    return _tensor(storage, offset, size, stride, dtype=str(dtype))
+    return _tensor(storage, offset, size, stride, grad, hooks, view, dtype=str(dtype))
+
+
+def _npu_tensor(storage: Any, offset: int, size: Point, stride: Point, *_: Any) -> MappedArray:
+    """Return a tensor of an Ascend device: torch_npu stores a copy on the host, and the format that it had on the device."""
+    return _tensor(storage, offset, size, stride)
 
 
 def _row_major(shape: Point, stride: Point) -> bool:
@@ -120,13 +137,13 @@ _REBUILD: dict[str, Any] = {
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._utils._rebuild_tensor": _tensor,
     "torch._utils._rebuild_tensor_v3": _tensor_v3,
+    "torch_npu.utils.storage._rebuild_npu_tensor": _npu_tensor,
     "torch._utils._rebuild_parameter": _parameter,
     "torch._utils._rebuild_parameter_with_state": _parameter,
     "torch._tensor._rebuild_from_type_v2": _from_type,
     "torch._utils._rebuild_wrapper_subclass": _wrapper_subclass,
     "torch.distributed.tensor._api._rebuild_dtensor": _dtensor,
     "torch._utils._rebuild_device_tensor_from_numpy": lambda data, *_: data,
-    "torch.storage._load_from_bytes": lambda data: load_bytes(data, "a tensor inside a pickle"),
     **_STORAGE_NAMES,
 }
 
@@ -143,17 +160,6 @@ def is_torch_file(path: str) -> bool:
     except (FormatError, *_DAMAGED_ZIP):
         return False
     return head[:1] == b"\x80" and _LEGACY_MAGIC.to_bytes(10, "little") in head
-
-
-def _pickle_in(archive: zipfile.ZipFile) -> str | None:
-    return next((n for n in archive.namelist() if n.endswith("/data.pkl") or n == "data.pkl"), None)
-
-
-def _member(archive: zipfile.ZipFile, name: str) -> bytes:
-    """Return a member of the archive as it is stored; raise FormatError for a compressed one, whose size nothing bounds."""
-    if archive.getinfo(name).compress_type != zipfile.ZIP_STORED:
-        raise FormatError("it is a compressed zip archive: torch.save never writes one, save it again")
-    return archive.read(name)
 
 
 def mentions(path: str, word: bytes) -> bool:
@@ -200,30 +206,6 @@ def load_part(path: str, start: int, length: int) -> Any:
     return recognised(held, path, start, length) or _zip_load(path, start, length)
 
 
-def load_bytes(data: bytes, where: str) -> Any:
-    """Return what torch.save wrote into a byte string; its tensors are held in memory."""
-    try:
-        opened = zipfile.ZipFile(io.BytesIO(data))
-    except zipfile.BadZipFile as error:
-        raise FormatError(f"{where} is no torch archive: {error}") from error
-    with opened as archive:
-        pickled = _pickle_in(archive)
-        if pickled is None:
-            raise FormatError(f"{where} is not a torch archive")
-        root = pickled[: -len("data.pkl")]
-
-        def storage(pid: Any) -> Any:
-            return _member(archive, f"{root}data/{pid[2]}"), str(pid[1])
-
-        def tensor(store: Any, offset: int, size: Point, stride: Point, *_: Any) -> HeldArray:
-            fmt = number_format(store[1].removeprefix("storage:"))
-            shape = extent(size)
-            flat = np.frombuffer(store[0], np.uint8, math.prod(shape) * fmt.itemsize, offset * fmt.itemsize)
-            return HeldArray(flat.view(fmt.storage).reshape(shape), fmt)
-
-        return read_pickle(_member(archive, pickled), where, {**_REBUILD, "torch._utils._rebuild_tensor_v2": tensor}, storage)
-
-
 def _archive(path: str) -> TorchZip:
     return TorchZip(path, 0, len(mapping(path)))
 
@@ -242,21 +224,23 @@ def _zip_load(path: str, start: int, length: int) -> Any:
     return found
 
 
-def _storage_finder(path: str, places: Places) -> Callable[[Any], _Storage]:
-    def find(pid: Any) -> _Storage:
+def _storage_finder(path: str, places: Places) -> Callable[[Any], Storage]:
+    def find(pid: Any) -> Storage:
         kind, cls, key = pid[0], str(pid[1]), str(pid[2])
         if kind != "storage":
             raise FormatError(f"{path} refers to an unknown kind of data, {kind!r}")
         place, told = places.get(key), pid[4] if len(pid) > 4 else None
+        known = isinstance(pid[1], DtypeName)  # else no tensor of it is read
         if (
-            place is not None
+            known
+            and place is not None
             and isinstance(told, int)
             and told * number_format(cls.removeprefix("storage:")).itemsize != place[1]
         ):
             raise FormatError(
                 f"{path} is damaged: storage {key} is said to have {told} elements of {cls}, and has {place[1]} bytes"
             )
-        return _Storage(path, key, cls.removeprefix("storage:"), places)
+        return Storage(path, key, cls.removeprefix("storage:"), places)
 
     return find
 
