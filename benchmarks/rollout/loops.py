@@ -3,10 +3,10 @@
     python benchmarks/rollout/loops.py --verl DIR --slime DIR --openrlhf DIR --areal DIR [--site DIR:DIR]
 
 DIR is a checkout of the project; --site has what it imports, behind all else. A tiny Llama writes four responses to each of
-four prompts, twelve times. Each project's own code makes the batch, the advantages and the loss: of verl the whole actor
-(`DataParallelPPOActor`), of AReaL its `PPOActor`, of slime and OpenRLHF the functions that their actors call. With and without the probe the bits must
-be equal; the healthy loop must have no finding, and two faults must be named: rewards that are always equal, and advantages
-over groups of shifted rows.
+four prompts, twelve times. Each project's own code makes the batch, the advantages and the loss: of verl and AReaL the whole
+actor (`DataParallelPPOActor`, `PPOActor`), of slime and OpenRLHF the functions that their actors call. With and without the
+probe the bits must be equal; the healthy loop must have no finding, and two faults must be named: rewards that are always
+equal, and advantages over groups of shifted rows.
 """
 
 from __future__ import annotations
@@ -200,8 +200,9 @@ def areal(model: Any, optimizer: Any) -> Any:
 
     by_group = settings.NormConfig(mean_level="group", std_level="group", group_size=EACH)
     config = settings.PPOActorConfig(
-        experiment_name="loop", trial_name="cpu", path="", group_size=EACH, ppo_n_minibatches=1, kl_ctl=0.0, reward_norm=by_group,
-        adv_norm=None, use_decoupled_loss=True, recompute_logprob=True, discount=1.0, gae_lambda=1.0, mask_no_eos_with_zero=False,
+        experiment_name="loop", trial_name="cpu", path="", group_size=EACH, ppo_n_minibatches=1, kl_ctl=0.0,
+        reward_norm=by_group, adv_norm=None, use_decoupled_loss=True, recompute_logprob=True, discount=1.0, gae_lambda=1.0,
+        mask_no_eos_with_zero=False,
     )  # fmt: skip
     actor = trainer.PPOActor(config, Engine())
 
