@@ -182,15 +182,26 @@ class Subject:
         known = abs(value) * torch.finfo(loss.dtype).eps, dict(quiet.names), quiet.dtypes, reductions
         return Seen(value, self._taken(), *known, watch.outputs, watch.calls, *watch.last())
 
-    def accumulate(self, step: Step, micros: list[Batch]) -> tuple[float | None, dict[str, Tensor]]:
-        """Run the micro-batches as the trainer does: the loss that it reports and the gradients that it leaves."""
+    def accumulate(self, micros: list[Batch]) -> tuple[float | None, dict[str, Tensor]]:
+        """Run the micro-batches as the trainer does: the loss that it reports and the gradients that it leaves.
+
+        Without a step of the trainer each loss is divided by their number.
+        """
         self.rows_run[self.now] += self.batch.rows
         self.guard.rewind()
         self.guard.clear_gradients()
         with as_tested(self.model):
-            reported = step(self.model, [micro.tree() for micro in micros])
+            reported = (self.step or self._divided)(self.model, [micro.tree() for micro in micros])
         value = attempt(scalar_of, reported.detach(), otherwise=lambda _: None) if isinstance(reported, Tensor) else reported
         return (None if value is None else float(value)), self._taken()
+
+    def _divided(self, model: Any, micros: list[Any]) -> float:
+        reported = 0.0
+        for micro in micros:
+            loss = scalar_of(self.loss(model, micro)) / len(micros)
+            differentiate(loss, self.parameters.values())
+            reported += float(loss.detach())
+        return reported
 
     def _taken(self) -> dict[str, Tensor]:
         gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
@@ -320,8 +331,9 @@ def differentiate(loss: Tensor, parameters: Iterable[nn.Parameter]) -> None:
     if any("CheckpointFunction" in node.name() for node in nodes):  # it refuses `torch.autograd.grad`
         engine.run_backward((loss,), (torch.ones_like(loss),), False, False, (), True, True)
         return
-    gradients = engine.run_backward((loss,), (torch.ones_like(loss),), False, False, tuple(trained), True, False)
-    for p, gradient in zip(trained, gradients, strict=True):
+    gradients = [*engine.run_backward((loss,), (torch.ones_like(loss),), False, False, tuple(trained), True, False)]
+    while gradients:
+        p, gradient = trained.pop(), gradients.pop()  # each is freed once it is added
         if gradient is not None:
             p.grad = gradient if p.grad is None else p.grad + gradient
 

@@ -46,7 +46,7 @@ class _Slopes:
 
     def __init__(self, subject: Subject, batch: Batch, seen: Seen, wide: bool) -> None:
         self.subject, self.batch, self.seen, self.wide = subject, batch, seen, wide
-        self.parameters = subject.parameters
+        self.parameters, self.copies = subject.parameters, subject.guard.copies()
         self.sizes = {name: float(p.detach().double().pow(2).mean().sqrt()) or 0.02 for name, p in self.parameters.items()}
         self.sharp, self.seed = False, 0
 
@@ -54,9 +54,8 @@ class _Slopes:
         """Return the measured slope and autograd's along a direction of all weights, where they differ."""
         self.seed = seed
         moved = self.direction()
-        told, scaled = dot(self.seen.gradients, moved), {n: g * self.sizes[n] for n, g in self.seen.gradients.items()}
-        size = dot(scaled, scaled) ** 0.5
-        before = None
+        told, before = dot(self.seen.gradients, moved), None
+        size = sum((float(g.double().norm()) * self.sizes[n]) ** 2 for n, g in self.seen.gradients.items()) ** 0.5
         for step in STEPS:
             slope, rounding = self.slope(moved, step), self.seen.unit / step
             near = abs(slope - told) <= SHARE * size
@@ -71,32 +70,32 @@ class _Slopes:
         return None
 
     def direction(self, names: list[str] | None = None) -> dict[str, Tensor]:
-        """Return parameter → the direction in which it is moved, of its size, in float64."""
+        """Return parameter → the direction in which it is moved, of its size, in float32."""
         generator, moved = torch.Generator().manual_seed(self.seed), dict[str, Tensor]()
         for n, p in self.parameters.items():
             drawn = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.device)
             gradient = self.seen.gradients.get(n)
             if gradient is not None and bool(gradient.any()):
                 drawn = drawn + ALONG * gradient.double() / gradient.double().norm()
-            moved[n] = drawn * self.sizes[n]
+            moved[n] = (drawn * self.sizes[n]).float()
         return {n: moved[n] for n in names or moved}
 
     def slope(self, moved: dict[str, Tensor], step: float) -> float:
         """Return the central difference of the loss."""
-        held = {name: self.parameters[name].detach().clone() for name in moved}
-        above, below = (self._loss_at(held, moved, by) for by in (step, -step))
-        self._put(held)
+        above, below = (self._loss_at(moved, by) for by in (step, -step))
+        self._put(moved, 0.0)
         return (above - below) / (2 * step)
 
-    def _loss_at(self, held: dict[str, Tensor], moved: dict[str, Tensor], step: float) -> float:
-        self._put({name: value + (moved[name] * step).to(value.dtype) for name, value in held.items()})
+    def _loss_at(self, moved: dict[str, Tensor], step: float) -> float:
+        self._put(moved, step)
         self.subject.guard.put_random()
         return self.subject.run(self.batch, rewind=None, backward=False, wide=self.wide).loss
 
-    def _put(self, values: dict[str, Tensor]) -> None:
+    def _put(self, moved: dict[str, Tensor], step: float) -> None:
         with torch.no_grad():
-            for name, value in values.items():
-                self.parameters[name].copy_(value)
+            for name, direction in moved.items():
+                p = self.parameters[name]
+                p.copy_(self.copies[id(p)].to(p) + (direction.double() * step).to(p))
 
     def worst(self) -> tuple[str, float, float]:
         """Return the parameter along which the slope is most wrong, found by halving, and both slopes."""

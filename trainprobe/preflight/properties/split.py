@@ -26,14 +26,10 @@ def examine(subject: Subject) -> Line:
     if subject.draws:
         return not_applicable(f"the step draws random numbers ({subject.draws}), other ones for each micro-batch")
     micros = subject.batch.split(count)
-    parts, whole = [] if subject.step else [subject.run(micro) for micro in micros], subject.base
-    if subject.step is None:
-        reported, gradients = sum(part.loss for part in parts) / count, _sum(parts, [1 / count] * count)
-    else:
-        reported, gradients = subject.accumulate(subject.step, micros)
+    whole, (reported, gradients) = subject.base, subject.accumulate(micros)
     if not subject.beyond(gap := apart(whole, Seen(whole.loss, gradients))):
         return _reported(subject, micros, reported, gap)
-    parts = parts or [subject.run(micro) for micro in micros]
+    parts = [subject.run(micro) for micro in micros]
     right, left_over = _weights(whole.gradients, parts)
     actual, _ = _weights(gradients, parts)
     factors = [a / r if r else float("inf") for a, r in zip(actual, right, strict=True)]
