@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -44,15 +44,16 @@ class Seen:
 
     loss: its value; unit: of its last place. gradients: parameter → gradient, of those that have one. logits: the last output
     with rows through which the loss has a gradient; slope: that gradient. names: function of torch → calls; dtypes: function →
-    those of its results. reductions: operation between the logits and the loss → dtype of its result. outputs: (module, its
-    first tensor with rows), in order of the calls, where asked for. calls: modules that ran.
+    those of its results; made: elements of these. reductions: operation between the logits and the loss → dtype of its result.
+    outputs: (module, its first tensor with rows), in order of the calls, where asked for. calls: modules that ran.
     """
 
     loss: float
-    gradients: dict[str, Tensor] = field(default_factory=dict)
+    gradients: Mapping[str, Tensor] = field(default_factory=dict)
     unit: float = 0.0
     names: dict[str, int] = field(default_factory=dict)
     dtypes: dict[str, set[torch.dtype]] = field(default_factory=dict)
+    made: int = 0
     reductions: dict[str, torch.dtype] = field(default_factory=dict)
     outputs: list[tuple[str, Tensor]] = field(default_factory=list)
     calls: set[str] = field(default_factory=set)
@@ -179,29 +180,18 @@ class Subject:
                 reductions = watch.behind_the_logits(loss)
                 differentiate(loss, self.parameters.values())
         value = float(loss.detach())
-        known = abs(value) * torch.finfo(loss.dtype).eps, dict(quiet.names), quiet.dtypes, reductions
+        known = abs(value) * torch.finfo(loss.dtype).eps, dict(quiet.names), quiet.dtypes, quiet.made, reductions
         return Seen(value, self._taken(), *known, watch.outputs, watch.calls, *watch.last())
 
-    def accumulate(self, micros: list[Batch]) -> tuple[float | None, dict[str, Tensor]]:
-        """Run the micro-batches as the trainer does: the loss that it reports and the gradients that it leaves.
-
-        Without a step of the trainer each loss is divided by their number.
-        """
+    def accumulate(self, step: Step, micros: list[Batch]) -> tuple[float | None, dict[str, Tensor]]:
+        """Run the micro-batches as the trainer does: the loss that it reports and the gradients that it leaves."""
         self.rows_run[self.now] += self.batch.rows
         self.guard.rewind()
         self.guard.clear_gradients()
         with as_tested(self.model):
-            reported = (self.step or self._divided)(self.model, [micro.tree() for micro in micros])
+            reported = step(self.model, [micro.tree() for micro in micros])
         value = attempt(scalar_of, reported.detach(), otherwise=lambda _: None) if isinstance(reported, Tensor) else reported
         return (None if value is None else float(value)), self._taken()
-
-    def _divided(self, model: Any, micros: list[Any]) -> float:
-        reported = 0.0
-        for micro in micros:
-            loss = scalar_of(self.loss(model, micro)) / len(micros)
-            differentiate(loss, self.parameters.values())
-            reported += float(loss.detach())
-        return reported
 
     def _taken(self) -> dict[str, Tensor]:
         gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
@@ -355,7 +345,7 @@ def distance(a: Any, b: Any) -> float:
     return gap / top if isfinite(gap) and isfinite(top) else float("inf")
 
 
-def dot(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+def dot(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
     """Return the inner product of two sets of gradients, in float64; a missing one is 0."""
     return sum(float((a[name].double() * b[name].double()).sum()) for name in a.keys() & b.keys())
 

@@ -10,11 +10,13 @@ from torch import Tensor
 
 from trainprobe.engine.capture.step_modes import ROUNDING
 from trainprobe.engine.core.guard import attempt
+from trainprobe.engine.free_memory import free_memory
 from trainprobe.preflight.batches import Batch
 from trainprobe.preflight.report import Line, broken, by_design, holds, not_applicable
 from trainprobe.preflight.subject import Seen, Subject, dot
 
 STEPS = 1e-3, 4e-3, 1.6e-2  # of the central differences, relative to the size of each weight
+WIDE = "float64"
 SHARE = 2e-3  # of the gradient's size along a direction that may be wrong
 ALONG = 4.0  # how far the gradient's is in a direction, in multiples of what a random one is along any other
 
@@ -25,14 +27,17 @@ def examine(subject: Subject) -> Line:
     Along the gradient a slope that is too small shows best. What has no gradient at all shows along the random part alone. Of
     that two must agree, as a loss with kinks has a wrong one now and then.
     """
-    with _in_float64(subject) as (batch, doubled, seen):
+    with _in_float64(subject) as (batch, precision, seen):
         if not seen.finite:
             return not_applicable("the loss is not finite in float64")
-        slopes = _Slopes(subject, batch, seen, doubled)
+        slopes = _Slopes(subject, batch, seen, precision == WIDE)
         wrong = slopes.probe(0) and slopes.probe(1)
         if wrong is None:
-            text = f"as measured in {'float64' if doubled else 'its own precision'}"
-            return holds(text) if slopes.sharp else not_applicable("the loss is not smooth enough to measure")
+            return (
+                holds(f"as measured in {precision}")
+                if slopes.sharp
+                else not_applicable("the loss is not smooth enough to measure")
+            )
         name, measured, told = slopes.worst()
     text = f"the loss falls along {name} by {measured:.3g}, autograd says {told:.3g}"
     if rounding := sorted(ROUNDING & subject.base.names.keys()):
@@ -111,14 +116,19 @@ class _Slopes:
 
 
 @contextmanager
-def _in_float64(subject: Subject) -> Generator[tuple[Batch, bool, Seen]]:
+def _in_float64(subject: Subject) -> Generator[tuple[Batch, str, Seen]]:
     """Give the batch in float64 and its run while the model is in float64, where the loss works so; else both as they are."""
-    subject.guard.rewind()
-    subject.model.double()
-    batch = subject.batch.to(torch.float64)
-    seen = attempt(lambda: subject.run(batch, rewind=None, wide=True), otherwise=lambda _: None)
-    if isinstance(seen, Seen):
-        yield batch, True, seen
+    weights = [*subject.parameters.values()]
+    needed, free = 8 * subject.base.made + 20 * sum(p.numel() for p in weights), free_memory(weights[0].device)
+    seen = batch = None
+    if needed < free:
+        subject.guard.rewind()
+        subject.model.double()
+        batch = subject.batch.to(torch.float64)
+        seen = attempt(lambda: subject.run(batch, rewind=None, wide=True), otherwise=lambda _: None)
+    if seen is not None and batch is not None:
+        yield batch, WIDE, seen
     else:
-        yield subject.batch, False, subject.run()
+        room = "" if needed < free else f" (float64 would take {needed / 2**30:.3g} GiB, {free / 2**30:.3g} are free)"
+        yield subject.batch, f"its own precision{room}", subject.run()
     subject.guard.rewind()
