@@ -1,12 +1,12 @@
 """Loops of others on a CPU: their batches, advantages and losses, with `note_rollout` in them.
 
-    python benchmarks/rollout/loops.py --verl DIR --slime DIR --openrlhf DIR [--site DIR:DIR]
+    python benchmarks/rollout/loops.py --verl DIR --slime DIR --openrlhf DIR --areal DIR [--site DIR:DIR]
 
 DIR is a checkout of the project; --site has what it imports, behind all else. A tiny Llama writes four responses to each of
-four prompts, twelve times. Each project's own code makes the batch, the advantages and the loss: of verl the whole actor
-(`DataParallelPPOActor`), of slime and OpenRLHF the functions that their actors call. With and without the probe the bits must
-be equal; the healthy loop must have no finding, and two faults must be named: rewards that are always equal, and advantages
-over groups of shifted rows.
+four prompts, twelve times. Each project's own code makes the batch, the advantages and the loss: of verl and AReaL the whole
+actor (`DataParallelPPOActor`, `PPOActor`), of slime and OpenRLHF the functions that their actors call. With and without the
+probe the bits must be equal; the healthy loop must have no finding, and two faults must be named: rewards that are always
+equal, and advantages over groups of shifted rows.
 """
 
 from __future__ import annotations
@@ -178,7 +178,53 @@ def openrlhf(model: Any, optimizer: Any) -> Any:
     return step
 
 
-LOOPS = {"verl": verl, "slime": slime, "openrlhf": openrlhf}
+def areal(model: Any, optimizer: Any) -> Any:
+    """Return a step of AReaL's actor with its advantages and losses; a loop of micro-batches stands for its FSDP engine."""
+    settings = importlib.import_module("areal.api.cli_args")
+    trainer = importlib.import_module("areal.trainer.ppo.actor")
+
+    class Engine:
+        def train(self) -> None:
+            model.train()
+
+        def get_version(self) -> int:
+            return 0
+
+        def train_batch(self, given: Any, loss_fn: Callable[..., torch.Tensor], loss_weight_fn: Any) -> dict[str, float]:
+            logits = model(given["input_ids"], attention_mask=given["attention_mask"]).logits.float().log_softmax(-1)
+            found = logits.gather(-1, given["input_ids"].roll(-1, 1)[..., None])[..., 0]
+            loss_fn(found, -(logits.exp() * logits).sum(-1), given).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return {}
+
+    by_group = settings.NormConfig(mean_level="group", std_level="group", group_size=EACH)
+    config = settings.PPOActorConfig(
+        experiment_name="loop", trial_name="cpu", path="", group_size=EACH, ppo_n_minibatches=1, kl_ctl=0.0,
+        reward_norm=by_group, adv_norm=None, use_decoupled_loss=True, recompute_logprob=True, discount=1.0, gae_lambda=1.0,
+        mask_no_eos_with_zero=False,
+    )  # fmt: skip
+    actor = trainer.PPOActor(config, Engine())
+
+    def step(batch: Batch, rewards: torch.Tensor, groups: torch.Tensor, number: int, note: Callable[[Any], None]) -> None:
+        rows, place = torch.nn.functional.pad(batch["mask"], (PROMPT, 0)), PROMPT - 1
+        old = torch.nn.functional.pad(log_probs(model, batch).detach(), (place, 1))  # of the token behind each place
+        order = groups.argsort(stable=True)
+        data = {
+            "input_ids": batch["texts"], "attention_mask": torch.cat([torch.ones_like(batch["prompts"]), batch["mask"]], 1),
+            "loss_mask": rows, "logprobs": (old + noise(old, number)).roll(1, 1), "prox_logp": old, "rewards": rewards,
+            "versions": torch.zeros_like(rows), "prompt_ids": batch["prompts"],
+        }  # fmt: skip
+        data = {name: column[order] for name, column in data.items()}
+        prompts = [{name: column[i : i + EACH] for name, column in data.items()} for i in range(0, len(rewards), EACH)]
+        found = actor.compute_advantages(prompts)
+        note(found)
+        actor.ppo_update(found)
+
+    return step
+
+
+LOOPS = {"verl": verl, "slime": slime, "openrlhf": openrlhf, "areal": areal}
 
 
 def train(loop: str, folder: str, fault: str) -> None:

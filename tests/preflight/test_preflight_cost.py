@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -203,6 +204,64 @@ def test_the_gradient_is_measured_in_its_own_precision_where_memory_does_not_suf
 
     (found,) = trainprobe.preflight(loss, Text(), text(), only=["gradient"], seconds=600).lines
     assert (found.status, found.text) == ("holds", "as measured in its own precision")
+
+
+def test_float64_is_left_out_where_it_would_not_fit_and_says_so(monkeypatch, tmp_path):
+    from trainprobe.engine import free_memory
+
+    device = torch.device("cpu")
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    whole = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemTotal"))
+    assert 0 < free_memory.free_memory(device) <= whole
+    assert free_memory.free_memory(torch.device("meta")) == float("inf")
+    limit, used = tmp_path / "max", tmp_path / "current"
+    limit.write_text("1000300\n"), used.write_text("1000000\n")
+    monkeypatch.setattr(free_memory, "_PAIR", (limit, used))
+    assert free_memory.free_memory(device) == 300
+    (found,) = trainprobe.preflight(Counted(), Text(), text(), only=["gradient"], seconds=600).lines
+    assert found.status == "holds", found
+    assert found.text.startswith("as measured in its own precision (float64 would take 2.59e-05"), found
+    assert found.text.endswith("GiB, 2.79e-07 are free)"), found
+
+
+def deep():
+    torch.manual_seed(0)
+    layers = [nn.Linear(64, 64) for _ in range(24)]
+    for layer in layers:
+        nn.init.orthogonal_(layer.weight)
+    return nn.Sequential(*(part for layer in layers for part in (layer, nn.Tanh())), nn.Linear(64, 3))
+
+
+def most_memory(call):
+    """Return the most bytes of tensors that lived at once in a call, by torch's allocator."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        call()
+    events = [(e.start_ns(), e.nbytes()) for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    return max(itertools.accumulate(n for _, n in sorted(events)))
+
+
+# beside the copy of the weights on the host: one more set; split keeps those of two micro-batches where the trainer has none,
+# gradient has weights, gradients and directions in float64
+SETS = {"split": 2.0, "gradient": 5.0, **dict.fromkeys(["rows", "start", "determinism", "update", "input"], 1.0)}
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_a_property_holds_at_most_one_more_set_of_gradients(name):
+    model, (x, y) = deep(), (torch.randn(8, 64), torch.arange(8) % 3)
+    optimizer, weights = torch.optim.SGD(model.parameters(), lr=1e-3), sum(4 * p.numel() for p in model.parameters())
+
+    def step():
+        optimizer.zero_grad()
+        classified(model, (x, y)).backward()
+        optimizer.step()
+
+    def tested():
+        report = trainprobe.preflight(classified, model, (x, y), optimizer=optimizer, only=[name], seconds=600)
+        assert report.verdict.code == 0, report
+
+    alone = most_memory(step)
+    optimizer.zero_grad()
+    assert (most_memory(tested) - alone) / weights < 1 + SETS[name] + 0.6  # of which some times the largest tensor, in float64
 
 
 def pictures(rows=8):

@@ -102,6 +102,35 @@ def test_names_of_other_trainers_are_known():
     assert numbers(theirs) == pytest.approx(ours, abs=1e-7)  # type: ignore[arg-type]
 
 
+def test_what_areal_leaves_behind_its_advantages_is_one_dictionary_a_prompt_with_all_but_the_tokens_a_place_earlier():
+    given, longest = batch(), 5 + LENGTH
+
+    def earlier(x):
+        return torch.nn.functional.pad(x, (5, 0)).roll(-1, 1)
+
+    mask = earlier(given["mask"].float())
+    whole = {
+        "input_ids": torch.cat([torch.ones(PROMPTS * EACH, 5, dtype=torch.long), given["tokens"]], 1),
+        "loss_mask": mask,
+        "rewards": given["rewards"],
+        "advantages": given["advantages"][:, None] * mask,
+        "prox_logp": earlier(given["trainer_logprobs"]),
+        "logprobs": earlier(given["engine_logprobs"]),
+        "kl_rewards": torch.zeros_like(mask),
+    }
+    cuts = [longest - i for i in range(PROMPTS)]  # each prompt is padded to its own length
+    each = [{k: x[EACH * i : EACH * i + EACH] for k, x in whole.items()} for i in range(PROMPTS)]
+    short = [{k: x if x.dim() < 2 else x[:, :n] for k, x in group.items()} for group, n in zip(each, cuts, strict=True)]
+    for group in short:
+        group["loss_mask"] = group["loss_mask"].clone()
+        group["loss_mask"][:, -1] = 0
+    counted = torch.arange(LENGTH) < torch.tensor(cuts).repeat_interleave(EACH)[:, None] - 5
+    ours = {k: x for k, x in given.items() if k != "entropy"}
+    assert numbers(whole, group_size=EACH, end_token=END) == pytest.approx(numbers(ours, end_token=END), abs=1e-6)  # type: ignore[arg-type]
+    expected = numbers(ours | {"mask": given["mask"] & counted}, end_token=END)
+    assert numbers(short, group_size=EACH, end_token=END) == pytest.approx(expected, abs=1e-6)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [

@@ -11,7 +11,7 @@ import torch
 
 import trainprobe
 from tests.distributed.launch import launch
-from trainprobe.engine.arrays.torch_sketch import sums_of
+from trainprobe.engine.arrays.torch_sketch import prints_of
 from trainprobe.engine.core.sources import Part
 from trainprobe.engine.geometry.shards import Shard
 from trainprobe.engine.stats.checksum import fingerprint, hashed
@@ -88,15 +88,16 @@ def test_the_sums_are_those_of_their_definition():
     wide = t.double().numpy().reshape(5, 21)
     with np.errstate(over="ignore"):
         expected = [float(signs(np.arange(5) + (1 << 40)) @ wide @ signs(np.arange(21))), float((wide * wide).sum())]
-    whole = sums_of(t, Shard((0, 0, 0), (5, 7, 3), (5, 7, 3)))
-    assert whole.tolist() == pytest.approx(expected)
-    parts = [
-        sums_of(t[a : a + n, :, b : b + 1], Shard((a, 0, b), (n, 7, 1), (5, 7, 3)))
-        for a, n in ((0, 2), (2, 3))
-        for b in range(3)
+    pieces = [(t, Shard((0, 0, 0), (5, 7, 3), (5, 7, 3)))]
+    pieces += [
+        (t[a : a + n, :, b : b + 1], Shard((a, 0, b), (n, 7, 1), (5, 7, 3))) for a, n in ((0, 2), (2, 3)) for b in range(3)
     ]
-    assert sum(parts).tolist() == pytest.approx(whole.tolist())
-    assert sums_of(torch.tensor(3.0), Shard((), (), ())).abs().tolist() == [3.0, 9.0]
+    found = np.asarray(prints_of(pieces), np.float64)[:, 1:]
+    assert found[0].tolist() == pytest.approx(expected)
+    assert found[1:].sum(0).tolist() == pytest.approx(expected)
+    assert np.abs(prints_of([(torch.tensor(3.0), Shard((), (), ()))])[0][1:]).tolist() == [3.0, 9.0]
+    t[1, 2, 0] = float("nan")
+    assert np.isnan(prints_of([(t, pieces[0][1])])[0][1:]).all()
 
 
 class Cut:

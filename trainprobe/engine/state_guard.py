@@ -97,6 +97,10 @@ class StateGuard:
     def _copied(self, t: Any) -> Any:
         return t.detach().to("cpu", copy=True) if self._on_host else t.detach().clone()
 
+    def copies(self) -> dict[int, Any]:
+        """Return id → the copy of each tensor that is kept, as it was when the block began."""
+        return {id(t): copy for t, _, copy, _ in self._tensors}
+
     def bytes(self) -> int:
         """Return how much memory the copies take that the block needs, in bytes."""
         return sum(t.numel() * t.element_size() for t in self._held().values())

@@ -44,15 +44,16 @@ class Seen:
 
     loss: its value; unit: of its last place. gradients: parameter → gradient, of those that have one. logits: the last output
     with rows through which the loss has a gradient; slope: that gradient. names: function of torch → calls; dtypes: function →
-    those of its results. reductions: operation between the logits and the loss → dtype of its result. outputs: (module, its
-    first tensor with rows), in order of the calls, where asked for. calls: modules that ran.
+    those of its results; made: elements of these. reductions: operation between the logits and the loss → dtype of its result.
+    outputs: (module, its first tensor with rows), in order of the calls, where asked for. calls: modules that ran.
     """
 
     loss: float
-    gradients: dict[str, Tensor] = field(default_factory=dict)
+    gradients: Mapping[str, Tensor] = field(default_factory=dict)
     unit: float = 0.0
     names: dict[str, int] = field(default_factory=dict)
     dtypes: dict[str, set[torch.dtype]] = field(default_factory=dict)
+    made: int = 0
     reductions: dict[str, torch.dtype] = field(default_factory=dict)
     outputs: list[tuple[str, Tensor]] = field(default_factory=list)
     calls: set[str] = field(default_factory=set)
@@ -195,7 +196,7 @@ class Subject:
         if quiet.ignore_index is not None:
             self.batch.ignored = quiet.ignore_index
         value = float(loss.detach())
-        known = abs(value) * torch.finfo(loss.dtype).eps, dict(quiet.names), quiet.dtypes, reductions
+        known = abs(value) * torch.finfo(loss.dtype).eps, dict(quiet.names), quiet.dtypes, quiet.made, reductions
         return Seen(value, self._taken(), *known, watch.outputs, watch.calls, *watch.last())
 
     def accumulate(self, step: Step, micros: list[Batch]) -> tuple[float | None, dict[str, Tensor]]:
@@ -336,8 +337,9 @@ def differentiate(loss: Tensor, parameters: Iterable[nn.Parameter]) -> None:
     if any("CheckpointFunction" in node.name() for node in nodes):  # it refuses `torch.autograd.grad`
         engine.run_backward((loss,), (torch.ones_like(loss),), False, False, (), True, True)
         return
-    gradients = engine.run_backward((loss,), (torch.ones_like(loss),), False, False, tuple(trained), True, False)
-    for p, gradient in zip(trained, gradients, strict=True):
+    gradients = [*engine.run_backward((loss,), (torch.ones_like(loss),), False, False, tuple(trained), True, False)]
+    while gradients:
+        p, gradient = trained.pop(), gradients.pop()  # each is freed once it is added
         if gradient is not None:
             p.grad = gradient if p.grad is None else p.grad + gradient
 
@@ -359,7 +361,7 @@ def distance(a: Any, b: Any) -> float:
     return gap / top if isfinite(gap) and isfinite(top) else float("inf")
 
 
-def dot(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+def dot(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
     """Return the inner product of two sets of gradients, in float64; a missing one is 0."""
     return sum(float((a[name].double() * b[name].double()).sum()) for name in a.keys() & b.keys())
 

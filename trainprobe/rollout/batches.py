@@ -35,12 +35,17 @@ def columns_of(batch: Any) -> dict[str, Any]:
     elif is_dataclass(batch):  # OpenRLHF
         given = vars(batch)
     else:
+        if isinstance(batch, list | tuple):  # AReaL: a dictionary for each prompt
+            names = [name for name in batch[0] if all(name in each for each in batch)]
+            batch = {name: [row for each in batch for row in each[name]] for name in names}
         given = {name: batch[name] for name in batch.keys()}  # noqa: SIM118  (some mappings of tensors refuse `in`)
     found = {str(name): column for name, column in given.items() if column is not None}
     if found.get("prox_logp") is found.get("logprobs"):
         found.pop("prox_logp", None)
     elif {"prox_logp", "logprobs"} <= found.keys():  # AReaL, whose `logprobs` are those of the engine
         found |= {"trainer_logprobs": found.pop("prox_logp"), "engine_logprobs": found.pop("logprobs")}
+    if {"kl_rewards", "input_ids"} <= found.keys():  # of AReaL behind the advantages: all but the tokens is a place earlier
+        found["input_ids"] = [row.roll(-1) for row in found["input_ids"]]
     mask = next((found[name] for name in OF_A_BATCH["mask"] if name in found), None)
     lengths = [len(row) for row in mask] if mask is not None and _is_ragged(mask) else None
     for name in _A_TOKEN & found.keys():

@@ -103,6 +103,8 @@ class TorchStatsRows:
     def add_share(self, t: Tensor, shard: Shard) -> list[int]:
         """Take the share of a shard in the fingerprint of the whole tensor; return the rows whose fingerprints make it up.
 
+        With STATS in the flags the rows together have the statistics of the shard, too.
+
         None where the tensor has no elements to look at, or not those that the shard says.
         """
         if t.numel() != math.prod(shard.shape) or reason_without_statistics(t):
@@ -112,7 +114,7 @@ class TorchStatsRows:
                 pieces = rectangles_of(shard) if t.numel() else ()
                 return [self._add_piece(t.detach(), shard, at, box) for at, box in pieces]
             placed, row = self._placed_on(t.device), self._blank()
-            placed[row] = self._devices[t.device].add_share(t, shard)
+            placed[row] = self._devices[t.device].add_share(t, shard, self._flags)
         return [row]
 
     def _add_piece(self, t: Tensor, shard: Shard, at: int, box: Rectangle) -> int:
@@ -120,7 +122,7 @@ class TorchStatsRows:
         outer = shard.within
         piece = t.reshape(box.shape) if outer is None else t.reshape(-1).narrow(0, at, box.count).view(box.shape)
         whole, code = tuple((outer or shard).whole), self._codes[t.dtype]
-        return self._add_native(piece.data_ptr(), code, box.shape, piece.stride(), CHECKSUM, whole, box.offset)
+        return self._add_native(piece.data_ptr(), code, box.shape, piece.stride(), self._flags, whole, box.offset)
 
     def _blank(self) -> int:
         return len(self) if self.native is None else self.native.blank()

@@ -15,7 +15,7 @@ from trainprobe.engine.arrays.torch_checksum import crc32_on_host, crc32_registe
 from trainprobe.engine.arrays.torch_reduce import accumulator, write_rows
 from trainprobe.engine.arrays.triton_rows import TritonRows, kernels_of
 from trainprobe.engine.geometry.shards import Shard
-from trainprobe.engine.stats.partials import CRC32, PARTIALS
+from trainprobe.engine.stats.partials import CHECKSUM, CRC32, PARTIALS, STATS
 
 _ROOM = 512
 _WIDTH = len(PARTIALS)
@@ -60,14 +60,17 @@ class DeviceRows:
                     self._filled[-1][at + i, _WIDTH + 1] = self._crc32(some[i])
         return first
 
-    def add_share(self, t: Tensor, shard: Shard) -> int:
-        """Write the share of a shard in the fingerprint of the whole tensor into a new row; nothing is waited for."""
-        if self._n % _ROOM == 0:
+    def add_share(self, t: Tensor, shard: Shard, flags: int) -> int:
+        """Write the share of a shard in the fingerprint of the whole tensor, and its statistics, into a new row."""
+        row = self._n
+        if flags & STATS:
+            self.add_all([t], flags & ~CHECKSUM)
+        elif row % _ROOM == 0:
             self._add_room()
-        self._n += 1
+        self._n = row + 1
         with torch.no_grad():
-            self._filled[-1][(self._n - 1) % _ROOM, _WIDTH] = share_of(t, shard)
-        return self._n - 1
+            self._filled[row // _ROOM][row % _ROOM, _WIDTH] = share_of(t, shard)
+        return row
 
     def _add_room(self) -> None:
         self._filled.append(torch.zeros((_ROOM, _WIDTH + 2), dtype=torch.int64, device=self._device))

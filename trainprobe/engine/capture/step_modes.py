@@ -21,15 +21,16 @@ _ATTENTION = {"scaled_dot_product_attention": 4, "multi_head_attention_forward":
 
 
 class Quiet(TorchFunctionMode):
-    """Turns dropout off and counts what is called. names: function → calls. wide: whether casts to float32 go to float64.
+    """Turns dropout off and counts what is called. names: function → calls. made: elements of all results.
 
-    ignore_index: that of the last loss of classes; None where none was called.
+    ignore_index: that of the last loss of classes; None where none was called. wide: whether casts to float32 go to float64.
     """
 
     def __init__(self, dropout: bool = False, wide: bool = False) -> None:
         super().__init__()
         self.dropout, self.wide = dropout, wide
         self.names: Counter[str] = Counter()
+        self.made = 0
         self.dtypes: dict[str, set[torch.dtype]] = {}
         self.ignore_index: int | None = None
 
@@ -53,6 +54,7 @@ class Quiet(TorchFunctionMode):
         out = func(*args, **named)
         if isinstance(out, torch.Tensor) and out.is_floating_point():
             self.dtypes.setdefault(name, set()).add(out.dtype)
+            self.made += out.numel()
         return out
 
 

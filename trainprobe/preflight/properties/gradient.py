@@ -10,11 +10,13 @@ from torch import Tensor
 
 from trainprobe.engine.capture.step_modes import ROUNDING
 from trainprobe.engine.core.guard import attempt
+from trainprobe.engine.free_memory import free_memory
 from trainprobe.preflight.batches import Batch
 from trainprobe.preflight.report import Line, broken, by_design, holds, not_applicable
 from trainprobe.preflight.subject import Seen, Subject, dot
 
 STEPS = 1e-3, 4e-3, 1.6e-2  # of the central differences, relative to the size of each weight
+WIDE = "float64"
 SHARE = 2e-3  # of the gradient's size along a direction that may be wrong
 ALONG = 4.0  # how far the gradient's is in a direction, in multiples of what a random one is along any other
 
@@ -25,14 +27,17 @@ def examine(subject: Subject) -> Line:
     Along the gradient a slope that is too small shows best. What has no gradient at all shows along the random part alone. Of
     that two must agree, as a loss with kinks has a wrong one now and then.
     """
-    with _in_float64(subject) as (batch, doubled, seen):
+    with _in_float64(subject) as (batch, precision, seen):
         if not seen.finite:
             return not_applicable("the loss is not finite in float64")
-        slopes = _Slopes(subject, batch, seen, doubled)
+        slopes = _Slopes(subject, batch, seen, precision == WIDE)
         wrong = slopes.probe(0) and slopes.probe(1)
         if wrong is None:
-            text = f"as measured in {'float64' if doubled else 'its own precision'}"
-            return holds(text) if slopes.sharp else not_applicable("the loss is not smooth enough to measure")
+            return (
+                holds(f"as measured in {precision}")
+                if slopes.sharp
+                else not_applicable("the loss is not smooth enough to measure")
+            )
         name, measured, told = slopes.worst()
     text = f"the loss falls along {name} by {measured:.3g}, autograd says {told:.3g}"
     if rounding := sorted(ROUNDING & subject.base.names.keys()):
@@ -46,7 +51,7 @@ class _Slopes:
 
     def __init__(self, subject: Subject, batch: Batch, seen: Seen, wide: bool) -> None:
         self.subject, self.batch, self.seen, self.wide = subject, batch, seen, wide
-        self.parameters = subject.parameters
+        self.parameters, self.copies = subject.parameters, subject.guard.copies()
         self.sizes = {name: float(p.detach().double().pow(2).mean().sqrt()) or 0.02 for name, p in self.parameters.items()}
         self.sharp, self.seed = False, 0
 
@@ -54,9 +59,8 @@ class _Slopes:
         """Return the measured slope and autograd's along a direction of all weights, where they differ."""
         self.seed = seed
         moved = self.direction()
-        told, scaled = dot(self.seen.gradients, moved), {n: g * self.sizes[n] for n, g in self.seen.gradients.items()}
-        size = dot(scaled, scaled) ** 0.5
-        before = None
+        told, before = dot(self.seen.gradients, moved), None
+        size = sum((float(g.double().norm()) * self.sizes[n]) ** 2 for n, g in self.seen.gradients.items()) ** 0.5
         for step in STEPS:
             slope, rounding = self.slope(moved, step), self.seen.unit / step
             near = abs(slope - told) <= SHARE * size
@@ -71,32 +75,32 @@ class _Slopes:
         return None
 
     def direction(self, names: list[str] | None = None) -> dict[str, Tensor]:
-        """Return parameter → the direction in which it is moved, of its size, in float64."""
+        """Return parameter → the direction in which it is moved, of its size, in float32."""
         generator, moved = torch.Generator().manual_seed(self.seed), dict[str, Tensor]()
         for n, p in self.parameters.items():
             drawn = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.device)
             gradient = self.seen.gradients.get(n)
             if gradient is not None and bool(gradient.any()):
                 drawn = drawn + ALONG * gradient.double() / gradient.double().norm()
-            moved[n] = drawn * self.sizes[n]
+            moved[n] = (drawn * self.sizes[n]).float()
         return {n: moved[n] for n in names or moved}
 
     def slope(self, moved: dict[str, Tensor], step: float) -> float:
         """Return the central difference of the loss."""
-        held = {name: self.parameters[name].detach().clone() for name in moved}
-        above, below = (self._loss_at(held, moved, by) for by in (step, -step))
-        self._put(held)
+        above, below = (self._loss_at(moved, by) for by in (step, -step))
+        self._put(moved, 0.0)
         return (above - below) / (2 * step)
 
-    def _loss_at(self, held: dict[str, Tensor], moved: dict[str, Tensor], step: float) -> float:
-        self._put({name: value + (moved[name] * step).to(value.dtype) for name, value in held.items()})
+    def _loss_at(self, moved: dict[str, Tensor], step: float) -> float:
+        self._put(moved, step)
         self.subject.guard.put_random()
         return self.subject.run(self.batch, rewind=None, backward=False, wide=self.wide).loss
 
-    def _put(self, values: dict[str, Tensor]) -> None:
+    def _put(self, moved: dict[str, Tensor], step: float) -> None:
         with torch.no_grad():
-            for name, value in values.items():
-                self.parameters[name].copy_(value)
+            for name, direction in moved.items():
+                p = self.parameters[name]
+                p.copy_(self.copies[id(p)].to(p) + (direction.double() * step).to(p))
 
     def worst(self) -> tuple[str, float, float]:
         """Return the parameter along which the slope is most wrong, found by halving, and both slopes."""
@@ -112,14 +116,19 @@ class _Slopes:
 
 
 @contextmanager
-def _in_float64(subject: Subject) -> Generator[tuple[Batch, bool, Seen]]:
+def _in_float64(subject: Subject) -> Generator[tuple[Batch, str, Seen]]:
     """Give the batch in float64 and its run while the model is in float64, where the loss works so; else both as they are."""
-    subject.guard.rewind()
-    subject.model.double()
-    batch = subject.batch.to(torch.float64)
-    seen = attempt(lambda: subject.run(batch, rewind=None, wide=True), otherwise=lambda _: None)
-    if isinstance(seen, Seen):
-        yield batch, True, seen
+    weights = [*subject.parameters.values()]
+    needed, free = 8 * subject.base.made + 20 * sum(p.numel() for p in weights), free_memory(weights[0].device)
+    seen = batch = None
+    if needed < free:
+        subject.guard.rewind()
+        subject.model.double()
+        batch = subject.batch.to(torch.float64)
+        seen = attempt(lambda: subject.run(batch, rewind=None, wide=True), otherwise=lambda _: None)
+    if seen is not None and batch is not None:
+        yield batch, WIDE, seen
     else:
-        yield subject.batch, False, subject.run()
+        room = "" if needed < free else f" (float64 would take {needed / 2**30:.3g} GiB, {free / 2**30:.3g} are free)"
+        yield subject.batch, f"its own precision{room}", subject.run()
     subject.guard.rewind()

@@ -30,6 +30,7 @@ def examine(subject: Subject) -> Line:
         factor = turned.loss / subject.base.loss if subject.base.loss else float("nan")
         text = f"the order of the rows matters: reversed, the loss is {factor:.4g} times as large"
         return broken(f"{text} and the gradient is off by {apart(subject.base, turned):.2g} of its norm", factor=factor)
+    turned = None
     last, (other, seen, finite) = batch.rows - 1, subject.other_row
     if not finite:
         other = batch.take([*range(last), 0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from fractions import Fraction
 
 import torch
@@ -28,7 +29,7 @@ def examine(subject: Subject) -> Line:
     micros = subject.batch.split(count)
     parts, whole = [] if subject.step else [subject.run(micro) for micro in micros], subject.base
     if subject.step is None:
-        reported, gradients = sum(part.loss for part in parts) / count, _sum(parts, [1 / count] * count)
+        reported, gradients = sum(part.loss for part in parts) / count, _Sum(parts, [1 / count] * count)
     else:
         reported, gradients = subject.accumulate(subject.step, micros)
     if not subject.beyond(gap := apart(whole, Seen(whole.loss, gradients))):
@@ -49,12 +50,23 @@ def examine(subject: Subject) -> Line:
     return broken(f"{_sentence(factors, actual, right, micros)}{also}", gap=gap, **figures)
 
 
-def _sum(parts: list[Seen], weights: list[float]) -> dict[str, Tensor]:
-    made = dict[str, Tensor]()
-    for weight, part in zip(weights, parts, strict=True):
-        for name, gradient in part.gradients.items():
-            made[name] = made.get(name, 0.0) + gradient.double() * weight
-    return made
+class _Sum(Mapping[str, Tensor]):
+    """The gradients of parts, each times a weight, in float64: made when it is looked at, as two sets would not be small."""
+
+    def __init__(self, parts: list[Seen], weights: list[float]) -> None:
+        self._parts = [*zip(weights, parts, strict=True)]
+
+    def __getitem__(self, name: str) -> Tensor:
+        held = [part.gradients[name].double() * weight for weight, part in self._parts if name in part.gradients]
+        if not held:
+            raise KeyError(name)
+        return torch.stack(held).sum(0)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({name: None for _, part in self._parts for name in part.gradients})
+
+    def __len__(self) -> int:
+        return len([*self])
 
 
 def _reported(subject: Subject, micros: list[Batch], reported: float | None, gap: float) -> Line:
@@ -74,12 +86,12 @@ def _fault_of_loss(reported: float, total: float, right: float) -> str:
     return f"; the reported loss has {'the same fault' if same else 'another fault'} ({reported:.4g} for {right:.4g})"
 
 
-def _weights(gradients: dict[str, Tensor], parts: list[Seen]) -> tuple[list[float], float]:
+def _weights(gradients: Mapping[str, Tensor], parts: list[Seen]) -> tuple[list[float], float]:
     """Return the weights of the parts' gradients whose sum is nearest to a gradient, and what is left, relative."""
     products = torch.tensor([[dot(a.gradients, b.gradients) for b in parts] for a in parts], dtype=torch.float64)
     wanted = torch.tensor([dot(a.gradients, gradients) for a in parts], dtype=torch.float64)
     weights = torch.linalg.lstsq(products, wanted.unsqueeze(1)).solution.flatten().tolist()
-    return weights, apart(Seen(0.0, gradients), Seen(0.0, _sum(parts, weights))) if dot(gradients, gradients) else 0.0
+    return weights, apart(Seen(0.0, gradients), Seen(0.0, _Sum(parts, weights))) if dot(gradients, gradients) else 0.0
 
 
 def _shares(micros: list[Batch]) -> dict[str, list[float]]:

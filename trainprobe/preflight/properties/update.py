@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from trainprobe.engine.core.words import and_more
 from trainprobe.preflight.report import Line, broken, holds, not_applicable
 from trainprobe.preflight.subject import LOSS, Subject, relative
@@ -13,7 +11,7 @@ def examine(subject: Subject) -> Line:
     """Let the optimizers step once on the gradients of the batch, look at what moved, and run the batch again."""
     if not subject.optimizers:
         return not_applicable("no optimizer was given")
-    base, before = subject.base, {name: p.detach().clone() for name, p in subject.parameters.items()}
+    base = subject.base
     subject.guard.rewind()
     for name, p in subject.parameters.items():
         p.grad = base.gradients[name].clone() if name in base.gradients else None
@@ -22,24 +20,26 @@ def examine(subject: Subject) -> Line:
     try:
         for optimizer in subject.optimizers:
             optimizer.step()
-        return _judged(subject, before, rates)
+        return _judged(subject, rates)
     finally:
         subject.guard.put_back()
         subject.guard.clear_gradients()
 
 
-def _judged(subject: Subject, before: dict[str, Any], rates: dict[int, float]) -> Line:
-    base = subject.base
-    moves = {name: p.detach() - before[name] for name, p in subject.parameters.items()}
-    still = [n for n, m in moves.items() if not bool(m.any()) and n in base.gradients and bool(base.gradients[n].any())]
+def _judged(subject: Subject, rates: dict[int, float]) -> Line:
+    base, before, still, predicted = subject.base, subject.guard.copies(), list[str](), 0.0
+    for name, p in subject.parameters.items():
+        move, gradient = p.detach() - before[id(p)].to(p.device), base.gradients.get(name)
+        if gradient is not None:
+            predicted += float((gradient.double() * move.double()).sum())
+            still += [name] if bool(gradient.any()) and not bool(move.any()) else []
     held = [n for n in still if id(subject.parameters[n]) in rates]
     if all(rate == 0 for rate in rates.values()):
         return not_applicable("the learning rate of this step is 0, as at the start of a warm-up")
-    if len(still) == len(moves) or [n for n in held if rates[id(subject.parameters[n])] != 0]:
+    if len(still) == len(subject.parameters) or [n for n in held if rates[id(subject.parameters[n])] != 0]:
         return broken(f"the optimizer does not move {and_more(held)}, which has a gradient", count=len(held))
     if held:
         return broken(f"the learning rate of {and_more(held)} is 0, and that of others is not", count=len(held))
-    predicted = sum(float((base.gradients[n].double() * m.double()).sum()) for n, m in moves.items() if n in base.gradients)
     after = subject.run(rewind=None, backward=False)
     if predicted > 0:
         return broken(f"the optimizer goes uphill: by {predicted:.3g} of the loss to first order", predicted=predicted)

@@ -14,7 +14,7 @@ from trainprobe.rollout.logprobs.tokens import ScoredTokens
 
 _POINTS = 3000
 _SIDE = 400  # of the scatter, in its own units
-_COLUMNS = ("sequence", "place", "token", "text", "around", "trainer", "engine", "gap")
+_COLUMNS = ("gap", "token", "text", "around", "trainer", "engine", "sequence", "place")
 
 
 def write_page(found: LogprobComparison, source: Path, path: Path) -> None:
@@ -43,7 +43,7 @@ def _card(found: LogprobComparison, kind: str) -> markup.Markup | None:
         return None
     name = kind.replace("_", "-")
     table = markup.table((name, "mean |gap|", "tokens"), [(r["of"], f"{r['mean']:.3g}", f"{r['tokens']:,}") for r in rows],
-                         ("name", "number", "number"))  # fmt: skip
+                         ("", "number", "number"))  # fmt: skip
     scroll = markup.element("div", table, class_="scroll")
     return markup.element("section", markup.element("h2", f"Gap by {name}"), scroll, class_="card")
 
@@ -74,4 +74,5 @@ def _scatter(scored: ScoredTokens) -> markup.Markup:
     ends = [markup.element("text", f"{low:.3g}", x="0", y=str(_SIDE + 14)),
             markup.element("text", f"{high:.3g}", x=str(_SIDE), y=str(_SIDE + 14), text_anchor="end")]  # fmt: skip
     line = markup.element("line", x1="0", y1=str(_SIDE), x2=str(_SIDE), y2="0")
-    return markup.element("svg", line, *points, *ends, viewBox=f"-4 -4 {_SIDE + 8} {_SIDE + 24}", class_="scatter", role="img")
+    box, what = f"-4 -4 {_SIDE + 8} {_SIDE + 24}", "Log-probability of the trainer (across) and the engine (up)"
+    return markup.element("svg", line, *points, *ends, viewBox=box, class_="scatter", role="img", aria_label=what)

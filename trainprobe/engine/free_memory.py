@@ -1,0 +1,31 @@
+"""How much memory a device still has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainprobe.engine.core.guard import attempt
+
+_PAIR = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+
+
+def free_memory(device: torch.device) -> float:
+    """Return the bytes that can be had on a device, of the host within the limit of its group; infinite where nobody says."""
+    return attempt(lambda: _of_host() if device.type == "cpu" else _of_device(device), otherwise=lambda _: float("inf"))
+
+
+def _of_host() -> float:
+    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    free = next(1024.0 * int(words[1]) for words in lines if words[0] == "MemAvailable:")
+    if not all(path.is_file() for path in _PAIR):
+        return free
+    limit, used = (path.read_text().strip() for path in _PAIR)
+    return free if limit == "max" else min(free, float(int(limit) - int(used)))
+
+
+def _of_device(device: torch.device) -> float:
+    kind: Any = getattr(torch, device.type)
+    return float(kind.mem_get_info(device)[0] + kind.memory_reserved(device) - kind.memory_allocated(device))
