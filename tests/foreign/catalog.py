@@ -324,6 +324,15 @@ PROGRAMS = (
         updates=4,
         threads=True,
     ),
+    Program(
+        "olmo_core",
+        "ai2-olmo-core==3.0.0",
+        "OLMo-core's trainer: two micro-batches, clipping, metrics that it gathers itself",
+        "{here}/olmo_trainer.py",
+        updates=13,
+        steps=12,
+        why="a step before the first loss makes the state of the optimizer",
+    ),
     # ---- loops of other packages, called by a short script ----------------------------------------------------------------
     Program(
         "lightning_language",
