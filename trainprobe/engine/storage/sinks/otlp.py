@@ -21,7 +21,7 @@ from trainprobe.engine.core.records import Finding, Place, StepData
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.storage.service_clients import FewNumbers, SendsNothing, client_of, sends
 
-_LAUNCHERS = {"slurm.job.id": "SLURM_JOB_ID", "k8s.pod.name": "POD_NAME", "torchelastic.run.id": "TORCHELASTIC_RUN_ID"}
+_LAUNCHERS = {"slurm.job.id": "SLURM_JOB_ID", "torchelastic.run.id": "TORCHELASTIC_RUN_ID", "k8s.pod.name": "POD_NAME"}
 _SEVERITIES = {"error": (17, "ERROR"), "warning": (13, "WARN"), "info": (9, "INFO")}  # numbers of the log data model
 _MODULES = ("metrics", "metrics.export", "resources", "_logs", "_logs.export")
 
@@ -104,6 +104,8 @@ def open(folder: Path, plan: Plan, place: Place) -> OtlpSink | SendsNothing:
         return SendsNothing()
     metrics, readers, resources, logs, processors = sdk
     told = {name: os.environ[variable] for name, variable in _LAUNCHERS.items() if os.environ.get(variable)}
+    if "KUBERNETES_SERVICE_HOST" in os.environ:  # a pod's host has its name
+        told.setdefault("k8s.pod.name", os.environ.get("HOSTNAME") or socket.gethostname())
     about = {"service.name": "trainprobe", "host.name": socket.gethostname(), "trainprobe.run": folder.name, **told}
     resource = resources.Resource.create(about)
     meters = metrics.MeterProvider(
