@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -167,11 +168,57 @@ def test_other_threads_strings_and_more_names_than_fit_are_left_out(tmp_path):
 def test_accelerate_and_the_trackers_that_it_calls_tell(tmp_path):
     from accelerate import Accelerator
 
-    accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path / "events")
-    accelerator.init_trackers("mine")
-    train(tmp_path / "run", lambda step, loss: accelerator.log({"loss": loss.item(), "note": "text"}, step=step))
-    accelerator.end_training()
-    assert [list(step) for step in told(tmp_path / "run")] == [["told/loss"]] * STEPS
+    weights = {}
+    for name, output, plan in (("none", None, {}), ("kept", tmp_path / "kept", {}), ("off", tmp_path / "off", {"told": False})):
+        accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path / "events" / name)
+        accelerator.init_trackers("mine")
+        tell = partial(lambda log, step, loss: log({"loss": loss.item(), "note": "text"}, step=step), accelerator.log)
+        weights[name] = train(output, tell, **plan)
+        accelerator.end_training()
+    assert [list(step) for step in told(tmp_path / "kept")] == [["told/loss"]] * STEPS
+    assert told(tmp_path / "off") == [{}] * STEPS
+    shown = [events(tmp_path / "events" / name) for name in weights]
+    assert len(shown[0]) > STEPS and shown[0] == shown[1] == shown[2]
+    assert all(torch.equal(*pair) for name in ("kept", "off") for pair in zip(weights["none"], weights[name], strict=True))
+
+
+def test_what_a_trainer_of_hugging_face_logs_beside_its_loss_is_told(tmp_path):
+    from transformers import Trainer, TrainingArguments
+
+    from trainprobe.integrations.transformers import ProbeCallback
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 1)
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": self.layer(x).square().mean()}
+
+    class Theirs(Trainer):
+        def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+            super().log({**logs, "reward": 2.0 * self.state.global_step}, *args, **kwargs)
+
+    def trained(name: str, *callbacks: Any) -> tuple[Any, list[torch.Tensor]]:
+        torch.manual_seed(0)
+        arguments = TrainingArguments(
+            str(tmp_path / name), max_steps=STEPS, logging_steps=1, use_cpu=True, report_to=[], save_strategy="no"
+        )
+        data = [{"x": torch.full((4,), float(i))} for i in range(8 * STEPS)]
+        trainer = Theirs(Model(), arguments, train_dataset=data, callbacks=list(callbacks))
+        trainer.train()
+        timed = ("train_runtime", "train_samples_per_second", "train_steps_per_second")
+        history = [{key: x for key, x in entry.items() if key not in timed} for entry in trainer.state.log_history]
+        return history, list(trainer.model.parameters())
+
+    plans = {"kept": {}, "off": {"told": False}}
+    runs = {n: trained(n, ProbeCallback(output=tmp_path / f"{n}_run", console=False, **plan)) for n, plan in plans.items()}
+    history, weights = trained("none")
+    assert [step["told/reward"] for step in told(tmp_path / "kept_run")] == [2.0, 4.0, 6.0, 8.0]
+    assert told(tmp_path / "off_run") == [{}] * STEPS
+    for their_history, their_weights in runs.values():
+        assert their_history == history
+        assert all(map(torch.equal, weights, their_weights))
 
 
 def test_a_module_of_lightning_tells_by_its_own_log(tmp_path):
@@ -194,16 +241,28 @@ def test_a_module_of_lightning_tells_by_its_own_log(tmp_path):
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), 0.01)
 
-    trainer = pl.Trainer(
-        max_steps=STEPS,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        accelerator="cpu",
-        callbacks=[ProbeCallback(output=tmp_path / "run", console=False)],
-    )
-    trainer.fit(Module(), DataLoader(torch.randn(STEPS, 4), batch_size=1, num_workers=0))
+    def trained(*callbacks: Any) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+        torch.manual_seed(0)
+        trainer = pl.Trainer(
+            max_steps=STEPS,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            accelerator="cpu",
+            callbacks=list(callbacks),
+        )
+        model = Module()
+        trainer.fit(model, DataLoader(torch.randn(STEPS, 4), batch_size=1, num_workers=0))
+        return trainer.logged_metrics, list(model.parameters())
+
+    kept = trained(ProbeCallback(output=tmp_path / "run", console=False))
+    off = trained(ProbeCallback(output=tmp_path / "off", console=False, told=False))
+    bare = trained()
+    for metrics, weights in (kept, off):
+        assert {name: metrics[name] for name in bare[0]} == bare[0]
+        assert all(map(torch.equal, weights, bare[1]))
+    assert told(tmp_path / "off") == [{}] * STEPS
     steps = list(read_log(tmp_path / "run"))
     assert [step.scalars["told/index"] for step in steps] == [0, 1, 2, 3]
     assert [step.scalars["told/train_loss"] for step in steps] == [step.scalars["loss"] for step in steps]

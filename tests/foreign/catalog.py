@@ -324,6 +324,25 @@ PROGRAMS = (
         updates=4,
         threads=True,
     ),
+    Program(
+        "olmo_core",
+        "ai2-olmo-core==3.0.0",
+        "OLMo-core's trainer: two micro-batches, clipping, metrics that it gathers itself",
+        "{here}/olmo_trainer.py",
+        updates=13,
+        steps=12,
+        why="a step before the first loss makes the state of the optimizer",
+    ),
+    Program(
+        "ms_swift",
+        "ms-swift==4.6.0",
+        "its command for fine-tuning, over Hugging Face's trainer; accumulation",
+        "-m swift.cli.sft --model {data}/tinylm --model_type llama --template dummy --dataset {data}/sft/train.jsonl"
+        " --tuner_type full --torch_dtype float32 --max_steps 10 --per_device_train_batch_size 2"
+        " --gradient_accumulation_steps 2 --output_dir out --report_to none --split_dataset_ratio 0 --dataset_num_proc 1"
+        " --dataloader_num_workers 0 --save_strategy no",
+        updates=10,
+    ),
     # ---- loops of other packages, called by a short script ----------------------------------------------------------------
     Program(
         "lightning_language",

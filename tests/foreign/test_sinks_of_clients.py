@@ -170,13 +170,24 @@ def test_otlp_exports_gauges_and_log_records_to_a_collector(tmp_path, monkeypatc
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "none")
     monkeypatch.setenv("SLURM_JOB_ID", "1234")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "again")
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    monkeypatch.setenv("HOSTNAME", "trainer-0")
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "team=nlp")
     wanted = train(tmp_path, "otlp", nan=nan)
     server.shutdown()
     points: dict[tuple[str, str], float] = {}
     for path, body in told:
         if path == "/v1/metrics":
             for resource in ExportMetricsServiceRequest.FromString(body).resource_metrics:
-                assert "1234" in str(resource.resource)
+                about = {a.key: a.value.string_value for a in resource.resource.attributes}
+                wanted_about = {
+                    "slurm.job.id": "1234",
+                    "torchelastic.run.id": "again",
+                    "k8s.pod.name": "trainer-0",
+                    "team": "nlp",
+                }
+                assert wanted_about.items() <= about.items() and about["trainprobe.run"] == tmp_path.name
                 for metric in (m for scope in resource.scope_metrics for m in scope.metrics):
                     for point in metric.gauge.data_points:
                         name = {a.key: a.value.string_value for a in point.attributes}.get("name", "")

@@ -1,9 +1,13 @@
-"""What a script tells W&B and MLflow becomes scalars of the step, and the client gets what it would get without us."""
+"""What a script tells W&B, MLflow and Trackio becomes scalars of the step, and the client gets what it would get without us."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import torch
+
+from tests.foreign.test_sink_trackio import storage as storage
 from tests.test_told import STEPS, told, train
 from trainprobe.engine.core.records import TOLD
 from trainprobe.monitor.scalar_logs import wandb as reader
@@ -58,3 +62,35 @@ def test_mlflow_gets_the_same_with_and_without_us(tmp_path, monkeypatch):
     assert told(tmp_path / "run") == [
         {f"{TOLD}{name}": values[step][1] for name, values in ours.items()} for step in range(STEPS)
     ]
+
+
+def test_trackio_gets_the_same_with_and_without_us_and_nothing_is_taken_where_it_is_off(tmp_path, storage):
+    import trackio
+
+    def logged(name: str, output: Path | None, **plan: Any) -> list[torch.Tensor]:
+        trackio.init(project="script", name=name, embed=False, auto_log_cpu=False, auto_log_gpu=False)
+        weights = train(
+            output,
+            lambda step, loss: trackio.log({"loss": loss.item(), "nested": {"lr": 0.1}, "text": "x"}),
+            lambda step, loss: trackio.log({"reward": float(step)}),
+            **plan,
+        )
+        trackio.finish()
+        return weights
+
+    runs = {
+        "without": logged("without", None),
+        "with": logged("with", tmp_path / "with"),
+        "off": logged("off", tmp_path / "off", told=False),
+    }
+    without, ours, off = ([_but_for_time(row) for row in storage.get_logs("script", name)] for name in runs)
+    assert without == ours == off and len(ours) == 2 * STEPS
+    assert [row["reward"] for row in ours[1::2]] == [step[f"{TOLD}reward"] for step in told(tmp_path / "with")]
+    assert [row["loss"] for row in ours[::2]] == [step[f"{TOLD}loss"] for step in told(tmp_path / "with")]
+    assert told(tmp_path / "off") == [{}] * STEPS
+    for name in ("with", "off"):
+        assert all(map(torch.equal, runs["without"], runs[name]))
+
+
+def _but_for_time(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name != "timestamp"}

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from trainprobe.engine.core.guard import attempt, fault_text
 from trainprobe.engine.core.records import Finding, StepData
 from trainprobe.engine.core.words import counted
-from trainprobe.engine.storage.service_clients import THREAD, FewNumbers
+from trainprobe.engine.storage.service_clients import MOST, THREAD, FewNumbers
 
 WAITING = 256  # steps and findings that may wait
 CLOSE_SECONDS = 30.0  # that the end of a training waits for a service
@@ -40,10 +40,10 @@ class ServiceSink:
     A step that the client refuses is told the same way, at the next one. All faults are ConnectionErrors: none ends a training.
     """
 
-    def __init__(self, name: str, service: Service) -> None:
+    def __init__(self, name: str, service: Service, most: int = MOST) -> None:
         self._name, self._service = name, service
         self._late: list[Finding] = []
-        self._few = FewNumbers(name)
+        self._few = FewNumbers(name, most)
         self._waiting: queue.Queue[tuple[Any, ...] | None] = queue.Queue(WAITING)
         self._refused: queue.SimpleQueue[Exception] = queue.SimpleQueue()
         self._closed = False

@@ -9,22 +9,36 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trainprobe.engine.core.records import Record, StepData
+from trainprobe.engine.core.step_data import numbers_of_rows, slots
+from trainprobe.engine.core.step_layout import layout_of
 
 _GROUPS = {
     **{"op": "ops", "parameter": "gradients", "collective": "collectives", "saved": "saved", "scalar": "scalars"},
     "feature": "features",
 }
+_NO_SERIES = {"checksum", "crc32"}
 
 
 def numbers_of(step_data: StepData) -> Iterator[tuple[str, float]]:
-    """Yield (tag, number) of each value and statistic of a step."""
-    for record in step_data.records():
-        if record.step.phase == "recompute":
-            continue
-        start = tag(record)
-        for statistic, number in record.values.items():
-            if statistic not in {"checksum", "crc32"}:
-                yield start + ("" if statistic == "value" else f"/{statistic}"), float(number)
+    """Yield (tag, number) of each value and statistic of a step. Tags are made once for the steps that share a layout."""
+    tags, singles = layout_of(step_data).derived(numbers_of, lambda: _tags(step_data))
+    columns = [(f"/{name}", column) for name, column in numbers_of_rows(step_data).items() if name not in _NO_SERIES]
+    for start, row in tags:
+        for statistic, column in columns:
+            if (number := column[row]) is not None:
+                yield start + statistic, float(number)
+    of_features = (number for feature in step_data.features for _, number in feature.each())
+    yield from zip(singles, (*of_features, *map(float, step_data.scalars.values())), strict=True)
+
+
+def _tags(step_data: StepData) -> tuple[list[tuple[str, int]], list[str]]:
+    """Return (tag, row) of the values, and the tags of features and scalars, in the order of the records."""
+    rows = [value.row for call in step_data.calls for _, value in slots(call)]
+    records = list(step_data.records())
+    values = [
+        (tag(record), row) for record, row in zip(records, rows, strict=False) if row >= 0 and record.step.phase != "recompute"
+    ]
+    return values, [tag(record) for record in records[len(rows) :] if "checksum" not in record.values]
 
 
 def tag(record: Record) -> str:

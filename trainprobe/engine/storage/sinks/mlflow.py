@@ -18,6 +18,8 @@ from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.storage.service_clients import SendsNothing, client_of
 from trainprobe.engine.storage.service_thread import ServiceSink
 
+# its client takes 25 µs for each number, ten times what others do, and 2 ms for each request, which holds at most 1000
+SERIES, WINDOW, MOST = 64, 2.0, 1000
 _REFUSED = re.compile(r"[^\w\-. :/]")  # characters that a name of a metric must not have
 
 
@@ -27,12 +29,19 @@ class MlflowService:
     def __init__(self, client: Any, metric: Any, run: str, own: bool) -> None:
         self._client, self._metric, self._run, self._own = client, metric, run, own
         self._findings = 0
+        self._waiting: list[Any] = []  # metrics
+        self._sent = -WINDOW
 
     def send(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Log the numbers of a step, in one request."""
+        """Log the numbers of a step, with those of further steps in one request."""
         now = int(time.time() * 1000)
-        metrics = [self._metric("trainprobe/" + _REFUSED.sub("_", name), x, now, step) for name, x in numbers.items()]
-        self._client.log_batch(self._run, metrics)
+        self._waiting += [self._metric("trainprobe/" + _REFUSED.sub("_", name), x, now, step) for name, x in numbers.items()]
+        if time.monotonic() - self._sent >= WINDOW or len(self._waiting) > MOST - SERIES:
+            self._send()
+
+    def _send(self) -> None:
+        waiting, self._waiting, self._sent = self._waiting, [], time.monotonic()
+        self._client.log_batch(self._run, waiting)
 
     def tell(self, finding: Finding) -> None:
         """Keep a finding as a tag."""
@@ -41,7 +50,8 @@ class MlflowService:
         self._client.set_tag(self._run, name, f"{finding.severity} {finding.rule}, step {finding.step}: {finding.message}")
 
     def end(self) -> None:
-        """End the run if it is this sink's own."""
+        """Log what waits, and end the run if it is this sink's own."""
+        self._send()
         if self._own:
             self._client.set_terminated(self._run)
 
@@ -53,8 +63,5 @@ def open(folder: Path, plan: Plan, place: Place) -> ServiceSink | SendsNothing:
         return SendsNothing()
     active = mlflow.active_run()
     client = mlflow.MlflowClient()
-    if active is not None:
-        return ServiceSink("mlflow", MlflowService(client, mlflow.entities.Metric, active.info.run_id, False))
-    experiment = fluent._get_experiment_id()
-    run = client.create_run(experiment, run_name=f"trainprobe {folder.name}")
-    return ServiceSink("mlflow", MlflowService(client, mlflow.entities.Metric, run.info.run_id, True))
+    run = active or client.create_run(fluent._get_experiment_id(), run_name=f"trainprobe {folder.name}")
+    return ServiceSink("mlflow", MlflowService(client, mlflow.entities.Metric, run.info.run_id, active is None), SERIES)

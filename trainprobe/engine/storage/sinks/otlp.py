@@ -12,9 +12,8 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from math import isfinite
+from collections.abc import Callable, Mapping, Sequence
+from math import isfinite, nan
 from pathlib import Path
 from typing import Any
 
@@ -22,49 +21,58 @@ from trainprobe.engine.core.records import Finding, Place, StepData
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.storage.service_clients import FewNumbers, SendsNothing, client_of, sends
 
-_LAUNCHERS = {"slurm.job.id": "SLURM_JOB_ID", "k8s.pod.name": "POD_NAME", "torchelastic.run.id": "TORCHELASTIC_RUN_ID"}
+_LAUNCHERS = {"slurm.job.id": "SLURM_JOB_ID", "torchelastic.run.id": "TORCHELASTIC_RUN_ID", "k8s.pod.name": "POD_NAME"}
 _SEVERITIES = {"error": (17, "ERROR"), "warning": (13, "WARN"), "info": (9, "INFO")}  # numbers of the log data model
 _MODULES = ("metrics", "metrics.export", "resources", "_logs", "_logs.export")
-Observed = list[tuple[float, dict[str, Any]]]  # numbers, each with its attributes
 
 
 class OtlpSink:
     """Shows the last step to the SDK's reader, and emits log records. meters, logs: their providers."""
 
     def __init__(self, meters: Any, logs: Any, api: tuple[Any, Any], place: Place) -> None:
-        self._meters, self._logs, (self._metrics_api, self._logs_api), self._place = meters, logs, api, place
+        self._meters, self._logs, (self._metrics_api, self._logs_api), self._rank = meters, logs, api, place.rank
         self._open = [meters, logs]
         self._few = FewNumbers("otlp")
-        self._last: dict[str, Observed] = {}
-        self._gauges: dict[str, Any] = {}
+        self._last: Mapping[str, float] = {}  # tag → number of the last step
+        of_all = {name: (f"trainprobe.{name}", {"rank": place.rank}) for name in ("step", "nonfinite")}
+        self._places: Mapping[str, tuple[str, dict[str, Any]]] = of_all  # tag → gauge, attributes
+        self._gauges: set[str] = set()
 
     def write(self, step_data: StepData) -> None:
         """Let the gauges be those of a step."""
-        seen, rank = defaultdict[str, Observed](list), {"rank": self._place.rank}
         numbers = self._few.of(step_data)
-        for tag, number in numbers.items():
-            group, _, rest = tag.partition("/")
-            name, slot, last = (rest, "", "value") if group == "scalars" else ("", *rest.split("/"))[-3:]
-            if group != "scalars" and not name:  # of a feature, which has no statistic
-                name, slot = slot, ""
-            about = {"name": name, **rank, **({"slot": slot} if slot else {})}
-            seen[f"trainprobe.{group}.{last}"] += [(number, about)] if isfinite(number) else []
-        seen["trainprobe.step"] = [(float(step_data.step), rank)]
-        seen["trainprobe.nonfinite"] = [(float(sum(not isfinite(number) for number in numbers.values())), rank)]
-        self._last = dict(seen)
+        strange = sum(not isfinite(number) for number in numbers.values())
+        self._last = {**numbers, "step": float(step_data.step), "nonfinite": float(strange)}
+        if not (new := numbers.keys() - self._places.keys()):
+            return
+        self._places = {**self._places, **{tag: self._place(tag) for tag in new}}
         meter = self._meters.get_meter("trainprobe")
-        for name in seen.keys() - self._gauges.keys():
-            self._gauges[name] = meter.create_observable_gauge(name, [self._shows(name)])
+        for name in {gauge for gauge, _ in self._places.values()} - self._gauges:
+            self._gauges.add(name)
+            meter.create_observable_gauge(name, [self._shows(name)])
+
+    def _place(self, tag: str) -> tuple[str, dict[str, Any]]:
+        group, _, rest = tag.partition("/")
+        name, slot, last = (rest, "", "value") if group == "scalars" else ("", *rest.split("/"))[-3:]
+        if group != "scalars" and not name:  # of a feature, which has no statistic
+            name, slot = slot, ""
+        return f"trainprobe.{group}.{last}", {"name": name, "rank": self._rank, **({"slot": slot} if slot else {})}
 
     def _shows(self, name: str) -> Callable[[Any], list[Any]]:
-        """Return what tells the reader the numbers of a gauge, those of the last step alone."""
-        return lambda _: [self._metrics_api.Observation(number, about) for number, about in self._last.get(name, ())]
+        """Return what tells the reader the numbers of a gauge, which asks as it exports: once in many steps, perhaps."""
+
+        def shown(_: Any) -> list[Any]:
+            last = self._last
+            places = [(last.get(tag, nan), about) for tag, (gauge, about) in self._places.items() if gauge == name]
+            return [self._metrics_api.Observation(number, about) for number, about in places if isfinite(number)]
+
+        return shown
 
     def findings(self, findings: Sequence[Finding]) -> None:
         """Emit a log record for each finding."""
         for finding in findings:
             number, text = _SEVERITIES[finding.severity]
-            about = {"rule": finding.rule, "step": finding.step, "rank": self._place.rank, "next": finding.next}
+            about = {"rule": finding.rule, "step": finding.step, "rank": self._rank, "next": finding.next}
             record = self._logs_api.LogRecord(
                 timestamp=time.time_ns(),
                 severity_number=self._logs_api.SeverityNumber(number),
@@ -96,6 +104,8 @@ def open(folder: Path, plan: Plan, place: Place) -> OtlpSink | SendsNothing:
         return SendsNothing()
     metrics, readers, resources, logs, processors = sdk
     told = {name: os.environ[variable] for name, variable in _LAUNCHERS.items() if os.environ.get(variable)}
+    if "KUBERNETES_SERVICE_HOST" in os.environ:  # a pod's host has its name
+        told.setdefault("k8s.pod.name", os.environ.get("HOSTNAME") or socket.gethostname())
     about = {"service.name": "trainprobe", "host.name": socket.gethostname(), "trainprobe.run": folder.name, **told}
     resource = resources.Resource.create(about)
     meters = metrics.MeterProvider(

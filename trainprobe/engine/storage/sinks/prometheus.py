@@ -29,6 +29,7 @@ class PrometheusSink:
             raise PlanError(f"TRAINPROBE_PROMETHEUS={host}:{port} is no HOST:PORT, for example {_ADDRESS}")
         registry = client.CollectorRegistry()
         self._rank = str(rank)
+        self._gauges: dict[str, Any] = {}  # to look one up takes longer than to set it
         self._value = client.Gauge("trainprobe_value", "a number of the last step", ["rank", "series"], registry=registry)
         self._step = client.Gauge("trainprobe_step", "the last step", ["rank"], registry=registry)
         self._found = client.Counter("trainprobe_findings", "findings", ["rank", "rule", "severity"], registry=registry)
@@ -43,7 +44,9 @@ class PrometheusSink:
     def write(self, step_data: StepData) -> None:
         """Show the numbers of a step."""
         for name, number in self._few.of(step_data).items():
-            self._value.labels(self._rank, name).set(number)
+            if (gauge := self._gauges.get(name)) is None:
+                gauge = self._gauges[name] = self._value.labels(self._rank, name)
+            gauge.set(number)
         self._step.labels(self._rank).set(step_data.step)
 
     def findings(self, findings: Sequence[Finding]) -> None:
