@@ -389,3 +389,25 @@ def test_start_an_average_of_the_weights_is_no_lost_layer():
     assert line("start", next_token, Averaged(True), text()).status == "holds"
     found = line("start", next_token, Averaged(False), text())
     assert found.status == "BROKEN" and "average.mix.weight" in found.text and "never called" in found.text
+
+
+class Sampling(nn.Module):
+    """An autoencoder that samples its code, as the one of Kingma and Welling does."""
+
+    def __init__(self, dropped: bool = False) -> None:
+        super().__init__()
+        self.encode, self.decode, self.dropped = nn.Linear(6, 8), nn.Linear(4, 6), dropped
+
+    def forward(self, x):
+        mean, scale = self.encode(x).chunk(2, -1)
+        mean = nn.functional.dropout(mean, 0.5, training=True) if self.dropped else mean
+        return self.decode(mean + torch.randn_like(scale) * scale.exp()) if not self.dropped else self.decode(mean)
+
+
+def test_start_sampling_in_evaluation_is_by_design_and_dropout_is_not():
+    def loss(model, x):
+        return (model(x) - x).square().mean()
+
+    found = line("start", loss, Sampling(), torch.randn(8, 6))
+    assert found.status == "by design" and "randn_like" in found.text and "in encode" not in found.text
+    assert line("start", loss, Sampling(dropped=True), torch.randn(8, 6)).status == "BROKEN"

@@ -138,7 +138,21 @@ def of_no_optimizer(own):
     own.append(nn.functional.mse_loss(model(x), y))
 
 
-@pytest.mark.parametrize("loop", [of_model, of_criterion, of_counted_targets, of_two_models, of_closure])
+def of_gradient_penalty(own):
+    critic = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
+    optimizer = torch.optim.Adam(critic.parameters(), lr=0.1)
+    real, made = torch.randn(5, 4), torch.randn(5, 4)
+    loss = critic(made).mean() - critic(real).mean()
+    between = ((real + made) / 2).requires_grad_(True)
+    score = critic(between)
+    (slope,) = torch.autograd.grad(score, between, torch.ones_like(score), create_graph=True)
+    loss = loss + 10 * ((slope.norm(2, dim=1) - 1) ** 2).mean()
+    own.append(loss.detach().clone())
+    loss.backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("loop", [of_model, of_criterion, of_counted_targets, of_two_models, of_closure, of_gradient_penalty])
 def test_the_loss_is_that_of_the_loop_to_the_bit(loop):
     training, optimizers, own = learnt(loop)
     assert len(training.micros) == len(optimizers) == 1

@@ -121,3 +121,24 @@ def test_a_loss_that_writes_into_its_batch_writes_into_a_copy():
 
     trainprobe.preflight(writing, model, batch, only=["rows"])
     assert torch.equal(batch[0], kept)
+
+
+def test_sparse_gradients_stay_as_they_are():
+    def run(check):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.EmbeddingBag(50, 8, mode="sum", sparse=True), nn.Linear(8, 3))
+        optimizers = [torch.optim.SparseAdam(model[0].parameters()), torch.optim.Adam(model[1].parameters())]
+        batch = torch.randint(0, 50, (8, 4)), torch.randint(0, 3, (8,))
+        loss(model, batch).backward()  # a first micro-batch
+        if check:
+            report = trainprobe.preflight(loss, model, batch, optimizer=optimizers, seconds=600)
+            assert report.verdict.code == 0
+            assert {line.name for line in report.lines if line.status == "holds"} >= {"split", "rows", "gradient", "update"}
+        loss(model, batch).backward()
+        sparse = model[0].weight.grad
+        states = [sparse._indices().clone(), sparse._values().clone(), torch.tensor(sparse.is_coalesced())]
+        for optimizer in optimizers:
+            optimizer.step()
+        return [*states, *(p.detach().clone() for p in model.parameters())]
+
+    assert all(map(torch.equal, run(False), run(True)))

@@ -145,7 +145,8 @@ def _tensors_of(module: Any) -> Iterable[Any]:
 
 def has_memory(t: Any) -> bool:
     """Tell whether a tensor has its memory. FSDP frees that of a gathered weight between its uses; to read it would crash."""
-    return type(t) not in (torch.Tensor, torch.nn.Parameter) or not t.numel() or t.untyped_storage().nbytes() > 0
+    plain = type(t) in (torch.Tensor, torch.nn.Parameter) and t.layout is torch.strided
+    return not plain or not t.numel() or t.untyped_storage().nbytes() > 0
 
 
 def _put_attributes(module: Any, attributes: dict[str, Any]) -> None:
@@ -175,14 +176,19 @@ def _put_entries(held: Any, entries: Any) -> None:
 
 
 def _put_tensor(t: Any, data: Any, copy: Any, version: int) -> None:
-    same_memory = t.data_ptr() == data.data_ptr() and t.shape == data.shape and t.dtype == data.dtype
     here = copy.to(t.device)
-    if same_memory and t._version == version and _same_bits(t, here):
-        return
-    if not same_memory or t.device != data.device:
-        t.data = data
-    if not _same_bits(t, here):
+    if t.layout is not torch.strided:  # a sparse gradient, to which others were added in place
+        if t._version == version:
+            return
         t.detach().copy_(here)
+    else:
+        same_memory = t.data_ptr() == data.data_ptr() and t.shape == data.shape and t.dtype == data.dtype
+        if same_memory and t._version == version and _same_bits(t, here):
+            return
+        if not same_memory or t.device != data.device:
+            t.data = data
+        if not _same_bits(t, here):
+            t.detach().copy_(here)
     set_counter: Any = torch._C._autograd._unsafe_set_version_counter  # pyright: ignore
     try:
         set_counter((t,), (version,))

@@ -210,7 +210,8 @@ class Subject:
         return (None if value is None else float(value)), self._taken()
 
     def _taken(self) -> dict[str, Tensor]:
-        gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+        grads = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+        gradients = {name: g if g.layout is torch.strided else g.to_dense() for name, g in grads.items()}
         self.guard.clear_gradients()
         return gradients
 
@@ -269,7 +270,9 @@ class _Watch:
 
     def last(self) -> tuple[Tensor | None, Tensor | None]:
         """Return the logits and the gradient of the loss with respect to them, rows first."""
-        logits, slope = (None, None) if self._last is None else (self._last.detach(), self._last.grad)
+        logits, slope = (
+            (None, None) if self._last is None else (self._last.detach(), self._last.grad if self._last.retains_grad else None)
+        )
         turn = self._batch.rows_first
         return None if logits is None else turn(logits), None if slope is None else turn(slope)
 

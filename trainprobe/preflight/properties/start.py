@@ -7,9 +7,10 @@ from math import isfinite, log
 
 from torch.nn.functional import cross_entropy
 
+from trainprobe.engine.capture.step_modes import Quiet
 from trainprobe.engine.core.words import and_more
 from trainprobe.preflight.properties.causality import targets_of
-from trainprobe.preflight.report import Line, broken, holds
+from trainprobe.preflight.report import Line, broken, by_design, holds
 from trainprobe.preflight.subject import Subject, relative
 
 ABOVE = 2.0  # nats over the uniform prediction, from which logits are called too large
@@ -82,4 +83,6 @@ def _evaluation(subject: Subject) -> Line | None:
     if relative(runs[0].loss, runs[1].loss) == 0 or not isfinite(runs[0].loss):
         return None
     where = f", first in {place}" if (place := subject.first_difference(runs[0], runs[1])) else ""
+    if subject.draws and len({subject.run(backward=False, evaluate=True, seed=s, modes=Quiet()).loss for s in (1, 2)}) == 2:
+        return by_design(f"evaluation draws random numbers as training does ({subject.draws}){where}")
     return broken(f"evaluation twice gives {runs[0].loss:.6g} and {runs[1].loss:.6g}: it draws random numbers{where}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch.optim import SparseAdam
+
 from trainprobe.engine.core.words import and_more
 from trainprobe.preflight.report import Line, broken, holds, not_applicable
 from trainprobe.preflight.subject import LOSS, Subject, relative
@@ -13,8 +15,12 @@ def examine(subject: Subject) -> Line:
         return not_applicable("no optimizer was given")
     base = subject.base
     subject.guard.rewind()
+    sparse = {
+        id(p) for o in subject.optimizers if isinstance(o, SparseAdam) for group in o.param_groups for p in group["params"]
+    }
     for name, p in subject.parameters.items():
-        p.grad = base.gradients[name].clone() if name in base.gradients else None
+        gradient = base.gradients.get(name)
+        p.grad = None if gradient is None else gradient.to_sparse(1) if id(p) in sparse else gradient.clone()
     groups = [group for optimizer in subject.optimizers for group in optimizer.param_groups]
     rates = {id(p): float(group.get("lr", 1.0)) for group in groups for p in group["params"]}
     try:

@@ -86,7 +86,13 @@ class Micro:
         return self
 
     def replay(self, batch: dict[str, Tensor], wrapped: bool = False) -> Tensor:
-        """Call everything again with another batch and return the loss. wrapped: by what shares gradients among ranks."""
+        """Call everything again with another batch and return the loss. wrapped: by what shares gradients among ranks.
+
+        A gradient that is part of the loss, as a gradient penalty has it, is worked out where no gradient is asked for, too.
+        """
+        if not torch.is_grad_enabled() and any(call.function is torch.autograd.grad for call in self.calls):
+            with torch.enable_grad():
+                return self.replay(batch, wrapped).detach()
         results: list[list[Tensor]] = []
 
         def value(x: Any) -> Any:
