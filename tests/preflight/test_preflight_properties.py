@@ -411,3 +411,11 @@ def test_start_sampling_in_evaluation_is_by_design_and_dropout_is_not():
     found = line("start", loss, Sampling(), torch.randn(8, 6))
     assert found.status == "by design" and "randn_like" in found.text and "in encode" not in found.text
     assert line("start", loss, Sampling(dropped=True), torch.randn(8, 6)).status == "BROKEN"
+
+
+def test_rows_of_marks_between_0_and_1_are_tested():
+    def loss(model, batch):
+        return nn.functional.binary_cross_entropy(model(batch["images"]).sigmoid(), batch["real"])
+
+    batch = {"images": torch.randn(8, 6), "real": torch.ones(8, 1)}
+    assert line("rows", loss, nn.Linear(6, 1), batch).status == "holds"

@@ -172,6 +172,29 @@ def test_targets_are_taken_before_they_are_flattened_and_counted_again():
     assert sum(p * c for p, c in zip(parts, counts, strict=True)) / sum(counts) == pytest.approx(whole, rel=1e-5)
 
 
+def test_targets_that_were_flattened_keep_their_name_where_time_comes_first():
+    class Encoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(V, 8), nn.Linear(8, V)
+
+        def forward(self, src):
+            return self.head(self.embed(src).cumsum(0)).log_softmax(-1)
+
+    def loop(own):
+        model, criterion = Encoder(), nn.NLLLoss()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        whole = torch.randint(0, V, (8, 3))
+        x, y = whole[:-1], whole[1:].view(-1)
+        criterion(model(x).view(-1, V), y).backward()
+        optimizer.step()
+
+    training, *_ = learnt(loop)
+    assert {name: list(x.shape) for name, x in training.micros[0].items()} == {"src": [7, 3], "target": [7, 3]}
+    report = trainprobe.preflight(training.loss, training.model, training.micros[0], only=["causality", "rows"], seconds=600)
+    assert [found.status for found in report.lines] == ["holds", "holds"]
+
+
 def test_an_update_that_no_optimizer_makes_ends_it_too():
     training, optimizers, own = learnt(of_no_optimizer)
     assert (len(training.micros), optimizers, own) == (1, [], [])

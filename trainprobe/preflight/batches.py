@@ -27,7 +27,7 @@ _NAMES = {
     "positions": r"position_?(ids?|s)?|positions",
     "documents": r"(doc(ument)?|segment|seq(uence)?)_?(ids?|idx|s)",
     "types": r"token_type_ids",
-    "tokens": r"(.*_)?(input_ids|tokens?|idx|ids|xs?|inputs?)",
+    "tokens": r"(.*_)?(input_ids|tokens?|idx|ids|xs?|inputs?|src)",
 }
 
 
@@ -170,8 +170,8 @@ class Batch:
         at = torch.searchsorted(known, tokens.contiguous())
         return torch.where(where, known[(at + step) % len(known)], tokens)
 
-    def with_other_last(self) -> Batch:
-        """Return a batch whose last row has the inputs of the first, larger where they are no tokens, and no target in time."""
+    def with_other_last(self, larger: bool = True) -> Batch:
+        """Return a batch whose last row has the inputs of the first and no target in time. larger: if they are no tokens."""
         changed: dict[int, Tensor] = {}
         for i in self.by_row:
             is_label = i == self.roles.get("labels")
@@ -179,7 +179,7 @@ class Batch:
                 continue
             changed[i] = x = self.leaves[i].clone()
             x[-1] = self.ignored if is_label else x[0]
-            if x.is_floating_point():  # what is taken from the largest row is seen
+            if larger and x.is_floating_point():  # what is taken from the largest row is seen
                 x[-1] += 2 * x.abs().max()
         return self.with_leaves(changed)
 

@@ -130,7 +130,9 @@ class Subject:
     def other_row(self) -> tuple[Batch, Seen, bool]:
         """The batch with another last row, whose labels in time are ignored; its run, and whether that is finite."""
         other = self.batch.with_other_last()
-        seen = self.run(other)
+        if (seen := attempt(self.run, other, otherwise=lambda _: None)) is None:  # shares and marks have bounds
+            other = self.batch.with_other_last(larger=False)
+            seen = self.run(other)
         finite, seen.gradients = seen.finite, {}
         return other, seen, finite
 

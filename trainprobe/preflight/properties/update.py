@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch.optim import SparseAdam
+from torch.optim import LBFGS, SparseAdam
 
 from trainprobe.engine.core.words import and_more
 from trainprobe.preflight.report import Line, broken, holds, not_applicable
@@ -14,6 +14,8 @@ def examine(subject: Subject) -> Line:
     if not subject.optimizers:
         return not_applicable("no optimizer was given")
     base = subject.base
+    if any(isinstance(optimizer, LBFGS) for optimizer in subject.optimizers):
+        return not_applicable("LBFGS runs the loss itself, as often as it likes")
     subject.guard.rewind()
     sparse = {
         id(p) for o in subject.optimizers if isinstance(o, SparseAdam) for group in o.param_groups for p in group["params"]

@@ -193,10 +193,10 @@ class Tape(TorchFunctionMode):
     def _knows(self, args: Any, kwargs: Any) -> bool:
         return any(id(t) in self._made for t in tensors_of((args, kwargs or {})))
 
-    def _record(self, function: Any, args: Any, kwargs: Any, output: Any, wrapper: Any = None) -> None:
+    def _record(self, function: Any, args: Any, kwargs: Any, output: Any, wrapper: Any = None, unnamed: str = "input") -> None:
         with torch._C.DisableTorchFunction():
             names = _names(function, args, kwargs)
-            told, named = tree_map(lambda x: self._told(x, names), (tuple(args), dict(kwargs)))
+            told, named = tree_map(lambda x: self._told(x, names, unnamed), (tuple(args), dict(kwargs)))
             for place, tensor in enumerate(tensors_of(output)):
                 self._made[id(tensor)] = Made(len(self._calls), place)
                 self._held.append(tensor)
@@ -204,8 +204,8 @@ class Tape(TorchFunctionMode):
             cast = (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
             self._calls.append(Call(function, told, named, cast, wrapper))
 
-    def _told(self, x: Any, names: dict[int, str]) -> Any:
-        """Return what stands on the tape for an argument."""
+    def _told(self, x: Any, names: dict[int, str], unnamed: str) -> Any:
+        """Return what stands on the tape for an argument. unnamed: the name of one that has none of its own."""
         if not isinstance(x, Tensor):
             return x
         if id(x) in self._made:
@@ -213,13 +213,13 @@ class Tape(TorchFunctionMode):
         if isinstance(x, nn.Parameter) or (x.is_leaf and x.requires_grad):
             return x
         if self._is_from_rows(x):
-            self._record(*self._sources[id(x)][:4])
+            self._record(*self._sources[id(x)][:4], unnamed=names.get(id(x), unnamed))
             return self._made[id(x)]
         if x.requires_grad:
             self._lost = f"as {names.get(id(x), 'a tensor')} comes from a function that was not seen"
             return x
         if id(x) not in self._names:
-            name = names.get(id(x), "input")
+            name = names.get(id(x), unnamed)
             taken = sum(other.rstrip("0123456789_") == name for other in self._batch)
             self._names[id(x)] = name = f"{name}_{taken}" if taken else name
             self._batch[name] = x.detach().clone()
