@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field
 
-from trainprobe.engine.plan.field_types import Numbers, one_or_many
-from trainprobe.engine.plan.selection import parse_names, parse_steps
+from trainprobe.engine.plan.field_types import NamePatterns, Numbers
 from trainprobe.engine.plan.subplans import read_section
 
 
@@ -22,21 +21,10 @@ class ReplayPlan(BaseModel):
     innermost calls."""
     step: Numbers = ("all",)
     """Which steps are held until they are judged, or packed; written as a plan's `step` is."""
-    modules: Annotated[tuple[str, ...], BeforeValidator(one_or_many)] = ("**",)
+    modules: NamePatterns = ("**",)
     """Patterns of the modules that are held."""
     megabytes: Annotated[int, Field(strict=True, ge=1)] = 64
     """How many MB a step may hold in memory, and a pack has at most; what comes later in the step is left out."""
-
-    @field_validator("step")
-    @classmethod
-    def _check_step(cls, value: tuple[int | str, ...]) -> tuple[int | str, ...]:
-        parse_steps(value)
-        return value
-
-    @field_validator("modules")
-    @classmethod
-    def _check_modules(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        return parse_names(value).patterns
 
 
 def validate(settings: Mapping[str, Any] | bool | None = True) -> ReplayPlan:

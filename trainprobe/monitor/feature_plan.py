@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from trainprobe.engine.plan.field_types import NamePatterns
+from trainprobe.engine.plan.field_types import NamePatterns, one_or_many
 
 Whole: TypeAlias = Annotated[int, Field(strict=True, ge=1)]
 FormatName: TypeAlias = Literal["fp4_e2m1", "fp8_e4m3", "fp8_e5m2", "fp16", "bf16"]
@@ -16,10 +16,6 @@ Slot: TypeAlias = Literal["output", "grad_output", "value", "grad"]
 def switch(value: object) -> object:
     """Let `true` and `false` stand for a section with its defaults, and for none."""
     return {"on": value} if isinstance(value, bool) else {"on": True, **value} if isinstance(value, dict) else value
-
-
-def _listed(value: object) -> object:
-    return (value,) if isinstance(value, str) else value
 
 
 class FeatureSection(BaseModel):
@@ -72,9 +68,9 @@ class FormatSettings(FeatureSection):
 
     OBSERVER: ClassVar[str] = "number_formats"
 
-    formats: Annotated[tuple[FormatName, ...], BeforeValidator(_listed)] = ("fp8_e4m3", "fp8_e5m2")
+    formats: Annotated[tuple[FormatName, ...], BeforeValidator(one_or_many)] = ("fp8_e4m3", "fp8_e5m2")
     """Which formats: fp4_e2m1, fp8_e4m3, fp8_e5m2, fp16, bf16."""
-    slots: Annotated[tuple[Slot, ...], BeforeValidator(_listed), Field(min_length=1)] = (
+    slots: Annotated[tuple[Slot, ...], BeforeValidator(one_or_many), Field(min_length=1)] = (
         "output",
         "grad_output",
         "value",

@@ -1,16 +1,16 @@
-"""How rare a value is beside the recent ones of its series: the tail of its excess over a high threshold.
+"""How rare a value is compared with the recent values of its series: the tail of its excess over a high threshold.
 
 With u the k-th largest of the last n logarithms and s the mean excess of the k above it (Hill's estimate), a new value x has
 
     p = k/n · (1 + (x - u) / (k s))^-k
 
-This is exact where excesses are exponential, because (x - u) / s then has the F distribution with 2 and 2k degrees of
-freedom: on the log scale these are tails that fall with any power, of which s is the inverse. Lighter tails make p too large,
-so that the rate of false alarms is at most the p that is asked for, whatever the noise of a training is like. Steps need not be
-independent of each other; a level that climbs is for the caller to leave out.
+This is exact for exponential excesses, because (x - u) / s then has the F distribution with 2 and 2k degrees of freedom. On the
+log scale these are tails that fall with any power; s is the inverse of the power. For lighter tails p is too large, so that the
+rate of false alarms is at most the requested p, whatever the noise of a training is like. Steps need not be independent; the
+caller must exclude a level that climbs.
 
-For series of one step together, whatever their dependence, twice the median of their p is a p too (Rüger, 1978); of the
-smallest of m, m times it (Bonferroni).
+For the series of one step, whatever their dependence, twice the median of their p is a p too (Rüger, 1978), and so is m times
+the smallest of m (Bonferroni).
 
 Sources: Hill (1975); peaks over threshold for streams (Siffer et al., 2017, SPOT), with the uncertainty of s added.
 """

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from trainprobe.engine.plan.field_types import Numbers, Patterns, one_or_many, parse_bytes
-from trainprobe.engine.plan.selection import parse_names, parse_steps
+from trainprobe.engine.plan.field_types import NamePatterns, Numbers, one_or_many, parse_bytes
 from trainprobe.engine.plan.subplans import read_section
 from trainprobe.errors import PlanError
 
@@ -25,7 +24,7 @@ class OpCheckPlan(BaseModel):
     """Which steps are judged, written as the plan's own `step`; the others cost nothing."""
     rank: Numbers = ("all",)
     """Which global ranks judge; written as `step` is."""
-    modules: Patterns = ("**",)
+    modules: NamePatterns = ("**",)
     """Patterns of the modules whose operators are judged; operators outside of modules belong to `**` alone."""
     ops: Texts = ()
     """Operators that are judged, such as `layer_norm`, `Functional.*` or `torch.ops.aten.addmm`; left out: all."""
@@ -58,17 +57,6 @@ class OpCheckPlan(BaseModel):
     """Seconds of silence after which the server is asked whether it is there; after three times that the link is broken."""
     wait: Annotated[float, Field(ge=0)] = 60.0
     """Most seconds that the end of the run waits for verdicts of the server."""
-
-    @field_validator("step", "rank")
-    @classmethod
-    def _check_numbers(cls, value: tuple[int | str, ...]) -> tuple[int | str, ...]:
-        parse_steps(value)
-        return value
-
-    @field_validator("modules")
-    @classmethod
-    def _check_patterns(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        return parse_names(value).patterns
 
 
 def validate(settings: Mapping[str, Any] | bool | None = True) -> OpCheckPlan:

@@ -223,7 +223,9 @@ def test_running_statistics_that_a_wrapper_hands_over_before_a_forward_are_judge
     now = Facts(TrainingState(ordinal=1), counts, BufferStates({name: 3}))
     place = Place(rank, 2, {"dp": (rank, 2)})
     earlier = Evidence(0, place, before, TensorsOfStep(), validate(True))
-    found = untouched_between_steps.check(Evidence(1, place, now, TensorsOfStep(), validate(True), before=earlier))
+    found = untouched_between_steps.check(
+        Evidence(1, place, now, TensorsOfStep(), validate(True), before=earlier, relation="untouched_between_steps")
+    )
     assert [finding.rule for finding in found] == rules
 
 

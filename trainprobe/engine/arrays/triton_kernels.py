@@ -40,13 +40,13 @@ from trainprobe.engine.stats import partials
 
 COLUMNS = tl.constexpr(14)
 # where a number stands in a part
-_PART = {name: tl.constexpr(i) for i, name in enumerate((*partials.CHUNK, *partials.CHUNK_INTEGERS))}
-WIDTH = tl.constexpr(len(_PART))
-NAN, POSINF, NEGINF, ZERO = _PART["nan"], _PART["posinf"], _PART["neginf"], _PART["zero"]
-MIN, MAX, M2, EXPONENT, BELOW = _PART["min"], _PART["max"], _PART["m2"], _PART["exponent"], _PART["subnormal"]
-SUM, SUM_LOST, SUMSQ, SUMSQ_LOST = _PART["sum"], _PART["sum_lost"], _PART["sumsq"], _PART["sumsq_lost"]
-FINITE, MEAN, FINGERPRINT = _PART["finite"], _PART["mean"], _PART["fingerprint"]
-UPPER, LOWER = _PART["upper"], _PART["lower"]
+PART = {name: tl.constexpr(i) for i, name in enumerate((*partials.CHUNK, *partials.CHUNK_INTEGERS))}
+WIDTH = tl.constexpr(len(PART))
+NAN, POSINF, NEGINF, ZERO = PART["nan"], PART["posinf"], PART["neginf"], PART["zero"]
+MIN, MAX, M2, EXPONENT, BELOW = PART["min"], PART["max"], PART["m2"], PART["exponent"], PART["subnormal"]
+SUM, SUM_LOST, SUMSQ, SUMSQ_LOST = PART["sum"], PART["sum_lost"], PART["sumsq"], PART["sumsq_lost"]
+FINITE, MEAN, FINGERPRINT = PART["finite"], PART["mean"], PART["fingerprint"]
+UPPER, LOWER = PART["upper"], PART["lower"]
 STATS, CHECKSUM, STD, SUBNORMAL = (
     tl.constexpr(x) for x in (partials.STATS, partials.CHECKSUM, partials.STD, partials.SUBNORMAL)
 )

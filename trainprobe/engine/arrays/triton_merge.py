@@ -8,36 +8,14 @@
 import triton
 import triton.language as tl
 
-from trainprobe.engine.arrays.triton_kernels import (
-    BELOW,
-    CHECKSUM,
-    COMPENSATED,
-    EXACT,
-    EXPONENT,
-    FINGERPRINT,
-    FINITE,
-    LOWER,
-    M2,
-    MAX,
-    MEAN,
-    MIN,
-    NAN,
-    NEGINF,
-    POSINF,
-    STATS,
-    STD,
-    SUBNORMAL,
-    SUM,
-    SUM_LOST,
-    SUMSQ,
-    SUMSQ_LOST,
-    UPPER,
-    ZERO,
-    cell,
-)
+from trainprobe.engine.arrays.triton_kernels import CHECKSUM, COMPENSATED, EXACT, PART, STATS, STD, SUBNORMAL, cell
 from trainprobe.engine.arrays.triton_sums import fold, fold_squares, shrunk, two_sum
 from trainprobe.engine.stats import partials
 
+NAN, POSINF, NEGINF, ZERO, MIN, MAX = (PART[name] for name in ("nan", "posinf", "neginf", "zero", "min", "max"))
+SUM, SUM_LOST, SUMSQ, SUMSQ_LOST = (PART[name] for name in ("sum", "sum_lost", "sumsq", "sumsq_lost"))
+M2, EXPONENT, BELOW, FINITE, MEAN = (PART[name] for name in ("m2", "exponent", "subnormal", "finite", "mean"))
+FINGERPRINT, UPPER, LOWER = (PART[name] for name in ("fingerprint", "upper", "lower"))
 _ROW = {name: tl.constexpr(i) for i, name in enumerate(partials.PARTIALS)}
 ROW_COUNT, ROW_NAN, ROW_POSINF, ROW_NEGINF, ROW_ZERO = (_ROW[name] for name in ("count", "nan", "posinf", "neginf", "zero"))
 ROW_MIN, ROW_MAX, ROW_SUM, ROW_SUMSQ = (_ROW[name] for name in ("min", "max", "sum", "sumsq"))

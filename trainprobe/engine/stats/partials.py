@@ -1,15 +1,15 @@
 """The partials of a tensor, and how they become numbers. Their names and flags: engine/core/row_schema.py.
 
 A device reduces a tensor to one row of float64 partials; the host finishes them. Columns, in order: see `PARTIALS`. A column
-that the flags of the reduction did not ask for is NaN, which no computed count is: unknown, and not 0 (see `COMPUTED_WITH`).
+that the flags of the reduction did not request is NaN, which no computed count is: unknown, and not 0 (see `COMPUTED_WITH`).
 Non-finite elements are counted separately, so that one NaN does not hide the rest:
 
-* count: elements, known of every row; nan, posinf, neginf, zero: how many of each
-* min, max: over the elements that are not NaN (+inf and -inf when there is none); a zero has no sign here
+* count: elements, known for every row; nan, posinf, neginf, zero: how many of each
+* min, max: over the elements that are not NaN (+inf and -inf if there is none); a zero has no sign here
 * sum, sumsq: over the finite elements, accumulated in float64 (float64 input: compensated)
 * m2: sum of squared deviations from the mean of the finite elements
-* exponent: true sum of squares = sumsq · 4^exponent, non-zero only where float64 squares could leave the range: 600 when
-  the largest magnitude is above 2^480, -600 when it is below 2^-480
+* exponent: true sum of squares = sumsq · 4^exponent. Non-zero only if float64 squares could leave the range: 600 if the largest
+  magnitude is above 2^480, -600 if it is below 2^-480
 * subnormal: finite non-zero elements below the dtype's smallest normal number; 0 for a dtype that has none, such as integers
 
 Complex elements enter by their magnitude; bool as 0 and 1.

@@ -1,19 +1,19 @@
-"""The journal of a step: what it has brought so far, written as it comes into memory that may outlive the process.
+"""The journal of a step: its contents so far, written immediately into memory that may outlive the process.
 
     used, step, left out     uint64, int64, uint64: bytes of records; the step; records for which there was no room
 
-Behind them lie the records, each a line of JSON, a list that begins with a letter:
+The records follow, each a line of JSON, a list that begins with a letter:
 
     H, about                                   about the run
     V, number, head, note, row, checksum       a value: what it is, and its partials in base64, null without them
     T, number, of, note                        the same value with a note of its own
-    C, number, call                            a call, with the number of the one that it was made in
+    C, number, call                            a call, with the number of the enclosing one
     F, number, field, tree                     a tree of a call: args, kwargs, out or params
     S, name, tree                              a scalar
     B, fingerprint                             of a batch
 
-Calls and trees are as in a line of the record log. A record counts when `used` says so, which is written last: whatever ends
-the process, the memory holds whole records. Numbers that are on a device are not there.
+Calls and trees are as in a line of the record log. A record counts once `used` includes it, which is written last: whatever
+ends the process, the memory holds complete records. Numbers that are still on a device are missing.
 """
 
 from __future__ import annotations

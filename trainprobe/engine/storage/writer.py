@@ -77,6 +77,7 @@ class Writer:
     ) -> None:
         self.counts = counts or StepCounts(sinks)
         self._calls = SinkCalls(sinks, self.counts, self._report, self._keep)
+        self.sinks: Mapping[str, Sink] = self._calls.sinks
         self._place = place
         self._raise = on_error == "raise"
         self._on_finding = report
@@ -104,11 +105,6 @@ class Writer:
         self._finalizer: Any = None
         if multiprocessing.parent_process() is not None:  # a process of `multiprocessing` that was forked skips atexit
             self._finalizer = multiprocessing.util.Finalize(None, self.close, (EXIT_SECONDS,), exitpriority=100)
-
-    @property
-    def sinks(self) -> Mapping[str, Sink]:
-        """Name → sink."""
-        return self._calls.sinks
 
     @property
     def takes_tensors(self) -> bool:

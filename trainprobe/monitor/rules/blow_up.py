@@ -1,17 +1,17 @@
-"""A training that blows up in its first steps: the loss far above its start after an update larger than the weight.
+"""A training that diverges in its first steps: the loss far above its start after an update larger than the weight.
 
 Judged from the first collected step, without a warm-up, until `window` steps have been collected. Two signs must come together:
 
-- the loss is above `loss_ratio` times its first value at two collected steps in a row, or not finite after one such step,
-  while it was positive at every step before; or, where there is no loss or it was below zero once, the norm over all
-  gradients is above `norm_ratio` times its first value and has at least doubled at each of the last three steps, and the
-  loss is not below where it began;
-- at one of the last eight collected steps, the norm of a weight of two or more dimensions and elements changed by more than
-  `update_ratio` times what it was, or its update, where updates are collected, was so large. Weights that begin at zero or
-  with an absolute maximum below 0.001 (a zero-initialised output layer, the second factor of LoRA) are left out.
+- The loss is above `loss_ratio` times its first value at two collected steps in a row, or not finite after one such step, and
+  was positive at every step before. Without a loss, or if it was below zero once, the norm over all gradients counts: it is
+  above `norm_ratio` times its first value and has at least doubled at each of the last three steps, and the loss is not below
+  its start.
+- At one of the last eight collected steps, the norm of a weight with two or more dimensions and elements changed by more than
+  `update_ratio` times its value, or its update, if updates are collected, was that large. Weights that begin at zero or with an
+  absolute maximum below 0.001 (a zero-initialised output layer, the second factor of LoRA) are left out.
 
-Alone neither is an alarm: a loss around zero jumps by any factor, one of an adversary or a critic rises in good health, a
-regression from far away moves small weights by several times their size while its loss falls, and the gradients of a
+One sign alone is no alarm. A loss around zero jumps by any factor, and the loss of an adversary or a critic rises normally. A
+regression that starts far away moves small weights by several times their size while its loss falls, and the gradients of a
 log-likelihood grow as its noise shrinks. Reported once a run.
 """
 

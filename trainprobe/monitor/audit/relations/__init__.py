@@ -4,19 +4,18 @@ The module of a relation holds
 
     COST      what it needs: "host" (nothing is read), "fingerprints" (one pass over parameters, gradients and state), "ranks"
               (the step's small collective), "rerun" (something is run again)
-    STAGE     where in a step a violation arises: see `STAGES`; findings of one step are reported in this order, so that the
-              cause comes first
-    OBSERVERS the files of `monitor.audit.observers` whose facts it reads; those that no relation of a plan names are
-              not there in its run. A relation of another package that names none has all
+    STAGE     where in a step a violation arises, see `STAGES`; findings of one step are reported in this order, causes first
+    OBSERVERS the files of `monitor.audit.observers` whose facts it reads. A run has only the observers that a relation of its
+              plan names. A relation of another package that names none gets all
     check     a pure function of the evidence of one rank: check(evidence) -> list[Finding]
 
 and may hold
 
-    remember  what `check` has to know of this audited step at the next one: remember(evidence) -> Any. It is given to both as
+    remember  what `check` needs to know of this audited step at the next one: remember(evidence) -> Any. Both get it as
               `evidence.remembered(NAME, otherwise)`
     PYTORCH_ONLY  why MindSpore cannot judge it, if it cannot
-    EVERY     at each how many steps it is checked unless the plan says otherwise: 10, or 50 where something is run again
-    shares    what this rank sends to the others where ranks are compared: shares(evidence) -> {key: (fingerprint, number)},
+    EVERY     its interval in steps, unless the plan gives one: 10, or 50 if something is run again
+    shares    what this rank sends to the others when ranks are compared: shares(evidence) -> {key: (fingerprint, number)},
               with keys by `messages.key_of`. It arrives as `Peer.rows`
 
 Other packages bring relations through the entry point group `trainprobe.relations`.

@@ -1,22 +1,22 @@
 """A class that is never a target loses its probability.
 
 Relation, for `cross_entropy` and `nll_loss` over 3 to 1,000 classes with class indices as targets: at its minimum the mean
-probability of a class is its share of the targets. A class that was no target in 30 or more audited steps is found where, in
-the last 15 of them and the 15 before,
+probability of a class is its share of the targets. A class that was no target in 30 or more audited steps is reported if, in
+the last 15 of them compared with the 15 before,
 
-    its mean probability is a quarter of an equal share or more, and twice what label smoothing gives to it or more
-    it no longer falls: it is 0.98 of what it was, or more
-    by that probability alone 20 or more targets of this class were to be expected
+    its mean probability is a quarter of an equal share or more, and twice the share of label smoothing or more
+    its probability no longer falls: it is 0.98 of the earlier one, or more
+    by this probability alone 20 or more targets of this class were to be expected
     the model has learned: the mean of -log p(target) is 0.75 of that of the first three audited steps, or less, and 0.95 of
-    what it was, or more
+    the earlier one, or more
 
-and where at most one class in ten (and one at least) was never a target: the others show that the targets are classes of a
-fixed list, and not positions, tokens or candidates. Only where all losses of the step are of this kind, and, with several
-ranks, where the class was no target on any.
-Found as warnings: a data set may lack a class. Usually caused by labels that begin at 1 where the model has n + 1 outputs,
-outputs that were added to fill a shape, or a background class that no label has, in models whose logits are bounded (a sigmoid
-or tanh before the loss, cosines without a scale). Without such bounds the probability of the class falls as long as the model
-learns. A head without bias over features that average to 0 may be bounded, too.
+and if at most one class in ten (and at least one) was never a target. The others show that the targets are classes of a fixed
+list, and not positions, tokens or candidates. All losses of the step must be of this kind. With several ranks, the class must
+have been no target on any.
+Reported as warnings: a data set may lack a class. Usually caused by labels that begin at 1 while the model has n + 1 outputs,
+by outputs that fill up a shape, or by a background class without labels, in models with bounded logits (a sigmoid or tanh
+before the loss, cosines without a scale). Without such bounds the probability of the class falls as long as the model learns. A
+head without bias over features that average to 0 may be bounded too.
 """
 
 from __future__ import annotations

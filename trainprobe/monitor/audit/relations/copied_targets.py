@@ -1,17 +1,17 @@
-"""The model is not given what it is to find.
+"""The model is not given its own target.
 
-Relation, where the only loss of torch that a backward pass has is over a target of 16 elements or more, which vary (a further
-loss may well reconstruct a part of the input); equality is to the bit and holds for all:
+Relation, if the only torch loss of a backward pass has a target of 16 elements or more, which vary (a second loss may well
+reconstruct a part of the input). Equality is bitwise and holds for all elements:
 
     mse_loss, l1_loss …        no column of an argument [N, F] of the model, F > 1, is the target [N]
-    the same                   the target is no argument of a model that is called with others too, unless a weight of the model
-                               is narrower than the target (an autoencoder has to pass through it)
+    the same                   the target is not an argument of a model that has other arguments too, unless a weight of the
+                               model is narrower than the target (an autoencoder has to pass through it)
     cross_entropy, nll_loss    of two or more embeddings of rows of indices, the last does not look up the targets at their own
-                               places: the last is the decoder's, and an encoder may be given what is to be reproduced
+                               places: it is the decoder's, and an encoder may be given what is to be reproduced
 
-Reported as warnings: some models are to reproduce what they are given.
-Usually caused by a table from which the target was not dropped, by a denoiser that is given the noise in the place of what is
-noisy, or by a decoder whose input is not shifted. Where the numbers differ in a bit, this is not seen.
+Reported as warnings: some models should reproduce their input.
+Usually caused by a table from which the target was not dropped, by a denoiser that is given the noise instead of the noisy
+data, or by a decoder whose input is not shifted. If the numbers differ in one bit, this is not seen.
 """
 
 from __future__ import annotations

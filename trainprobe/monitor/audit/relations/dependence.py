@@ -1,19 +1,19 @@
 """An early output of a causal model does not depend on later inputs, nor on other rows.
 
-Relation, for the first call with whole numbers [rows, time] in the first audited steps at which this is looked at. An output
-[rows, time, …] at the places of the first half of the last row, weighed by fixed numbers, has a gradient of 0 with respect to
+Relation, for the first call with integers [rows, time] in the first audited steps in which this is checked. An output
+[rows, time, …] at the places of the first half of the last row, weighted by fixed numbers, has a gradient of 0 with respect to
 
-    later inputs of the row, where every attention of the call over these places is causal by itself: it was told so, or its
-    mask or its shares are triangular
-    inputs a few places later, where there is no attention over these places and all targets are the tokens that come next
-    inputs of other rows, where either holds
+    later inputs of the row, if every attention of the call over these places is causal by itself: by its flag, its mask, or its
+    triangular weights
+    inputs a few places later, if there is no attention over these places and all targets are the next tokens
+    inputs of other rows, if either holds
 
-whatever the inputs are looked up in (where there are several embeddings, all show it). Tolerance: 1e-6 of the largest gradient,
+in whichever embedding the inputs are looked up (of several embeddings, all show it). Tolerance: 1e-6 of the largest gradient,
 as a mask may be a large number and not infinity. Models with batch statistics are left out, and those whose tokens are
 [time, rows] by their targets. Reported as a warning.
 Usually caused by a mask that is added as ones and zeros, by a norm or a mean over time, by a convolution that is padded on both
-sides, by a reshape in the place of a transpose. A recurrent layer in both directions is not told from a code of the whole text
-that the model was meant to have, and is not reported.
+sides, or by a reshape instead of a transpose. A bidirectional recurrent layer cannot be distinguished from an intended encoding
+of the whole text, and is not reported.
 """
 
 from __future__ import annotations

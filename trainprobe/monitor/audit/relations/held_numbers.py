@@ -1,18 +1,17 @@
-"""Whole numbers that stand for places, steps and kinds keep their differences.
+"""Integers that mean positions, steps and kinds keep their differences.
 
-Relation, none of it by a threshold of size:
+Relation, without any threshold of size:
 
-    of whole numbers that the model is called with, some of 24 or more that a short dtype does not hold exactly (above 256 in
-    bfloat16, 2048 in float16) are odd, if any of those are that it does hold
-    of the places of a row, by which constants turn features (rotary positions), fewer than a quarter of 16 or more that a short
-    dtype does not hold exactly have the numbers of the place before, if none of the others do
+    of the integers with which the model is called, some of 24 or more that a short dtype cannot represent (above 256 in
+    bfloat16, 2048 in float16) are odd, if any of those that it can represent are
+    of the places of a row, by which constants rotate features (rotary positions), fewer than a quarter of 16 or more that a
+    short dtype cannot represent have the numbers of the place before, if none of the others do
     of more than 272 classes, one above 255 is a target in 500 targets, if those from 224 to 255 are, and the targets are not
     the next token (bytes of a text may have classes of their own beside them)
 
-Reported as warnings. Usually caused by indices that went through a column of half floats or bytes: places that were different
-are then equal. 24 numbers that were never rounded are all even once in 16 million times.
-What else a model converts by itself is not seen: a method of `Tensor` that is replaced changes what modes of functions are
-given.
+Reported as warnings. Usually caused by indices that went through a column of half floats or bytes: different places are then
+equal. 24 numbers that were never rounded are all even once in 16 million times.
+Other conversions inside a model are not seen: replacing a method of `Tensor` would change what modes of functions receive.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""A scheduler that was made for an optimizer is stepped, and one that is stepped moves the rates of an optimizer that steps.
+"""A scheduler that is made for an optimizer is stepped, and it changes the rates of an optimizer that steps.
 
-Relations: an optimizer for which a scheduler of torch was made, and for which none has been stepped, does not update at one and
-the same rate, to the bit, at four or more audited steps in a row and over the end of an epoch where that rate is at most half
-of the one that the schedule multiplies (the first of a warm-up), or over the ends of three epochs. Tolerance none.
-Judged where a trainer reports its epochs. And no scheduler is stepped ten times while its own optimizer never is and another
-one, with groups of its own, updates the same parameters: the optimizer was wrapped, loaded or made anew after the scheduler
-was. Reported as warnings.
-Usually caused by manual optimization, where the trainer steps no scheduler (Lightning), or by a loop that was copied without
+Relations: consider an optimizer with a torch scheduler that was never stepped. It does not update at bitwise the same rate at
+four or more audited steps in a row and over the end of an epoch, if that rate is at most half of the scheduler's base rate (the
+start of a warm-up), or over the ends of three epochs. Tolerance none. Judged if a trainer reports its epochs. Nor is a
+scheduler stepped ten times while its own optimizer never steps and another one, with groups of its own, updates the same
+parameters: the optimizer was wrapped, loaded or made again after the scheduler. Reported as warnings.
+Usually caused by manual optimization, in which the trainer steps no scheduler (Lightning), or by a loop that was copied without
 the call. A scheduler that is stepped once an epoch cannot violate this.
 """
 

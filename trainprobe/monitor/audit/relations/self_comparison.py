@@ -1,13 +1,13 @@
-"""What is compared is not the same thing.
+"""A loss does not compare a thing with itself.
 
-Relation: (a) where a loss over classes is given as many classes as rows [N, N], N at least 8, and no target is the entry of
-the same number: these entries are not all equal (within 1e-4) and the largest of their rows, as the similarity of a thing
-with itself is. (b) a loss function that is called with gradients enabled and measures a difference (`mse_loss`, `l1_loss`,
-`kl_div` …) is not 0, within 1e-6 for each element, and without a gradient as well, at two audited steps in a row behind the
-twentieth, while its target varies. Reported as warnings.
+Relation: (a) if a loss over classes has as many classes as rows [N, N], N at least 8, and no target is the entry of the same
+number, these diagonal entries are not all equal (within 1e-4) and the largest of their rows, as the similarity of a thing with
+itself is. (b) a loss function that measures a difference (`mse_loss`, `l1_loss`, `kl_div` …) and is called with gradients
+enabled is not 0, within 1e-6 for each element, and without a gradient, at two audited steps in a row after the twentieth, while
+its target varies. Reported as warnings.
 Usually caused by (a) a contrastive loss whose similarities are not masked on the diagonal, so that each sample competes with
-itself; (b) a loss between a teacher, or a detached copy, and itself. A difference of two things of which one is trained has a
-gradient, and a masked diagonal is not the largest of its rows.
+itself; (b) a loss between a teacher, or a detached copy, and itself. If one of two compared things is trained, the difference
+has a gradient, and a masked diagonal is not the largest of its rows.
 """
 
 from __future__ import annotations

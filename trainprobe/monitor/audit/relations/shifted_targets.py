@@ -1,15 +1,13 @@
-"""The targets of a language model are the tokens that come next, and no padding.
+"""The targets of a language model are the next tokens, and not padding.
 
-Relation, where a loss over classes (`cross_entropy`, `nll_loss`) has one target for each token that the model was called with:
-not all valid targets are the input token at the same place, two places further, or one place before, unless they are also the
-token that comes next. Targets that are the next token lie where the attention mask is not 0, but for one a row (an end of text
-may have the token that pads). At least 16 targets; an equality that holds for all of them, tolerance none. Where a loss of the
-step does predict the next token, others may predict the one behind it. Models with an encoder and a decoder are not judged, as
-their input may be copied. Reported as a warning, because it is assumed that the model is to predict the next token: a model
-that is to reproduce its input does the first on purpose.
-Usually caused by labels that are not shifted (the loss falls to nothing, as the model may copy), that are shifted by the loader
-and once more by the model, or by labels that are a copy of padded inputs. A model that predicts the next token of text cannot
-violate this.
+Relation, if a loss over classes (`cross_entropy`, `nll_loss`) has one target for each input token: the valid targets are not
+all the input token at the same place, two places later, or one place earlier, unless they are also the next token. Targets that
+are the next token are at places where the attention mask is not 0, except one a row (an end-of-text token may be the padding
+token). At least 16 targets, and an equality that holds for all of them; tolerance none. If one loss of the step predicts the
+next token, others may predict the one after it. Encoder-decoder models are not judged, as their input may be copied. Reported
+as a warning, because a model that should reproduce its input does the first on purpose.
+Usually caused by labels that are not shifted (the loss falls to nothing, as the model may copy), that both loader and model
+shift, or that are a copy of padded inputs. A model that predicts the next token of text cannot violate this.
 """
 
 from __future__ import annotations

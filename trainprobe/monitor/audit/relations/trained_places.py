@@ -1,18 +1,18 @@
-"""No gradient arrives at places of the output that are padding, or that answer a prompt which the program did not sample.
+"""No gradient arrives at output places that are padding, or that belong to a prompt which the program did not sample.
 
 Relation, for the first call of the model with rows [rows, time] in a step, at two audited steps in a row:
 
-    in rows that end with two or more of one token that stands nowhere else, or with frames of zeros, fewer than half of these
-    places, but for the first, have a gradient (where a loss has targets that a mask leaves out, `shifted_targets` says so);
-    and not more than half of these rows have one nowhere else
-    where at least half of all rows begin with the same three tokens or more as the one before, and others not (several answers
+    in rows that end with two or more of a token that occurs nowhere else, or with frames of zeros, fewer than half of these
+    places, except the first, have a gradient (`shifted_targets` reports it if a loss has targets that a mask leaves out); and
+    not more than half of these rows have a gradient nowhere else
+    if at least half of all rows begin with the same three tokens or more as the row before, and others do not (several answers
     to each of several prompts), fewer than nine in ten places whose next token is shared have a gradient
 
-Tolerance none: a place that is masked has a gradient of 0. Reported as warnings, because what pads and what is a prompt are
-assumed from the rows.
-Usually caused by labels that are not ignored at padding, by lengths that are those of the padded rows (speechbrain issue 496),
-by a reward at the last place of the row in the place of the last token (gpt-neox issue 1285), and by log-probabilities of the
-prompt in a policy's loss.
+Tolerance none: a masked place has a gradient of 0. Reported as warnings, because padding and prompts are inferred from the
+rows.
+Usually caused by labels that are not ignored at padding, by the lengths of the padded rows (speechbrain issue 496), by a reward
+at the last place of the row instead of the last token (gpt-neox issue 1285), and by log-probabilities of the prompt in a
+policy's loss.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""An update is what the optimizer's rule gives for this gradient and state, within its noise floor.
+"""An update follows the optimizer's rule for this gradient and state, within the rounding noise.
 
-Relation: for torch's Adam, AdamW and SGD, carried out in whatever way (loops, foreach, fused), each element of a parameter
-after the update is p' = rule(p, g, state), worked out again in float64 by `monitor.audit.observers.update_rules`. Floor,
-element by element: 8 ε |p'| for the rounding of the parameter, 1e-4 |p' - p| for that of the change (0.1 where parameter or
-gradient have 16 bits), and 8 ε times the change that momentum and gradient would make if they did not cancel, as what is
-left of them is rounded as they were. Of a flat buffer that an optimizer steps, the parameter is named in which the worst
-element lies. Up to one million elements are run again at a time; parameters take turns. On a step that is skipped nothing
-is judged. Sources of the rules stand there.
-Usually caused by a kernel that leaves a part out or depends on the layout, by state that belongs to another parameter or
-shard, or by something that writes to weights within the update.
+Relation: for torch's Adam, AdamW and SGD in every implementation (loops, foreach, fused), each element of a parameter after the
+update is p' = rule(p, g, state), computed again in float64 by `monitor.audit.observers.update_rules`. Floor, for each element:
+8 ε |p'| for the rounding of the parameter, 1e-4 |p' - p| for that of the change (0.1 if parameter or gradient have 16 bits),
+and 8 ε times the change that momentum and gradient would make if they did not cancel, since their remainder is rounded as they
+were. For a flat buffer, the parameter with the worst element is named. Up to one million elements are computed at a time;
+parameters take turns. A skipped step is not judged. The sources of the rules are in the observer.
+Usually caused by a kernel that omits a part or depends on the layout, by state of another parameter or shard, or by something
+that writes to weights during the update.
 """
 
 from __future__ import annotations
