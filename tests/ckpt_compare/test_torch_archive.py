@@ -2,10 +2,12 @@ import copyreg
 import io
 import sys
 import types
+import warnings
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from tests.ckpt_compare.verdicts import judged
 from trainprobe.ckpt_compare.formats import open_checkpoint
@@ -164,6 +166,37 @@ def test_what_is_no_tensor_of_a_model_is_compared_too(tmp_path, name, one, other
     a, again, b = (saved(tmp_path / f"{i}.pt", wrap(weights | {name: value})) for i, value in enumerate((one, one, other)))
     assert judged(a, again).code == 0
     verdict = judged(a, b)
+    assert verdict.code == 2
+    assert name in verdict.sentence
+
+
+def written_dcp(folder, held):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"model": held, "epoch": 3}, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+
+
+def written_bin(folder, held):
+    folder.mkdir()
+    (folder / "config.json").write_text('{"hidden_size": 2}')
+    saved(folder / "pytorch_model.bin", held)
+
+
+def written_deepspeed(folder, held):
+    folder.mkdir()
+    shapes = [{name: value.shape for name, value in held.items() if torch.is_tensor(value)}]
+    more = {"ds_version": "0.19", "dp_world_size": 1, "buffer_names": [], "param_shapes": shapes}
+    saved(folder / "mp_rank_00_model_states.pt", {"module": held, **more})
+
+
+@pytest.mark.parametrize("write", [written_dcp, written_bin, written_deepspeed])
+@pytest.mark.parametrize(("name", "one", "other"), [BESIDE["a number"], BESIDE["bytes of a layer of FP8"]])
+def test_each_format_compares_what_is_no_tensor_of_a_model(tmp_path, name, one, other, write):
+    weights = {"layer.weight": torch.ones(3, 2)}
+    for folder, value in (("a", one), ("again", one), ("b", other)):
+        write(tmp_path / folder, weights | {name: value})
+    assert judged(tmp_path / "a", tmp_path / "again").code == 0
+    verdict = judged(tmp_path / "a", tmp_path / "b")
     assert verdict.code == 2
     assert name in verdict.sentence
 

@@ -31,13 +31,16 @@ def open(path: Path) -> Checkpoint:
     """Open the models, the optimizers under the names of their parameters, schedulers, objects and random states."""
     problems: list[Problem] = []
     shards = huggingface.model_files(path, problems)
-    sections: dict[str, Any] = {"model": {name: array for file in shards for name, array in huggingface.read_file(file)}}
+    sections: dict[str, Any] = {
+        "model": {k: v for file in shards for part in huggingface.read_file(file) for k, v in part.items()}
+    }
     random: dict[str, Any] = {}
     for file in sorted(path.iterdir()):
         further, other = _FURTHER.fullmatch(file.name), _OTHER.fullmatch(file.name)
         try:
             if further is not None:
-                sections[f"model_{further['number']}"] = dict(huggingface.read_file(file))
+                tensors, values = huggingface.read_file(file)
+                sections[f"model_{further['number']}"] = {**tensors, **values}
             elif other is not None:
                 sections[other["kind"]] = torch_archive.load(str(file))
             elif file.match("random_states_*.pkl"):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trainprobe.ckpt_compare.formats.plain_torch import arrays, clean
+from trainprobe.ckpt_compare.formats.plain_torch import arrays, clean, values_of
 from trainprobe.ckpt_compare.megatron import model_config, namespace
 from trainprobe.ckpt_compare.megatron_shards import Local, Ranks, place
 from trainprobe.ckpt_compare.optimizer_names import is_array, name_states, one_or_all, scalar, state_tensors
@@ -295,6 +295,8 @@ def sections(content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         "iteration": {k: content[k] for k in ("global_steps", "global_samples", "skipped_steps") if k in content},
         "args": flat({"ds_config": content.get("ds_config"), "ds_version": content.get("ds_version")}),
     }
+    if values := values_of(content.get("module")):
+        found["weights"] = values
     if content.get("lr_scheduler"):
         found["scheduler"] = flat(content["lr_scheduler"])
     return found

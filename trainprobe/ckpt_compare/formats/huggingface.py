@@ -5,13 +5,14 @@ The config and the files that the Trainer writes beside the model are read as we
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from trainprobe.ckpt_compare.adapters import drawn_from
+from trainprobe.ckpt_compare.formats.plain_torch import arrays, values_of
 from trainprobe.ckpt_compare.names import in_model_order
-from trainprobe.ckpt_compare.optimizer_names import is_array, name_states, optimizer_states
+from trainprobe.ckpt_compare.optimizer_names import name_states, optimizer_states
 from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor, Problem, Source, gather, whole
 from trainprobe.ckpt_compare.plain_state import digest, flat
 from trainprobe.ckpt_compare.storage import torch_archive
@@ -48,19 +49,21 @@ def open(path: Path) -> Checkpoint:
     problems: list[Problem] = []
     notes: list[str] = []
     tensors: list[LogicalTensor] = []
+    values: dict[str, Any] = {}
     for file, wanted in model_files(path, problems).items():
         try:
-            held = dict(read_file(file))
+            held, beside = read_file(file)
         except FormatError as error:
             problems.append(Problem(str(file), str(error)))
             continue
         tensors += [whole(name, source, file.name, stored=name) for name, source in held.items()]
+        values |= beside
         problems += [
             Problem(str(file), f"the index says that it holds {n}, and it does not") for n in sorted(wanted - set(held))
         ]
     folder = path if path.is_dir() else path.parent
     config = _read_json(folder / "config.json") if path.is_dir() else {}
-    state: dict[str, dict[str, Any]] = {}
+    state: dict[str, dict[str, Any]] = {"weights": values} if values else {}
     if path.is_dir():
         tensors += _trainer_files(folder, {t.name: t.shape for t in tensors}, state, notes)
         tensors += _further_adapters(path, problems)
@@ -89,7 +92,7 @@ def _further_adapters(folder: Path, problems: list[Problem]) -> list[LogicalTens
     for below in sorted(p for p in folder.iterdir() if any((p / name).is_file() for name in _ADAPTERS)):
         mark = f" ({below.name})"
         for file in model_files(below, problems):
-            found += [whole(name + mark, source, file.name, stored=name + mark) for name, source in read_file(file)]
+            found += [whole(name + mark, source, file.name, stored=name + mark) for name, source in read_file(file)[0].items()]
     return found
 
 
@@ -120,14 +123,12 @@ def _weight_map(index: Path) -> Mapping[str, str]:
     return found
 
 
-def read_file(file: Path) -> Iterator[tuple[str, Source]]:
-    """Yield name and array for each tensor of a safetensors or torch file."""
+def read_file(file: Path) -> tuple[Mapping[str, Source], dict[str, Any]]:
+    """Return the tensors of a safetensors or torch file by name, and the other values of a model that stand beside them."""
     if is_safetensors(file):
-        yield from read_safetensors(file)[0].items()
-        return
-    for at, leaf in torch_archive.leaves(torch_archive.load(str(file))):
-        if is_array(leaf):
-            yield ".".join(at), leaf
+        return read_safetensors(file)[0], {}
+    content = torch_archive.load(str(file))
+    return dict(arrays(content)), values_of(content)
 
 
 def _read_json(file: Path) -> dict[str, Any]:

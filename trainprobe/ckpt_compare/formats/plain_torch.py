@@ -69,7 +69,7 @@ def read(path: Path, content: Any, name: str) -> Checkpoint:
     sections: Mapping[str, Any] = content if is_dict else {}
     model_key = next((k for k in MODEL_KEYS if isinstance(sections.get(k), Mapping)), None)
     model = sections[model_key] if model_key is not None else content
-    state: dict[str, dict[str, Any]] = {"weights": values} if (values := _values(model)) else {}
+    state: dict[str, dict[str, Any]] = {"weights": values} if (values := values_of(model)) else {}
     models = [_weights(path, model)]
     tensors: list[LogicalTensor] = []
     if model_key is not None:
@@ -92,7 +92,7 @@ def _weights(path: Path, model: Any, mark: str = "") -> list[LogicalTensor]:
     return [whole(short + mark, a, path.name, stored=name + mark) for short, (name, a) in zip(names, held, strict=True)]
 
 
-def _values(model: Any, path: str = "") -> dict[str, Any]:
+def values_of(model: Any, path: str = "") -> dict[str, Any]:
     """Return name → value of the numbers, texts and bytes that stand beside tensors in the dicts of a model."""
     if not isinstance(model, Mapping):
         return {}
@@ -101,7 +101,7 @@ def _values(model: Any, path: str = "") -> dict[str, Any]:
     for key, value in model.items():  # pyright: ignore[reportUnknownVariableType]
         name = f"{path}{key}"
         if isinstance(value, Mapping):
-            found |= _values(value, f"{name}.")
+            found |= values_of(value, f"{name}.")
         elif beside and key not in ITERATION_KEYS and _is_plain(value):
             found[clean(name)] = plain(value)
     return found

@@ -14,6 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from trainprobe.ckpt_compare.formats.plain_torch import EXTRA
 from trainprobe.ckpt_compare.optimizer_names import is_array, one_or_all, scalar
 from trainprobe.ckpt_compare.pieces import Array, Checkpoint, LogicalTensor, Piece, Problem, file_name, origin
 from trainprobe.ckpt_compare.plain_state import flat
@@ -185,14 +186,21 @@ def open(path: Path) -> Checkpoint:
         name, slot = (match["name"], match["slot"]) if match is not None else (key.removeprefix(prefix), "")
         made = LogicalTensor(_WRAPPERS.sub("", name), tensor.shape, tensor.held, slot, native=key)
         tensors[made.key] = made
-    state: dict[str, dict[str, Any]] = {"args": settings}
+    values: dict[str, Any] = {}
+    modules = {t.native.partition(".")[0] for t in tensors.values() if not t.slot}
     for key, place in stored.objects.items():
         if _SETTINGS.match(key):
             continue
+        of_model = key.startswith(prefix) if prefix else "." in key and key.partition(".")[0] in modules
+        of_model = (of_model or key.endswith(EXTRA)) and not pattern.fullmatch(key)
+        name = _WRAPPERS.sub("", key.removeprefix(prefix)) if of_model else key
         try:
-            settings.update({f"{key}.{k}".rstrip("."): v for k, v in flat(load_object(place)).items()})
+            found = {f"{name}.{k}".rstrip("."): v for k, v in flat(load_object(place)).items()}
         except FormatError as error:
             problems.append(Problem(key, str(error)))
+        else:
+            (values if of_model else settings).update(found)
+    state: dict[str, dict[str, Any]] = {"args": settings, **({"weights": values} if values else {})}
     if steps:
         state["optimizer"] = {"step": one_or_all(sorted(steps))}
     return Checkpoint(str(path), "torch_dcp", tensors, state=state, problems=tuple(problems))

@@ -221,13 +221,19 @@ def left_out(ranks: Sequence[Side]) -> list[str]:
 
 
 def are_cut_otherwise(a: Side, b: Side) -> bool:
-    """Return whether one rank of either side holds another part of a weight, as with DDP and FSDP of as many ranks."""
+    """Return whether one rank of either side holds another part of a weight or of its states.
+
+    So it is with DDP and FSDP of as many ranks, and where one optimizer is distributed and holds its states flat.
+    """
     one, other = _cuts_of(a), _cuts_of(b)
     return any(name in other and other[name] != cut for name, cut in one.items())
 
 
 def _cuts_of(side: Side) -> dict[str, object]:
-    """Return weight → the part that a rank holds, None for all of it: as sources say it, or as modules are given it."""
+    """Return weight → the part that a rank holds, None for all of it: as sources say it, or as modules are given it.
+
+    Of what its optimizer holds it is the number of dimensions, under `WEIGHT#SLOT`.
+    """
     place = side.step_data.place
     found: dict[str, object] = {}
     for call in side.step_data.calls:
@@ -238,6 +244,7 @@ def _cuts_of(side: Side) -> dict[str, object]:
     for name, slots in held_values([side]).items():
         for part in slots.get("value", ()):
             found[name] = cut_by(part.box, part.value)
+        found |= {f"{name}#{slot}": len(parts[0].value.shape) for slot, parts in slots.items() if slot != "value" and parts}
     return found
 
 
