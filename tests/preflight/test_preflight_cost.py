@@ -313,3 +313,64 @@ def test_batch_norm_is_told_by_the_part_that_is_called_within_it():
 def test_a_batch_without_rows_is_refused():
     with pytest.raises(UsageError, match="without a tensor"):
         trainprobe.preflight(classified, nn.Linear(5, 3), (torch.zeros(0, 5), torch.zeros(0)))
+
+
+def test_outputs_for_each_pair_of_rows_are_by_design():
+    """As CLIP's similarities are."""
+
+    class Pairs(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.other = nn.Linear(5, 4), nn.Linear(5, 4)
+
+        def forward(self, x):
+            return self.one(x) @ self.other(x).t()
+
+    torch.manual_seed(0)
+    (found,) = trainprobe.preflight(
+        lambda m, x: cross_entropy(m(x), torch.arange(len(x))), Pairs(), pictures()[0], only=["rows"], seconds=600
+    ).lines
+    assert (found.status, found.text) == ("by design", "the outputs compare rows with each other: one for each pair of them")
+
+
+@pytest.mark.parametrize(("labels", "status"), [(False, "by design"), (True, "BROKEN")])
+def test_a_loss_that_samples_and_has_no_labels_does_so_in_evaluation_too(labels, status):
+    def loss(model, batch):
+        noisy = batch["x"] + torch.randn_like(batch["x"])
+        return classified(model, (noisy, batch["labels"])) if labels else (model(noisy) - 1).square().mean()
+
+    x, y = pictures()
+    batch = {"x": x, "labels": y} if labels else {"x": x}
+    (found,) = trainprobe.preflight(loss, nn.Linear(5, 3), batch, only=["start"], seconds=600).lines
+    assert found.status == status and ("evaluation does so, too" in found.text) != labels, found
+
+
+def test_a_gradient_that_only_a_small_step_can_measure_is_right():
+    class Sharp(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.token, self.out = nn.Parameter(1e-9 * torch.randn(5)), nn.Linear(5, 3)
+
+        def forward(self, x):
+            return self.out(nn.functional.layer_norm(x[:, :1] * 0 + self.token, (5,), eps=1e-12))
+
+    torch.manual_seed(0)
+    (found,) = trainprobe.preflight(classified, Sharp(), pictures(), only=["gradient"], seconds=600).lines
+    assert found.status in ("holds", "not applicable"), found
+
+
+@pytest.mark.parametrize(("count", "status"), [(1, "holds"), (None, "BROKEN"), (2, "BROKEN")])
+def test_what_would_be_wrong_of_two_micro_batches_is_no_fault_of_one(count, status):
+    """As of heads in transformers whose loss is not told the number of items, in its Trainer."""
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+
+    def step(model, micros):
+        losses = [classified(model, micro) for micro in micros]
+        for loss in losses:
+            loss.backward()
+        return sum(float(loss) for loss in losses)
+
+    given = {} if count is None else {"micro_batches": count}
+    (found,) = trainprobe.preflight(classified, model, pictures(), step=step, only=["split"], seconds=600, **given).lines
+    assert found.status == status and "the factor 2, the 2 micro-batches" in found.text, found
+    assert found.text.startswith("for one micro-batch a step; ") == (count == 1)

@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from trainprobe.engine.core.words import and_more
 from trainprobe.preflight.properties.causality import targets_of
-from trainprobe.preflight.report import Line, broken, holds
+from trainprobe.preflight.report import Line, broken, by_design, holds
 from trainprobe.preflight.subject import Subject, relative
 
 ABOVE = 2.0  # nats over the uniform prediction, from which logits are called too large
@@ -81,5 +81,7 @@ def _evaluation(subject: Subject) -> Line | None:
     runs.append(subject.run(backward=False, evaluate=True, seed=1, outputs=True))
     if relative(runs[0].loss, runs[1].loss) == 0 or not isfinite(runs[0].loss):
         return None
+    if subject.draws and subject.batch.of("labels") is None:
+        return by_design(f"the loss samples ({subject.draws}), and has no labels: evaluation does so, too")
     where = f", first in {place}" if (place := subject.first_difference(runs[0], runs[1])) else ""
     return broken(f"evaluation twice gives {runs[0].loss:.6g} and {runs[1].loss:.6g}: it draws random numbers{where}")
