@@ -200,7 +200,7 @@ def areal(model: Any, optimizer: Any) -> Any:
 
     by_group = settings.NormConfig(mean_level="group", std_level="group", group_size=EACH)
     config = settings.PPOActorConfig(
-        experiment_name="loop", trial_name="cpu", path="", group_size=EACH, ppo_n_minibatches=1, kl_ctl=0.0,
+        experiment_name="loop", trial_name="cpu", path="", ppo_n_minibatches=1, kl_ctl=0.0,
         reward_norm=by_group, adv_norm=None, use_decoupled_loss=True, recompute_logprob=True, discount=1.0, gae_lambda=1.0,
         mask_no_eos_with_zero=False,
     )  # fmt: skip
@@ -213,7 +213,7 @@ def areal(model: Any, optimizer: Any) -> Any:
         data = {
             "input_ids": batch["texts"], "attention_mask": torch.cat([torch.ones_like(batch["prompts"]), batch["mask"]], 1),
             "loss_mask": rows, "logprobs": (old + noise(old, number)).roll(1, 1), "prox_logp": old, "rewards": rewards,
-            "versions": torch.zeros_like(rows), "prompt_ids": batch["prompts"],
+            "prompt_ids": batch["prompts"],
         }  # fmt: skip
         data = {name: column[order] for name, column in data.items()}
         prompts = [{name: column[i : i + EACH] for name, column in data.items()} for i in range(0, len(rewards), EACH)]

@@ -258,8 +258,9 @@ def test_torch_is_left_as_it_was():
     assert torch.overrides._get_current_function_mode_stack() == []
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_the_trainer_of_hugging_face(tmp_path, checkpointed):
+@pytest.mark.parametrize(("checkpointed", "smoothed"), [(False, 0.0), (True, 0.0), (False, 0.1)])
+def test_the_trainer_of_hugging_face(tmp_path, checkpointed, smoothed):
+    """Which takes the labels out of the batch where it smooths them."""
     import transformers
 
     config = transformers.GPT2Config(vocab_size=V, n_embd=8, n_layer=1, n_head=2, n_positions=8, bos_token_id=1, eos_token_id=2)
@@ -272,6 +273,7 @@ def test_the_trainer_of_hugging_face(tmp_path, checkpointed):
         arguments = transformers.TrainingArguments(
             str(tmp_path), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=1, report_to="none",
             use_cpu=True, save_strategy="no", disable_tqdm=True, gradient_checkpointing=checkpointed,
+            label_smoothing_factor=smoothed,
         )  # fmt: skip
         transformers.Trainer(transformers.GPT2LMHeadModel(config), arguments, train_dataset=rows).train()
 

@@ -137,7 +137,10 @@ class Batch:
     @property
     def grouped(self) -> str:
         """Why rows cannot be told from each other: a tensor has one element for several of them; "" where none has."""
-        others = (i for i, x in enumerate(self.leaves) if isinstance(x, Tensor) and x.dim() and i not in self.by_row)
+        others = [i for i, x in enumerate(self.leaves) if isinstance(x, Tensor) and x.dim() and i not in self.by_row]
+        edges = (i for i in others if self.leaves[i].shape[0] == 2 == self.leaves[i].dim() and not _is_float(self.leaves[i]))
+        if (graph := next((i for i in edges if 2 < int(self.leaves[i].max()) + 1 <= self.rows), None)) is not None:
+            return f"{self.paths[graph]} names rows by their numbers, as edges of a graph do"
         found = next((i for i in others if len(self.leaves[i]) > 1 and self.rows % len(self.leaves[i]) == 0), None)
         return "" if found is None else f"{self.paths[found]} has {len(self.leaves[found])} rows for {self.rows} of the batch"
 

@@ -27,7 +27,7 @@ def preflight(
     batch: Any,
     *,
     step: Callable[[Any, list[Any]], Any] | None = None,
-    micro_batches: int = 1,
+    micro_batches: int | None = None,
     optimizer: Any = None,
     only: Collection[str] = (),
     skip: Collection[str] = (),
@@ -41,9 +41,9 @@ def preflight(
     the mode in which it is trained. batch: tensors in dicts, tuples or lists, rows first. step: `step(model, micro_batches)`
     runs forward and backward of each micro-batch as the trainer does, without the update, and returns the loss that is
     reported; by default every loss is divided by the number of micro-batches. micro_batches: how many of them the trainer
-    accumulates. optimizer: one or a list. only, skip: names of properties. seconds: after which no further property begins.
-    overfit: whether the batch is trained on for 20 steps, which are undone. charts: whether the report has charts of
-    what changes with what: see `trainprobe.preflight.page`.
+    accumulates, where nothing is given 2 with a step and 1 without. optimizer: one or a list. only, skip: names of properties.
+    seconds: after which no further property begins. overfit: whether the batch is trained on for 20 steps, which are undone.
+    charts: whether the report has charts of what changes with what: see `trainprobe.preflight.page`.
     Raises UsageError for arguments that have no meaning, and what the loss itself raises.
     """
     wanted = checked(only, skip, overfit)
@@ -57,7 +57,7 @@ def preflight(
     start = time.monotonic()
     with TrainingGuard(model, optimizers) as guard:
         subject = Subject(loss, model, Batch(batch), guard)
-        subject.step, subject.micro_batches, subject.optimizers = step, micro_batches, optimizers
+        subject.step, subject.micro_batches, subject.optimizers = step, micro_batches or (2 if step else 1), optimizers
         subject.measure()
         lines = [_tested(name, subject, start + seconds) for name in wanted]
         subject.now = "charts"

@@ -39,7 +39,7 @@ def tested(training: Training, optimizers: list[Any], **options: Any) -> Report:
     micros, count = training.micros, len(training.micros) if training.step else 1
     test = partial(preflight, training.loss, training.model, optimizer=optimizers, **options)
     if len(micros) == 1:
-        return test(micros[0], step=training.step)
+        return test(micros[0], step=training.step, micro_batches=1)
     whole = attempt(lambda: test(joined(micros), step=training.step, micro_batches=count), otherwise=fault_text)
     if not isinstance(whole, str):
         return whole

@@ -70,6 +70,8 @@ def _coupled(subject: Subject, other: Any, gap: float) -> Line:
     for words, what in ((_SHARED, "batch norm"), (_CAPACITY, "experts with a capacity")):
         if any(word in kinds for word in words):
             return by_design(f"{what} ({place}): rows change each other in training", gap=gap)
+    if place in ("", "the model") and subject.base.logits is not None and tuple(subject.base.logits.shape) == (rows, rows):
+        return by_design("the outputs compare rows with each other: one for each pair of them", gap=gap)
     where = f", first in {place}" if place else ""
     return broken(f"changing row {rows - 1} changes the outputs of other rows{where}", gap=gap)
 

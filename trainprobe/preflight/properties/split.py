@@ -18,7 +18,6 @@ CLOSE = 1e-3  # relative, of weights that are read off gradients
 
 def examine(subject: Subject) -> Line:
     """Compare the gradient of the batch with that of 2 micro-batches, or of as many as the trainer accumulates."""
-    told = subject.step is not None or subject.micro_batches > 1
     count = max(subject.micro_batches, 2)
     if subject.batch.rows < count:
         return not_applicable(f"a batch of {counted(subject.batch.rows, 'row')} has no {count} micro-batches")
@@ -42,9 +41,11 @@ def examine(subject: Subject) -> Line:
         mixed = "the loss mixes its rows, as batch statistics and balance losses do"
         return by_design(f"no weights of {count} micro-batches give the gradient of the batch: {mixed}")
     figures = {f"factor_{i}": f for i, f in enumerate(factors)}
-    if not told:
-        text = f"for one micro-batch a step; of {count}, each would have to count by its {_named(right, micros)}"
-        return holds(f"{text}, equal weights are wrong by a factor of {_extreme(factors):.3g}", gap=gap, **figures)
+    if subject.micro_batches == 1:
+        text = f"of {count}, each would have to count by its {_named(right, micros)}"
+        text = f"{text}, equal weights are wrong by a factor of {_extreme(factors):.3g}"
+        text = _sentence(factors, actual, right, micros) if subject.step else text
+        return holds(f"for one micro-batch a step; {text}", gap=gap, **figures)
     total = sum(a * part.loss for a, part in zip(actual, parts, strict=True))
     also = "" if reported is None else _fault_of_loss(reported, total, whole.loss)
     return broken(f"{_sentence(factors, actual, right, micros)}{also}", gap=gap, **figures)

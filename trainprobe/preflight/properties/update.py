@@ -6,7 +6,7 @@ from torch.optim import LBFGS, SparseAdam
 
 from trainprobe.engine.core.words import and_more
 from trainprobe.preflight.report import Line, broken, holds, not_applicable
-from trainprobe.preflight.subject import LOSS, Subject, relative
+from trainprobe.preflight.subject import LOSS, Subject, dot, relative
 
 
 def examine(subject: Subject) -> Line:
@@ -36,11 +36,12 @@ def examine(subject: Subject) -> Line:
 
 def _judged(subject: Subject, rates: dict[int, float]) -> Line:
     base, before, still, predicted = subject.base, subject.guard.copies(), list[str](), 0.0
+    least = subject.eps * dot(base.gradients, base.gradients) ** 0.5  # of a gradient that is not rounding alone
     for name, p in subject.parameters.items():
         move, gradient = p.detach() - before[id(p)].to(p.device), base.gradients.get(name)
         if gradient is not None:
             predicted += float((gradient.double() * move.double()).sum())
-            still += [name] if bool(gradient.any()) and not bool(move.any()) else []
+            still += [name] if float(gradient.norm()) > least and not bool(move.any()) else []
     held = [n for n in still if id(subject.parameters[n]) in rates]
     if all(rate == 0 for rate in rates.values()):
         return not_applicable("the learning rate of this step is 0, as at the start of a warm-up")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -52,12 +53,15 @@ class WeightArrival:
 def judge_arrival(pushes: Sequence[Push], engine: Sequence[HeldPiece], before: Prints | None = None) -> WeightArrival:
     """Judge what an engine holds after the last of some pushes. before: what it held at the push before, where known."""
     push = pushes[-1]
-    pieces = {piece.name: piece for piece in _within_vocabulary(engine, push.sent)}
-    held = prints_of_pieces(pieces.values())
+    given, pieces = _within_vocabulary(engine, push.sent), dict[str, list[HeldPiece]]()
+    for piece in given:
+        pieces.setdefault(piece.name, []).append(piece)
+    held = prints_of_pieces(given)
     fates = [fate for name, sent in push.sent.items() if (fate := _fate(name, sent, pushes, pieces, held, before)) is not None]
     known = {each.fingerprint for each in push.sent.values()}
     lone = [name for name in held if name not in push.sent and held[name].fingerprint not in known]  # a tied copy is known
     unlike = [name for name in lone if before is not None and before.get(name) == held[name] and len(pushes) > 1]
+    fates = _perhaps_fused(fates, push.sent, {name: held[name] for name in lone})
     fates += [WeightFate(name, "never sent", "the engine has it, and no push sends it") for name in unlike]
     fates.sort(key=lambda fate: ORDER.index(fate.cause))
     history = _history(pushes)
@@ -78,8 +82,48 @@ def _within_vocabulary(engine: Sequence[HeldPiece], sent: Prints) -> list[HeldPi
     return found
 
 
+def _perhaps_fused(fates: Sequence[WeightFate], sent: Prints, lone: Prints) -> list[WeightFate]:
+    """Let no tensor be missed where its layer has as many elements under names that no map knows."""
+    missed = {fate.name: sent[fate.name] for fate in fates if fate.cause == "never travels"}
+    sizes, others = _by_layer(missed), _by_layer(lone)
+    note = "the engine holds as many elements in this layer under names that are not known: fused, say"
+    return [
+        WeightFate(fate.name, "not comparable", note) if fate.name in missed and sizes[at] == others[at] else fate
+        for fate in fates
+        for at in [_layer(fate.name)]
+    ]
+
+
+def _by_layer(prints: Prints) -> Counter[tuple[str, ...]]:
+    sizes = Counter[tuple[str, ...]]()
+    for name, each in prints.items():
+        sizes[_layer(name)] += math.prod(each.shape)
+    return sizes
+
+
+def _layer(name: str) -> tuple[str, ...]:
+    """Return the numbers in a name and its last word."""
+    *path, last = name.split(".")
+    return *(part for part in path if part.isdecimal()), last
+
+
+def _joined(pieces: Sequence[HeldPiece]) -> Any:
+    """Return the tensor that pieces make up."""
+    if len(pieces) == 1:
+        return pieces[0].tensor
+    whole = pieces[0].tensor.new_empty(pieces[0].shard.whole)
+    for piece in pieces:
+        whole[tuple(slice(o, o + n) for o, n in zip(piece.shard.offset, piece.shard.shape, strict=True))] = piece.tensor
+    return whole
+
+
 def _fate(
-    name: str, sent: WeightPrint, pushes: Sequence[Push], pieces: Mapping[str, HeldPiece], held: Prints, before: Prints | None
+    name: str,
+    sent: WeightPrint,
+    pushes: Sequence[Push],
+    pieces: Mapping[str, Sequence[HeldPiece]],
+    held: Prints,
+    before: Prints | None,
 ) -> WeightFate | None:
     """Return what became of one tensor; None where it arrived."""
     if sent.disagree:
@@ -97,7 +141,7 @@ def _fate(
         return None
     if have.dtype != sent.dtype:
         return WeightFate(name, "not comparable", f"sent as {sent.dtype}, held as {have.dtype}: give dtype={have.dtype!r}")
-    tensor = pieces[name].tensor
+    tensor = _joined(pieces[name])
     if (turned := _transposed(tensor, sent)) is not None:
         return WeightFate(name, "transposed", turned)
     if have.shape != sent.shape:

@@ -1,0 +1,105 @@
+"""What nobody broke and once was called broken: programs of other people, as small models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import trainprobe
+from tests.preflight.test_preflight_cost import classified, pictures
+
+
+def test_outputs_for_each_pair_of_rows_are_by_design():
+    """As CLIP's similarities are."""
+
+    class Pairs(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.other = nn.Linear(5, 4), nn.Linear(5, 4)
+
+        def forward(self, x):
+            return self.one(x) @ self.other(x).t()
+
+    torch.manual_seed(0)
+    (found,) = trainprobe.preflight(
+        lambda m, x: cross_entropy(m(x), torch.arange(len(x))), Pairs(), pictures()[0], only=["rows"], seconds=600
+    ).lines
+    assert (found.status, found.text) == ("by design", "the outputs compare rows with each other: one for each pair of them")
+
+
+@pytest.mark.parametrize(("labels", "status"), [(False, "by design"), (True, "BROKEN")])
+def test_a_loss_that_samples_and_has_no_labels_does_so_in_evaluation_too(labels, status):
+    def loss(model, batch):
+        noisy = batch["x"] + torch.randn_like(batch["x"])
+        return classified(model, (noisy, batch["labels"])) if labels else (model(noisy) - 1).square().mean()
+
+    x, y = pictures()
+    batch = {"x": x, "labels": y} if labels else {"x": x}
+    (found,) = trainprobe.preflight(loss, nn.Linear(5, 3), batch, only=["start"], seconds=600).lines
+    assert found.status == status and ("evaluation does so, too" in found.text) != labels, found
+
+
+def test_a_gradient_that_only_a_small_step_can_measure_is_right():
+    class Sharp(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.token, self.out = nn.Parameter(0.02 + 1e-9 * torch.randn(5)), nn.Linear(5, 3)
+
+        def forward(self, x):
+            return self.out(nn.functional.layer_norm(x[:, :1] * 0 + self.token, (5,), eps=1e-12))
+
+    torch.manual_seed(0)
+    (found,) = trainprobe.preflight(classified, Sharp(), pictures(), only=["gradient"], seconds=600).lines
+    assert found.status == "holds", found
+
+
+def test_edges_of_a_graph_keep_their_rows():
+    class Graph(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.out = nn.Linear(5, 3)
+
+        def forward(self, x, edge_index):
+            return self.out(x.index_add(0, edge_index[1], x[edge_index[0]]))
+
+    x, y = pictures()
+    batch = {"x": x, "edge_index": torch.tensor([[0, 1, 2, 6, 6], [1, 2, 3, 7, 5]]), "y": y}
+    report = trainprobe.preflight(
+        lambda m, b: cross_entropy(m(b["x"], b["edge_index"]), b["y"]), Graph(), batch, only=["split", "rows"], seconds=600
+    )
+    assert [(line.status, "edge_index names rows by their numbers" in line.text) for line in report.lines] == [
+        ("not applicable", True)
+    ] * 2
+
+
+def test_a_gradient_that_is_rounding_alone_need_move_nothing():
+    """As that of a last bias under a loss of differences."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    anchors, others = pictures()[0], torch.randn(8, 5)
+
+    def loss(model, batch):
+        return nn.functional.triplet_margin_loss(model(batch[0]), model(batch[0] + 0.1), model(batch[1]))
+
+    (found,) = trainprobe.preflight(loss, model, (anchors, others), optimizer=optimizer, only=["update"], seconds=600).lines
+    assert found.status == "holds", found
+
+
+@pytest.mark.parametrize(("count", "status"), [(1, "holds"), (None, "BROKEN"), (2, "BROKEN")])
+def test_what_would_be_wrong_of_two_micro_batches_is_no_fault_of_one(count, status):
+    """As of heads in transformers whose loss is not told the number of items, in its Trainer."""
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+
+    def step(model, micros):
+        losses = [classified(model, micro) for micro in micros]
+        for loss in losses:
+            loss.backward()
+        return sum(float(loss) for loss in losses)
+
+    given = {} if count is None else {"micro_batches": count}
+    (found,) = trainprobe.preflight(classified, model, pictures(), step=step, only=["split"], seconds=600, **given).lines
+    assert found.status == status and "the factor 2, the 2 micro-batches" in found.text, found
+    assert found.text.startswith("for one micro-batch a step; ") == (count == 1)
