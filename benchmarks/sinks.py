@@ -44,6 +44,7 @@ SERVICES = {"prometheus": "prometheus", "otlp": "otlp", "wandb": "wandb", "track
     "mlflow, files": "mlflow"
 }
 BAR = 0.003
+STEP, FASTER = 0.7, 1 / 7  # seconds of a step of the real GPT on a quiet machine; steps that need time are handed over faster
 AGAIN, ASKED = 200, 20  # steps that are handed to the sink once more; those between two exports, or scrapes
 EMPTY = queue.SimpleQueue[None]()
 # takes what OpenTelemetry and MLflow send, in a process of its own, whose time is not counted
@@ -127,7 +128,11 @@ def alone(service: str, folder: Path) -> dict[str, Any]:
     *_, recorded = read_log(folder / "without")
     (folder / "alone").mkdir()
     others = os.times().children_user + os.times().children_system
-    sink = import_module(f"trainprobe.engine.storage.sinks.{SERVICES[service]}").open(folder / "alone", Plan(), Place(0, 1))
+    module = import_module(f"trainprobe.engine.storage.sinks.{SERVICES[service]}")
+    sink = module.open(folder / "alone", Plan(), Place(0, 1))
+    rest = FASTER * STEP if service.startswith("mlflow") else 0.0  # it gathers steps for a time
+    if rest:
+        module.WINDOW *= FASTER
     sink.write(recorded)
     sent(sink)
     begun = time.process_time()
@@ -135,6 +140,7 @@ def alone(service: str, folder: Path) -> dict[str, Any]:
         again = copy(recorded)  # with its layout, as steps of a training share theirs
         again.step = recorded.step + step
         sink.write(again)
+        time.sleep(rest)
         if step % ASKED == 0 and service == "otlp":
             sink._meters.force_flush()
         if step % ASKED == 0 and service == "prometheus":
