@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -359,6 +360,16 @@ def test_the_command(tmp_path):
     jsonschema.validate(answer, SCHEMA)
     assert answer["code"] == 2 and len(answer["properties"]) == 9
     assert sorted(path.name for path in tmp_path.iterdir()) == ["answer.json", "train.py"]
+
+
+def test_a_module_stands_for_a_script(tmp_path):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "train.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "trainprobe", "preflight", "--only", "start", "--", "-m", "package.train", "0.1"]
+    tree = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(command, cwd=tmp_path, env=tree, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2, done.stderr
+    assert "start        BROKEN: no optimizer holds 2.weight and 1 more" in done.stdout
 
 
 def test_a_script_that_fails_before_its_first_update(tmp_path):

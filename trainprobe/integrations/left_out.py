@@ -49,12 +49,16 @@ class LeftOut:
         times = self._known.pop(optimizer, None)
         self._trained = [pair for pair in self._trained if pair[1] is not times]
 
+    def is_new(self, module: Any) -> bool:
+        """Tell whether no module around this one was called before."""
+        return id(module) not in self._inside
+
     def called(self, module: Any, own: Collection[int]) -> bool:
         """See the call of a module that is no part of the model that is watched. own: ids of that model's parameters.
 
         Return whether it is new and holds all of these parameters and more.
         """
-        if id(module) in self._inside:
+        if not self.is_new(module):
             return False
         self._inside |= {id(inner) for inner in modules_inside(module)}
         numbers = parameters_of(module).keys()

@@ -271,6 +271,9 @@ class TorchLoop:
         self._within += map(Handle, module_gates(self._model, self._forward))
 
     def _forward(self, module: Any) -> bool:
+        if self._is_outdated(module):
+            self._take_again(model_around(module), module)
+            return True
         if id(module) not in self._owned:
             return self._left_out.called(module, self._parameters.keys()) and self._is_whole_model(module)
         step = self._step
@@ -291,12 +294,24 @@ class TorchLoop:
         """Watch a module whose part was taken for the model; return whether it is. Parents in Keras know their parts late."""
         if self._given or self._updates or self._is_held(alone=True):
             return False
+        self._take_again(module, module)
+        return True
+
+    def _is_outdated(self, module: Any) -> bool:
+        """Tell whether the model was taken before it was finished: its constructor called it, and replaced parameters then."""
+        step = self._step
+        if self._given or self._updates or step is None or step.backward or self._losses.in_backward:
+            return False
+        first = id(module) == step.entry or (id(module) not in self._owned and self._left_out.is_new(module))
+        return first and not self._parameters.keys() <= parameters_of(self._model).keys()
+
+    def _take_again(self, model: Any, called: Any) -> None:
         self._drop_step()
+        self.session.end(complete=False)
         self._number, self._own_updates = self._first, 0
         self._left_out = LeftOut()
-        self._take(module, [], first=0)
-        self._begin(id(module))
-        return True
+        self._take(model, [], first=0)
+        self._begin(id(called))
 
     def _is_over(self, step: LoopStep, module: int) -> bool:
         """Return whether the update of this step has been made when a module is called."""

@@ -499,3 +499,35 @@ def test_a_forward_that_a_loop_skips_in_mid_run_is_told_of_the_step_that_holds_i
     told = re.findall(r"step (\d+) holds a forward pass whose loss no backward pass used", printed)
     every = re.findall(r"whose loss no backward pass used, of steps (.*?)\.", printed)
     assert (told, every) == (said[:1], [", ".join(said)] if said else []), printed
+
+
+class CallsInItsConstructor(nn.Module):
+    """Learns something from a pass over its own layers before it is finished, as YOLOv5 learns its strides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.forward(torch.zeros(1, 4))
+        self.layers[2].bias = nn.Parameter(self.layers[2].bias.detach() + 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_a_model_that_its_constructor_calls_is_watched_as_it_is_when_it_trains(tmp_path):
+    torch.manual_seed(0)
+    watcher = attach_to_script({**PLAN, "output": tmp_path / "out"})
+    model = CallsInItsConstructor()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss_of(model).backward()
+            optimizer.step()
+    finally:
+        watcher.close()
+    assert [finding.message for finding in watcher.findings] == []
+    steps = recorded(tmp_path / "out")
+    assert len(steps) == 4

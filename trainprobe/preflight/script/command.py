@@ -62,7 +62,7 @@ def preflight_script(
     script = [word for i, word in enumerate(words or []) if i or word != "--"]
     if not script:
         raise UsageError("nothing to run: give the script, as in `trainprobe preflight train.py --lr 3e-4`")
-    if script[0].startswith("-"):
+    if script[0].startswith("-") and script[0] != "-m":
         raise UsageError(f"{script[0]} is no option of `trainprobe preflight`; those of the script stand behind it")
     options = {"only": only or (), "skip": skip or (), "seconds": seconds, "overfit": overfit, "charts": html is not None}
     checked(only or (), skip or ())
@@ -76,11 +76,12 @@ def preflight_script(
 def at_first_update(script: list[str], answer: Callable[[Learnt], int]) -> int:
     """Run a script and, before its first update, `answer(learnt)`; then end the process at once, with the code that it returns.
 
-    What a script does at its end belongs to a training. Returns 3 where no optimizer of torch stepped. Raises UsageError where
-    the first word is no file.
+    What a script does at its end belongs to a training. `-m` and a module stand for a script, as they do for Python. Returns 3
+    where no optimizer of torch stepped. Raises UsageError where the first word is no file.
     """
+    script = script[1:] if (is_module := script[0] == "-m" and len(script) > 1) else script
     path = Path(script[0])
-    if not path.is_file():
+    if not is_module and not path.is_file():
         raise UsageError(f"{path} is no file: give the script and its arguments, as in `-- train.py --lr 3e-4`")
 
     def end(learnt: Learnt) -> None:
@@ -92,9 +93,9 @@ def at_first_update(script: list[str], answer: Callable[[Learnt], int]) -> int:
     os.environ[DOOR] = "off"  # a script that is watched writes no run
     warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks")  # ours
     sys.argv = script
-    sys.path.insert(0, str(path.resolve().parent))
+    sys.path.insert(0, str(Path.cwd() if is_module else path.resolve().parent))
     with FirstUpdate(end) as first:
-        ended = attempt(lambda: _run(path), otherwise=_told_fault)
+        ended = attempt(lambda: _run(script[0], is_module), otherwise=_told_fault)
     seen = f" ({len(first.micros)} backward passes were seen)" if first.micros else ""
     log(f"{path} {ended} without an update of an optimizer of torch{seen}: nothing was tested", severity="error")
     return _left(3)
@@ -128,9 +129,11 @@ def _left(answer: int) -> int:
     return 0
 
 
-def _run(path: Path) -> str:
+def _run(script: str, is_module: bool) -> str:
     with suppress(SystemExit):
-        runpy.run_path(str(path), run_name="__main__")
+        runpy.run_module(script, run_name="__main__", alter_sys=True) if is_module else runpy.run_path(
+            script, run_name="__main__"
+        )
     return "ended"
 
 
