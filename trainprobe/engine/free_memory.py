@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from trainprobe.engine.core.guard import attempt
 
 _PAIR = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
 
 
-def free_memory(device: torch.device) -> float:
-    """Return the bytes that can be had on a device, of the host within the limit of its group; infinite where nobody says."""
+def free_memory(device: Any) -> float:
+    """Return the bytes that can be had on a device of torch, of the host within the limit of its group; infinite where nobody says."""
     return attempt(lambda: _of_host() if device.type == "cpu" else _of_device(device), otherwise=lambda _: float("inf"))
 
 
@@ -26,6 +25,6 @@ def _of_host() -> float:
     return free if limit == "max" else min(free, float(int(limit) - int(used)))
 
 
-def _of_device(device: torch.device) -> float:
-    kind: Any = getattr(torch, device.type)
+def _of_device(device: Any) -> float:
+    kind: Any = sys.modules[f"torch.{device.type}"]
     return float(kind.mem_get_info(device)[0] + kind.memory_reserved(device) - kind.memory_allocated(device))
