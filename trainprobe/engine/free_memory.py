@@ -7,21 +7,22 @@ from pathlib import Path
 from typing import Any
 
 from trainprobe.engine.core.guard import attempt
+from trainprobe.engine.storage.safe_files import read_text
 
 _PAIR = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
 
 
 def free_memory(device: Any) -> float:
-    """Return the bytes that can be had on a device of torch, of the host within the limit of its group; infinite where nobody says."""
+    """Return the bytes that can be had on a device of torch, of the host within the limit of its group; else infinity."""
     return attempt(lambda: _of_host() if device.type == "cpu" else _of_device(device), otherwise=lambda _: float("inf"))
 
 
 def _of_host() -> float:
-    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    lines = (line.split() for line in read_text(Path("/proc/meminfo")).splitlines())
     free = next(1024.0 * int(words[1]) for words in lines if words[0] == "MemAvailable:")
     if not all(path.is_file() for path in _PAIR):
         return free
-    limit, used = (path.read_text().strip() for path in _PAIR)
+    limit, used = (read_text(path).strip() for path in _PAIR)
     return free if limit == "max" else min(free, float(int(limit) - int(used)))
 
 
