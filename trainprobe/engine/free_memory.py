@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trainprobe.engine.core.guard import attempt
-from trainprobe.engine.storage.safe_files import read_text
+from trainprobe.engine.storage.safe_files import open_to_read
 
 _PAIR = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
 
@@ -18,12 +18,17 @@ def free_memory(device: Any) -> float:
 
 
 def _of_host() -> float:
-    lines = (line.split() for line in read_text(Path("/proc/meminfo")).splitlines())
+    lines = (line.split() for line in _told(Path("/proc/meminfo")).splitlines())
     free = next(1024.0 * int(words[1]) for words in lines if words[0] == "MemAvailable:")
     if not all(path.is_file() for path in _PAIR):
         return free
-    limit, used = (read_text(path).strip() for path in _PAIR)
+    limit, used = (_told(path).strip() for path in _PAIR)
     return free if limit == "max" else min(free, float(int(limit) - int(used)))
+
+
+def _told(path: Path) -> str:
+    with open_to_read(path) as file:  # the kernel says a size of 0
+        return file.read(1 << 16).decode()
 
 
 def _of_device(device: Any) -> float:
