@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from trainprobe.engine.core.guard import attempt
+from trainprobe.engine.storage.safe_files import open_to_read
 
 _PAIR = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
 
 
-def free_memory(device: torch.device) -> float:
-    """Return the bytes that can be had on a device, of the host within the limit of its group; infinite where nobody says."""
+def free_memory(device: Any) -> float:
+    """Return the bytes that can be had on a device of torch, of the host within the limit of its group; else infinity."""
     return attempt(lambda: _of_host() if device.type == "cpu" else _of_device(device), otherwise=lambda _: float("inf"))
 
 
 def _of_host() -> float:
-    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    lines = (line.split() for line in _told(Path("/proc/meminfo")).splitlines())
     free = next(1024.0 * int(words[1]) for words in lines if words[0] == "MemAvailable:")
     if not all(path.is_file() for path in _PAIR):
         return free
-    limit, used = (path.read_text().strip() for path in _PAIR)
+    limit, used = (_told(path).strip() for path in _PAIR)
     return free if limit == "max" else min(free, float(int(limit) - int(used)))
 
 
-def _of_device(device: torch.device) -> float:
-    kind: Any = getattr(torch, device.type)
+def _told(path: Path) -> str:
+    with open_to_read(path) as file:  # the kernel says a size of 0
+        return file.read(1 << 16).decode()
+
+
+def _of_device(device: Any) -> float:
+    kind: Any = sys.modules[f"torch.{device.type}"]
     return float(kind.mem_get_info(device)[0] + kind.memory_reserved(device) - kind.memory_allocated(device))
