@@ -28,6 +28,8 @@ def examine(subject: Subject) -> Line:
     Along the gradient a slope that is too small shows best. What has no gradient at all shows along the random part alone. Of
     that two must agree, as a loss with kinks has a wrong one now and then.
     """
+    if not subject.repeats and subject.beyond(subject.twice):
+        return not_applicable("two steps from one state differ: see determinism")
     with _in_float64(subject) as (batch, precision, seen):
         if not seen.finite:
             return not_applicable("the loss is not finite in float64")

@@ -82,8 +82,6 @@ def _evaluation(subject: Subject) -> Line | None:
     runs.append(subject.run(backward=False, evaluate=True, seed=1, outputs=True))
     if relative(runs[0].loss, runs[1].loss) == 0 or not isfinite(runs[0].loss):
         return None
-    if subject.draws and subject.batch.of("labels") is None:
-        return by_design(f"the loss samples ({subject.draws}), and has no labels: evaluation does so, too")
     where = f", first in {place}" if (place := subject.first_difference(runs[0], runs[1])) else ""
     if subject.draws and len({subject.run(backward=False, evaluate=True, seed=s, modes=Quiet()).loss for s in (1, 2)}) == 2:
         return by_design(f"evaluation draws random numbers as training does ({subject.draws}){where}")
