@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +20,7 @@ from trainprobe.monitor.remote_run import as_given, is_copy, origin, run_folder
 from trainprobe.monitor.report import write_page
 from trainprobe.monitor.report.from_run import collect_histories, view_of
 from trainprobe.monitor.report.run_view import RunView
+from trainprobe.monitor.report.traces import dumps_of, trace_of
 from trainprobe.monitor.rules_of_run import left_out, rules_of_run
 from trainprobe.monitor.run_folder import read_frames
 from trainprobe.monitor.two_runs import add_run, departures, first_departure, notes_on
@@ -93,7 +95,7 @@ def view_of_run(
     short = seen.shortfall(folder)
     sentences = [*filter(None, [short]), *seen.lacking(), *filter(None, [left_out(absent)])]
     notes = [*(f"{sentence}." for sentence in sentences), *view.notes, *filter(None, [unjudged])]
-    view = replace(view, findings=findings, recorded=short, notes=notes)
+    view = replace(view, findings=findings, recorded=short, notes=notes, trace=partial(trace_of, dumps_of(folder)))
     console = console or Console(quiet=True)
     if short:
         console.print(f"{short}: the page shows no others", markup=False)

@@ -199,9 +199,17 @@ def schema_text() -> str:
 
 
 def finding_item(
-    f: Finding, number: int, first: bool = False, on_map: bool = False, following: Sequence[Markup] = ()
+    f: Finding,
+    number: int,
+    first: bool = False,
+    on_map: bool = False,
+    following: Sequence[Markup] = (),
+    trace: Sequence[tuple[str, str]] = (),
 ) -> Markup:
-    """Return the list item of a finding, which `#finding-NUMBER` leads to. following: items of what follows from it, folded."""
+    """Return the list item of a finding, which `#finding-NUMBER` leads to.
+
+    following: items of what follows from it, folded. trace: what else is known of it, each with its label.
+    """
     from trainprobe.engine.storage.html_page.markup import element, joined
 
     where: list[Markup] = []
@@ -210,6 +218,7 @@ def finding_item(
     for label, value in (("measured ", f.measured), ("expected ", f.expected), ("noise floor ", f.floor)):
         if value is not None:
             where.append(element("span", label, element("code", value if isinstance(value, str) else f"{value:.4g}")))
+    where += [element("span", label, element("code", text)) for label, text in trace]
     if on_map and f.step is not None:
         where.append(element("a", "show on the map", href="#map", class_="show", data_finding=str(number)))
     names = None

@@ -225,8 +225,8 @@ def findings_card(run: RunView, found: Sequence[Finding]) -> Markup:
     numbers = {id(f): i for i, f in enumerate(found, 1)}
     items = []
     for cause, *following in _groups(found):
-        under = [finding_item(f, numbers[id(f)], f is first, on_map) for f in following]
-        items.append(finding_item(cause, numbers[id(cause)], cause is first, on_map, under))
+        under = [finding_item(f, numbers[id(f)], f is first, on_map, trace=run.trace(f)) for f in following]
+        items.append(finding_item(cause, numbers[id(cause)], cause is first, on_map, under, run.trace(cause)))
     body = element("ol", *items[:MOST], id="finding-list")
     if not found:
         none = f"{run.recorded}: no findings in these." if run.recorded else "No findings."

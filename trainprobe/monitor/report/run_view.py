@@ -76,7 +76,7 @@ class RunView:
     meta: label → text, shown under the title. scalars: name → (steps [S], values [S]), drawn as curves in this order.
     metrics: the heatmaps. findings: in any order; the page shows one entry a cause, causes first. tables: shown last. notes:
     sentences on what was not seen, shown with the findings. recorded: how many steps of all, where some are missing. jump: the
-    largest jump of the loss, shown where nothing was found.
+    largest jump of the loss, shown where nothing was found. trace: what else is known of a finding, each with its label.
     """
 
     title: str
@@ -88,3 +88,4 @@ class RunView:
     notes: Sequence[str] = ()
     recorded: str = ""
     jump: str = ""
+    trace: Callable[[Finding], Sequence[tuple[str, str]]] = lambda _: ()
