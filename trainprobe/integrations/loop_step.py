@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +21,8 @@ class LoopStep:
     gradients: as backward passes leave them, of a step that began before that. cleared: the program has cleared some.
     forwards: calls of `entry`. backward: whether a backward has ended since the last forward. stepped: ids of what optimizers
     have stepped. follows: whether each forward is looked at. nodes: the number of autograd's next node as it began. since: that
-    number after the last backward. unused: numbers of nodes of which no loss has used the first half.
+    number after the last backward. unused: numbers of nodes of which no loss has used the first half. compiled: frames that
+    `torch.compile` had traced by then, which makes nodes, too.
     """
 
     entry: int
@@ -34,6 +36,7 @@ class LoopStep:
     nodes: int = field(default_factory=sequence_number)
     since: int = field(default_factory=sequence_number)
     unused: list[range] = field(default_factory=list[range])
+    compiled: int = field(default_factory=lambda: _compiled_frames())
 
     def has_own_update(self) -> bool:
         """Return whether the weights have changed since a backward, though no optimizer of torch.optim has stepped."""
@@ -55,6 +58,9 @@ class LoopStep:
         whether it depends on the first half; if not, they are kept in `unused` until another loss does.
         """
         made = range(self.since, sequence_number())
+        before, self.compiled = self.compiled, _compiled_frames()
+        if before != self.compiled:
+            return len(made)
         if self.unused or not usual or may_be_two(len(made), usual):
             first = _first_used(loss, min([made.start, *(before.start for before in self.unused)]))
             self.unused = [before for before in self.unused if 2 * first > before.start + before.stop]
@@ -70,6 +76,11 @@ class LoopStep:
         known = set[int]().union(*held)
         left = (p for number, p in parameters.items() if number not in self.stepped and p.requires_grad)
         return any(id(p) in known or (p.is_leaf and p.grad is not None) for p in left)
+
+
+def _compiled_frames() -> int:
+    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
+    return counters["frames"]["total"] if counters else 0
 
 
 def may_be_two(made: int, usual: int) -> bool:

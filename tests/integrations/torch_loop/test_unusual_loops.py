@@ -531,3 +531,22 @@ def test_a_model_that_its_constructor_calls_is_watched_as_it_is_when_it_trains(t
     assert [finding.message for finding in watcher.findings] == []
     steps = recorded(tmp_path / "out")
     assert len(steps) == 4
+
+
+def test_what_the_compiler_traces_is_no_forward_pass_that_was_left_out(tmp_path, capsys):
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    watcher = attach_to_script({**PLAN, "output": tmp_path / "out"})
+    model = net()
+    compiled = torch.compile(model, backend="aot_eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        for _ in range(3):
+            for _ in range(2):
+                (loss_of(compiled) / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        watcher.close()
+    assert "no backward pass used" not in capsys.readouterr().err
+    assert len(recorded(tmp_path / "out")) == 3
