@@ -196,6 +196,25 @@ def test_targets_that_were_flattened_keep_their_name_where_time_comes_first():
     assert [found.status for found in report.lines] == ["holds", "holds"]
 
 
+def test_a_compiled_model_is_tested_as_it_is_written():
+    def loop(own):
+        model = torch.compile(Text(), backend="aot_eager")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x, y = tokens()
+        _, loss = model(x, y)
+        loss.backward()
+        optimizer.step()
+
+    torch._dynamo.reset()
+    training, *_ = learnt(loop)
+    assert list(training.micros[0]) == ["idx", "targets"]
+    frames = torch._dynamo.utils.counters["frames"]["total"]
+    wanted = ["causality", "rows", "gradient", "determinism"]
+    report = trainprobe.preflight(training.loss, training.model, training.micros[0], only=wanted, seconds=600)
+    assert [found.status for found in report.lines] == ["holds"] * 4, report
+    assert torch._dynamo.utils.counters["frames"]["total"] == frames
+
+
 def test_an_update_that_no_optimizer_makes_ends_it_too():
     training, optimizers, own = learnt(of_no_optimizer)
     assert (len(training.micros), optimizers, own) == (1, [], [])

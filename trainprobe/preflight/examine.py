@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import sys
 import time
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from math import isfinite
 from typing import Any
+
+import torch
 
 from trainprobe.engine.core.guard import attempt, fault_text
 from trainprobe.engine.training_guard import TrainingGuard
@@ -55,7 +59,7 @@ def preflight(
     if shard := no_shards(model):
         raise UsageError(shard)
     start = time.monotonic()
-    with TrainingGuard(model, optimizers) as guard:
+    with _eager(), TrainingGuard(model, optimizers) as guard:
         subject = Subject(loss, model, Batch(batch), guard)
         subject.step, subject.micro_batches, subject.optimizers = step, micro_batches or (2 if step else 1), optimizers
         subject.measure()
@@ -64,6 +68,12 @@ def preflight(
         drawn = attempt(charts_of, subject, otherwise=lambda _: {}) if charts and subject.base.finite else {}
     floor = max(subject.eps, *vars(subject).get("floors", [0.0])[:1])
     return Report(lines, sum(map(subject.passes, subject.rows_run)), round(time.monotonic() - start, 3), floor, drawn)
+
+
+def _eager() -> AbstractContextManager[Any]:
+    """Run compiled models as they are written: the modules inside are seen, and no further shape is compiled."""
+    stance = getattr(torch.compiler, "set_stance", None) if "torch._dynamo" in sys.modules else None
+    return nullcontext() if stance is None else stance("force_eager")
 
 
 def checked(only: Collection[str], skip: Collection[str], overfit: bool = False) -> list[str]:

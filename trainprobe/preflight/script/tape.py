@@ -262,6 +262,7 @@ def tensors_of(x: Any) -> list[Tensor]:
 
 def _names(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[int, str]:
     """Return id of each tensor that is given → the name of its argument."""
+    function = getattr(function, "_orig_mod", function)  # a compiled module takes anything
     called, found = getattr(function, "forward", function), dict[int, str]()
     for name, value in attempt(
         lambda: inspect.signature(called).bind(*args, **kwargs).arguments, otherwise=lambda _: {}
