@@ -10,7 +10,7 @@ from typing import Any
 
 from trainprobe.engine.core.flat_parameters import FLAT
 from trainprobe.engine.core.guard import attempt
-from trainprobe.engine.core.records import Finding, Place, StepData
+from trainprobe.engine.core.records import Finding, Place, Site, StepData
 from trainprobe.engine.core.unmatched import Unmatched
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.plan.selection import Names
@@ -140,13 +140,12 @@ class MonitorProgram(Program):
 
 def with_line(finding: Finding, step_data: StepData) -> Finding:
     """Return a finding of the rule `nonfinite` whose message ends with the line that made its call; else as it is."""
-    line = line_of(finding, step_data) if finding.rule == "nonfinite" else ""
+    line = line_of(finding.site, step_data) if finding.rule == "nonfinite" else ""
     return replace(finding, message=f"{finding.message}; called at {line}") if line else finding
 
 
-def line_of(finding: Finding, step_data: StepData) -> str:
+def line_of(site: Site | None, step_data: StepData) -> str:
     """Return "train.py:21: self.norm(x)", the innermost line that is no part of torch; "" where it is not known."""
-    site = finding.site
     if site is None or site.kind not in ("module", "op"):
         return ""
     called = (c for c in step_data.calls if (c.kind, c.name, c.call, c.phase) == (site.kind, site.name, site.call, "forward"))

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import trainprobe
-from trainprobe.engine.core.records import Finding, Place, Site
+from trainprobe.engine.core.records import Site
 from trainprobe.monitor.report.page import render_page
 from trainprobe.monitor.report.traces import dumps_of, trace_of
 from trainprobe.monitor.report_command import view_of_run
@@ -37,21 +37,19 @@ def test_a_finding_leads_to_the_line_the_class_and_the_dump(tmp_path):
                 optimizer.step()
     dumps = dumps_of(tmp_path)
     line = next(n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "self.second(self.first" in text)
-    weight = Finding("drift", "warning", "it moved", 1, Place(0, 1), Site("parameter", "second.weight", "value"))
-    assert trace_of(dumps, weight) == [("of class ", "Linear"), ("dump ", "step1/rank0")]
-    module = Finding("drift", "warning", "it moved", 1, Place(0, 1), Site("module", "second", "output.0"))
-    told = dict(trace_of(dumps, module))
+    weight, module = Site("parameter", "second.weight", "value"), Site("module", "second", "output.0")
+    assert trace_of(dumps, 1, 0, weight) == [("of class ", "Linear"), ("dump ", "step1/rank0")]
+    told = dict(trace_of(dumps, 1, 0, module))
     assert told["in the code "].startswith(f"{__file__}:{line}: ") and told["of class "] == "Linear"
-    for nothing in (Finding("a", "info", "", 0, Place(0, 1), weight.site), Finding("a", "info", "", None)):
-        assert trace_of(dumps, nothing) == []
+    assert trace_of(dumps, 0, 0, weight) == trace_of(dumps, 1, 7, weight) == trace_of(dumps, None, 0, None) == []
     page = render_page(view_of_run(tmp_path))
     assert "dump <code>step2/rank0</code>" in page and f"test_traces.py:{line}" in page
 
 
 def test_a_folder_without_a_dump_and_a_dump_that_cannot_be_read_cost_nothing(tmp_path):
-    found = Finding("drift", "warning", "it moved", 1, Place(0, 1), Site("module", "second", "output.0"))
-    assert trace_of(dumps_of(tmp_path), found) == []
+    site = Site("module", "second", "output.0")
+    assert trace_of(dumps_of(tmp_path), 1, 0, site) == []
     dump = tmp_path / "step1" / "rank0"
     dump.mkdir(parents=True)
     (dump / "dump.json").write_text("{")
-    assert trace_of({1: {0: dump}}, found) == [("dump ", "step1/rank0")]
+    assert trace_of({1: {0: dump}}, 1, 0, site) == [("dump ", "step1/rank0")]

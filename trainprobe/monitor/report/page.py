@@ -225,8 +225,8 @@ def findings_card(run: RunView, found: Sequence[Finding]) -> Markup:
     numbers = {id(f): i for i, f in enumerate(found, 1)}
     items = []
     for cause, *following in _groups(found):
-        under = [finding_item(f, numbers[id(f)], f is first, on_map, trace=run.trace(f)) for f in following]
-        items.append(finding_item(cause, numbers[id(cause)], cause is first, on_map, under, run.trace(cause)))
+        under = [finding_item(f, numbers[id(f)], f is first, on_map, trace=_trace(run, f)) for f in following]
+        items.append(finding_item(cause, numbers[id(cause)], cause is first, on_map, under, _trace(run, cause)))
     body = element("ol", *items[:MOST], id="finding-list")
     if not found:
         none = f"{run.recorded}: no findings in these." if run.recorded else "No findings."
@@ -237,6 +237,12 @@ def findings_card(run: RunView, found: Sequence[Finding]) -> Markup:
     title = element("h2", "Findings", id="findings-title")
     notes = listed(run.notes, id="notes")
     return element("section", title, body, more, jump, notes, id="findings", class_="card", aria_labelledby="findings-title")
+
+
+def _trace(run: RunView, finding: Finding) -> list[tuple[str, str]]:
+    """Return what a finding leads to, without what it says itself."""
+    known = run.trace(finding.step, finding.place.rank if finding.place is not None else 0, finding.site)
+    return [(what, text) for what, text in known if text not in finding.message]
 
 
 def _describe_finding(finding: Finding) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainprobe.engine.core.records import Finding
+from trainprobe.engine.core.records import Finding, Site
 from trainprobe.errors import UsageError
 
 Floats = npt.NDArray[np.floating]
@@ -76,7 +76,8 @@ class RunView:
     meta: label → text, shown under the title. scalars: name → (steps [S], values [S]), drawn as curves in this order.
     metrics: the heatmaps. findings: in any order; the page shows one entry a cause, causes first. tables: shown last. notes:
     sentences on what was not seen, shown with the findings. recorded: how many steps of all, where some are missing. jump: the
-    largest jump of the loss, shown where nothing was found. trace: what else is known of a finding, each with its label.
+    largest jump of the loss, shown where nothing was found. trace: what else is known of a step, rank and
+    site, each with its label.
     """
 
     title: str
@@ -88,4 +89,4 @@ class RunView:
     notes: Sequence[str] = ()
     recorded: str = ""
     jump: str = ""
-    trace: Callable[[Finding], Sequence[tuple[str, str]]] = lambda _: ()
+    trace: Callable[[int | None, int, Site | None], Sequence[tuple[str, str]]] = lambda *_: ()

@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from trainprobe.engine.core.guard import attempt
-from trainprobe.engine.core.records import Finding, StepData
+from trainprobe.engine.core.records import Site, StepData
 from trainprobe.engine.storage.dumps import read
 from trainprobe.engine.storage.dumps.layout import DUMP_FILE, find_dumps
 from trainprobe.monitor.program import line_of
@@ -20,16 +20,13 @@ def dumps_of(folder: Path) -> Dumps:
     return attempt(lambda: find_dumps(folder), otherwise=lambda _: {})
 
 
-def trace_of(dumps: Dumps, finding: Finding) -> list[tuple[str, str]]:
+def trace_of(dumps: Dumps, step: int | None, rank: int, site: Site | None) -> list[tuple[str, str]]:
     """Return (what it is, what it is called) of what leads from a finding to its cause; nothing where its step has no dump."""
-    rank = finding.place.rank if finding.place is not None else 0
-    dump = None if finding.step is None else dumps.get(finding.step, {}).get(rank)
+    dump = None if step is None else dumps.get(step, {}).get(rank)
     if dump is None or not (dump / DUMP_FILE).is_file():
         return []
     step_data = attempt(lambda: _read(dump, (dump / DUMP_FILE).stat().st_mtime_ns), otherwise=lambda _: None)
-    line = line_of(finding, step_data) if step_data is not None else ""
-    kind = _class_of(finding, step_data) if step_data is not None else ""
-    line = "" if line in finding.message else line  # that of a NaN says it already
+    line, kind = ("", "") if step_data is None else (line_of(site, step_data), _class_of(site, step_data))
     told = [("in the code ", line), ("of class ", kind), ("dump ", f"{dump.parent.name}/{dump.name}")]
     return [(what, name) for what, name in told if name]
 
@@ -39,9 +36,8 @@ def _read(dump: Path, _: int) -> StepData:
     return read(dump)
 
 
-def _class_of(finding: Finding, step_data: StepData) -> str:
-    """Return the class of the module, or the operator, that a finding is about; of a parameter that of its module."""
-    site = finding.site
+def _class_of(site: Site | None, step_data: StepData) -> str:
+    """Return the class of a module, of a parameter that of its module; "" of anything else."""
     if site is None:
         return ""
     name = site.name.rpartition(".")[0] if site.kind == "parameter" else site.name
