@@ -30,7 +30,7 @@ from trainprobe.engine.core.naming import chunks_of
 from trainprobe.engine.core.records import Finding, Site
 from trainprobe.engine.probe import EngineProbe
 from trainprobe.engine.program import Making, Program, Schedule
-from trainprobe.engine.state_guard import StateGuard
+from trainprobe.engine.state_guard import StateGuard, bits_of
 from trainprobe.engine.stats.flipped import Flip, flip_behind
 from trainprobe.engine.stats.partials import CHECKSUM
 from trainprobe.errors import StopTraining
@@ -389,6 +389,5 @@ _NOT_AGAIN = {
 def host_bits(t: Any) -> Any:
     """Return the bits of a tensor on the host, as a NumPy array of its shape; whole and complex numbers as they are."""
     t = t.detach().cpu().contiguous()
-    if t.is_floating_point():
-        t = t.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
+    t = bits_of(t) if t.is_floating_point() else t
     return t.numpy()

@@ -407,7 +407,7 @@ class EngineProbe:
         """Hand over what was collected before a fault disabled the tool."""
         for step_data in self._waiting.unjudged() if self.writer is not None else ():
             if selects(self.plan):
-                step_data.calls, _ = selected(step_data.calls, self.plan, self._framework)
+                step_data.change(calls=selected(step_data.calls, self.plan, self._framework)[0])
             self._submit(step_data)
 
     def _submit(self, step_data: StepData) -> None:
@@ -429,7 +429,8 @@ class EngineProbe:
         for finding in found:
             self.report(finding)
         if selects(self.plan):
-            step_data.calls, why = selected(step_data.calls, self.plan, self._framework)
+            calls, why = selected(step_data.calls, self.plan, self._framework)
+            step_data.change(calls=calls)
             if why:
                 self.reporter.report_once(Finding("plan", "warning", why, step=step_data.step))
         return found

@@ -200,10 +200,11 @@ def _same_bits(a: Any, b: Any) -> bool:
     """Tell whether two tensors of the same shape and dtype hold the same bits, NaN and signed zeros included."""
     if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
         return False
-    return torch.equal(_bits(a), _bits(b))
+    return torch.equal(bits_of(a), bits_of(b))
 
 
-def _bits(t: Any) -> Any:
+def bits_of(t: Any) -> Any:
+    """Return a tensor's bits as whole numbers of the same size; complex numbers as pairs."""
     if not t.is_floating_point() and not t.is_complex():
         return t
     t = t.detach()

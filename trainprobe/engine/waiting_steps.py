@@ -112,7 +112,8 @@ class WaitingSteps:
 
     def _prepared(self, step: WaitingStep, part: Part) -> StepData:
         step_data = step.tape.receive()
-        _add_told(step_data, step.told)
+        if step.told:
+            step_data.change(scalars={**step_data.scalars, **step.told})
         if step.told is self._told:
             self._told = None
         for name, call in step.prepare:
@@ -122,13 +123,7 @@ class WaitingSteps:
     def _hand_over_kept(self) -> None:
         step_data, self._kept = self._kept, None
         if step_data is not None:
-            _add_told(step_data, self._told or {})
+            if self._told:
+                step_data.change(scalars={**step_data.scalars, **self._told})
             self._told = None
             self._submit(step_data)
-
-
-def _add_told(step_data: StepData, told: dict[str, float]) -> None:
-    """Add scalars to a step. Their names are part of its layout, which may have been asked for already."""
-    if told:
-        step_data.scalars = {**step_data.scalars, **told}
-        step_data.layout = None

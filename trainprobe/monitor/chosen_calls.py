@@ -22,7 +22,9 @@ def chosen_calls(plan: MonitorPlan) -> Callable[[StepData], list[Finding]] | Non
     def drop(step_data: StepData) -> list[Finding]:
         if not step_data.dumped:
             due = {phase: names if step_data.step % every == 0 else Names(("!**",)) for phase, (every, names) in kinds.items()}
-            step_data.calls = [c for c in step_data.calls if c.kind != "module" or c.phase not in due or c.name in due[c.phase]]
+            step_data.change(
+                calls=[c for c in step_data.calls if c.kind != "module" or c.phase not in due or c.name in due[c.phase]]
+            )
         return []
 
     return drop

@@ -206,6 +206,12 @@ class StepData:
     shares: Mapping[int, int] = field(default_factory=dict[int, int])
     layout: Any = field(default=None, init=False, repr=False, compare=False)  # see engine/core/step_layout.py
 
+    def change(self, *, calls: list[Call] | None = None, scalars: Mapping[str, float] | None = None) -> None:
+        """Take other calls or scalars from now on. The layout follows from them, and may have been asked for already."""
+        self.calls = self.calls if calls is None else calls
+        self.scalars = self.scalars if scalars is None else scalars
+        self.layout = None
+
     def numbers(self) -> dict[str, npt.NDArray[Any]]:
         """Finish the partials: statistic name → array [rows], computed once a collected step and vectorised."""
         from trainprobe.engine.stats import finish

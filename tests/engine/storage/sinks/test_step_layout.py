@@ -7,14 +7,17 @@ import weakref
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import trainprobe
 from tests.engine.storage.sinks.collected_steps import collected_steps, partials_of, plan_for
 from trainprobe.engine.core import step_layout
 from trainprobe.engine.core.records import Call, Feature, Opaque, Place, StepData, Value
 from trainprobe.engine.core.step_layout import layout_of
 from trainprobe.engine.stats.partials import PARTIALS
+from trainprobe.engine.storage.dumps.log import read_log
 from trainprobe.engine.storage.sinks import dump, jsonl
 
 FEATURE = Feature("layers.0", "attention_entropy", 0, 0, np.array([0.5]))
@@ -277,3 +280,22 @@ def test_any_step_that_is_like_another_is_written_as_if_alone(tmp_path_factory, 
     other = partials_of([[numbers[i % len(numbers)], float(i)] for i in range(rows)])
     steps = [same_again(made, 0, made.partials), same_again(made, 1, other), same_again(made, 2, made.partials)]
     assert written(folder / "together", steps) == alone(folder / "alone", steps)
+
+
+def test_a_selection_leaves_the_next_run_of_the_process_whole(tmp_path):
+    """The rules look at all calls of a step before the plan's selection leaves some out."""
+
+    def calls_of(name, **plan):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        plan |= {"level": "L0", "monitor": True, "sinks": ["jsonl"], "console": False}
+        with trainprobe.watch(model, optimizer, output=tmp_path / name, **plan) as probe, probe.step():
+            model(torch.randn(6, 4)).square().mean().backward()
+            optimizer.step()
+        (recorded,) = read_log(tmp_path / name)
+        return [(call.kind, call.name, call.phase) for call in recorded.calls]
+
+    runs = [calls_of(f"run{i}", **plan) for i, plan in enumerate(({"entries": ["Tanh"]}, {}))]
+    assert {name for kind, name, _ in runs[0]} == {"1"}
+    assert {name for kind, name, _ in runs[1] if kind == "module"} >= {"0", "1", "2"}
