@@ -24,6 +24,7 @@ class LeftOut:
         self._known: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()  # optimizer → its one counter
         self._trained: list[tuple[str, list[int]]] = []
         self._updated: set[int] = set()  # ids of parameters that some optimizer steps
+        self._together: set[int] = set()  # of these, those that an optimizer of the watched model steps
         self._inside: set[int] = set()  # ids of the modules in what was called
         self._called: list[tuple[str, KeysView[int]]] = []  # name and size, ids of its parameters
 
@@ -39,6 +40,11 @@ class LeftOut:
             self._updated |= {id(p) for group in optimizer.param_groups for p in group["params"]}
         self._known[optimizer][0] += 1
         self.in_a_row += self._newest is not None and self._newest() is optimizer
+
+    def stepped_too(self, numbers: set[int]) -> None:
+        """Learn the ids of what an optimizer of the watched model steps beside it."""
+        self._together |= numbers
+        self._updated |= numbers
 
     def interrupted(self) -> None:
         """The model that is watched was updated: no other training has begun."""
@@ -69,7 +75,10 @@ class LeftOut:
 
     def trained(self) -> str:
         """Return what was trained: "Generator (6 parameter tensors, 30 updates by Adam)"; empty when there was nothing."""
-        return _listed([what.format(times[0]) for what, times in self._trained], "what {} more optimizers step")
+        together = [
+            f"{name}, by the same optimizer" for name, numbers in self._called if not numbers.isdisjoint(self._together)
+        ]
+        return _listed([*together, *(what.format(times[0]) for what, times in self._trained)], "{} more")
 
     def sentences(self, *, trained: bool, called: bool) -> Iterator[str]:
         """Yield what the end of a run says. trained: of what others updated. called: of what was called and not updated."""

@@ -5,13 +5,16 @@ Only the dictionaries in which `torch.nn.Module` keeps its parameters and module
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, KeysView
 from typing import Any
 
 import torch
 
 from trainprobe.engine.core.held_parameters import Shards, members, shards_of
 from trainprobe.engine.core.live_objects import instances_of, with_subclasses
+from trainprobe.engine.core.naming import chunks_of
+
+TOGETHER = 16  # models of one optimizer that are watched together
 
 
 def model_around(called: Any) -> Any:
@@ -35,15 +38,39 @@ def model_of(optimizer: Any) -> Any:
     return best if best is not None and held & parameters_of(best).keys() else None
 
 
-def parameters_of(module: Any) -> dict[int, Any]:
-    """Return id → parameter of a module and all modules inside it."""
-    inside = list(modules_inside(module))
+def stepped_together(model: Any) -> Any:
+    """Return a model, or a list of models where the optimizers that step it step others too, in the order of its parameters.
+
+    `Adam([*encoder.parameters(), *decoder.parameters()])` trains two models that no module holds.
+    """
+    own = parameters_of(model).keys()
+    held = [number for numbers in map(held_by, live_optimizers()) if not own.isdisjoint(numbers) for number in numbers]
+    models, left = [model], {*held} - own
+    modules = {id(module) for module in modules_inside(model)}
+    while left and len(models) < TOGETHER:
+        another = _best(_live_modules(), left)
+        inside = {id(module) for module in modules_inside(another)} if another is not None else modules
+        if not modules.isdisjoint(inside) or left.isdisjoint(parameters_of(another)):  # what is left belongs to no module
+            break
+        models.append(another)
+        modules |= inside
+        left -= parameters_of(another).keys()
+    if len(models) == 1:
+        return model
+    place = {number: i for i, number in enumerate(held)}
+    return sorted(models, key=lambda m: min(place.get(number, len(held)) for number in parameters_of(m)))
+
+
+def parameters_of(model: Any) -> dict[int, Any]:
+    """Return id → parameter of a module, or of a list of modules, and all modules inside."""
+    inside = [module for chunk in chunks_of(model) for module in modules_inside(chunk)]
     return _held_by(inside, shards_of(inside))
 
 
-def has_own_parameters(module: Any) -> bool:
-    """Tell whether the parameters of a module are its own: while `functional_call` runs, other tensors stand in their place."""
-    return all(isinstance(p, torch.nn.Parameter) for p in _held_by(modules_inside(module), {}).values())
+def has_own_parameters(model: Any) -> bool:
+    """Tell whether the parameters of a model are its own: while `functional_call` runs, other tensors stand in their place."""
+    inside = (module for chunk in chunks_of(model) for module in modules_inside(chunk))
+    return all(isinstance(p, torch.nn.Parameter) for p in _held_by(inside, {}).values())
 
 
 def has_data(p: Any) -> bool:
@@ -84,6 +111,6 @@ def live_optimizers() -> list[Any]:
     return instances_of(with_subclasses(torch.optim.Optimizer))
 
 
-def held_by(optimizer: Any) -> set[int]:
-    """Return the ids of the parameters that an optimizer of torch.optim holds."""
-    return {id(p) for group in optimizer.__dict__.get("param_groups", ()) for p in group["params"]}
+def held_by(optimizer: Any) -> KeysView[int]:
+    """Return the ids of the parameters that an optimizer of torch.optim holds, in its order."""
+    return {id(p): None for group in optimizer.__dict__.get("param_groups", ()) for p in group["params"]}.keys()

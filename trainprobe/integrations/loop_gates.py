@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from trainprobe.engine.capture.patching.replaced import Replaced
+from trainprobe.engine.core.naming import chunks_of
 from trainprobe.integrations.auto_attach import called_from
 
 # training that one of these drives is watched by its own integration
@@ -15,7 +16,10 @@ DRIVERS = ("lightning.pytorch", "pytorch_lightning", "transformers.trainer", "de
 
 
 def module_gates(model: Any, opens: Callable[[Any], bool]) -> list[Replaced]:
-    """Ask `opens(module)` at each call of a module; it returns whether what collects may have changed. model: or None."""
+    """Ask `opens(module)` at each call of a module; it returns whether what collects may have changed.
+
+    model: a module, a list of them, or None.
+    """
     original = torch.nn.Module._call_impl
 
     def call(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -24,9 +28,10 @@ def module_gates(model: Any, opens: Callable[[Any], bool]) -> list[Replaced]:
         return module._call_impl(*args, **kwargs)  # which by now is the probe's, where this step is collected
 
     gates = [Replaced(torch.nn.Module, "_call_impl", call, traced=True)]
-    compiled = getattr(model, "_compiled_call_impl", None)
-    if compiled is not None:  # `model.compile()`: its calls go there instead
-        gates.append(Replaced(model, "_compiled_call_impl", _asking(model, compiled, opens)))
+    for chunk in chunks_of(model):
+        compiled = getattr(chunk, "_compiled_call_impl", None)
+        if compiled is not None:  # `model.compile()`: its calls go there instead
+            gates.append(Replaced(chunk, "_compiled_call_impl", _asking(chunk, compiled, opens)))
     return gates
 
 

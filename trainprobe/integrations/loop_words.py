@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from trainprobe.engine.core.naming import chunks_of
+
 OWN_UPDATES = (
     "the weights change and no optimizer of torch.optim makes the update: a step ends where a forward follows a backward and "
     "the weights have changed; gradients, updates and optimizer state cannot be seen"
@@ -30,4 +32,4 @@ ALL_JOINED = "Recorded as parts of the step that followed: forward passes whose 
 def no_update(model: Any, own: int) -> str:
     """Return the sentence for a model that no optimizer of torch.optim updated. own: its updates by other means."""
     seen = f", {own} by other means" if own else ""
-    return f"No update of {type(model).__name__} by an optimizer of torch.optim was seen{seen}."
+    return f"No update of {type(chunks_of(model)[0]).__name__} by an optimizer of torch.optim was seen{seen}."

@@ -25,7 +25,7 @@ from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.capture.patching.step_hooks import StepListener, settle
 from trainprobe.engine.core.gathering import may_end_apart
 from trainprobe.engine.core.log_lines import say
-from trainprobe.engine.core.naming import in_training
+from trainprobe.engine.core.naming import chunks_of, in_training
 from trainprobe.engine.core.words import counted, spans
 from trainprobe.engine.plan.loading import load_plan
 from trainprobe.errors import OutputError, ProbeError, StopTraining
@@ -39,6 +39,7 @@ from trainprobe.integrations.live_modules import (
     model_around,
     model_of,
     parameters_of,
+    stepped_together,
 )
 from trainprobe.integrations.loop_gates import DRIVERS, Handle, backward_gate, driven, module_gates
 from trainprobe.integrations.loop_losses import Losses
@@ -122,8 +123,8 @@ class TorchLoop:
         self._take(model, given, first=0)
 
     def _take(self, model: Any, optimizers: list[Any], first: int) -> None:
-        self._model = model
-        self._owned = {id(module) for module in model.modules()}
+        model = self._model = model if self._given else stepped_together(model)
+        self._owned = {id(module) for chunk in chunks_of(model) for module in chunk.modules()}
         self._parameters = parameters_of(model)
         optimizers = [getattr(wrapper, "optimizer", wrapper) for wrapper in optimizers]  # Accelerate wraps the one that steps
         if not self._number and self._trainings == 1:
@@ -369,8 +370,8 @@ class TorchLoop:
         self._leave_step()
         stop = self.session.step_ends()
         self._number += 1
-        asks = self.session.may_stop and not may_end_apart(self._model)
-        if asks and agreed(stop is not None, next(self._model.parameters()).device):
+        asks = self.session.may_stop and not may_end_apart(*chunks_of(self._model))
+        if asks and agreed(stop is not None, next(iter(self._parameters.values())).device):
             self.close()
             raise stop or StopTraining(f"a rule on another rank wants to stop after step {self._number - 1}")
         self.wait()
@@ -437,6 +438,7 @@ class TorchLoop:
         own = numbers & self._parameters.keys()
         if own:
             self._held[optimizer] = own
+            self._left_out.stepped_too(numbers - own)
         return bool(own)
 
     def _find_model(self, optimizer: Any) -> None:
