@@ -161,6 +161,15 @@ def test_the_loss_is_that_of_the_loop_to_the_bit(loop):
         assert torch.equal(scalar_of(training.loss(training.model, training.micros[0])), own[0])
 
 
+def test_rows_whose_gradient_a_penalty_takes_are_rows_of_the_batch():
+    training, *_ = learnt(of_gradient_penalty)
+    assert [list(x.shape) for x in training.micros[0].values()] == [[5, 4]] * 3
+    wanted = ["split", "rows", "gradient"]
+    report = trainprobe.preflight(training.loss, training.model, training.micros[0], only=wanted, seconds=600)
+    assert [found.status for found in report.lines] == ["holds"] * 3, report
+    assert "float64" in report.lines[2].text
+
+
 def test_targets_are_taken_before_they_are_flattened_and_counted_again():
     training, *_ = learnt(of_counted_targets)
     (batch,) = training.micros

@@ -9,6 +9,7 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 from trainprobe.integrations.live_modules import model_of, modules_inside, parameters_of
 
 NAMED = 4  # models that are named at the end; further ones are counted
+MORE = "{} more"
 SOUGHT = 32  # optimizers whose model is looked for
 
 
@@ -24,6 +25,7 @@ class LeftOut:
         self._known: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()  # optimizer → its one counter
         self._trained: list[tuple[str, list[int]]] = []
         self._updated: set[int] = set()  # ids of parameters that some optimizer steps
+        self._beside: set[int] = set()  # ids of parameters of other models that an optimizer of the watched model steps
         self._inside: set[int] = set()  # ids of the modules in what was called
         self._called: list[tuple[str, KeysView[int]]] = []  # name and size, ids of its parameters
 
@@ -43,6 +45,10 @@ class LeftOut:
     def interrupted(self) -> None:
         """The model that is watched was updated: no other training has begun."""
         self._newest, self.in_a_row = None, 0
+
+    def beside(self, numbers: set[int]) -> None:
+        """Know parameters that an optimizer of the watched model steps and that are none of its own. numbers: their ids."""
+        self._beside |= numbers
 
     def forget(self, optimizer: Any) -> None:
         """Leave out an optimizer whose model is watched from now on."""
@@ -75,12 +81,13 @@ class LeftOut:
         """Yield what the end of a run says. trained: of what others updated. called: of what was called and not updated."""
         if trained and (names := self.trained()):
             yield f"Also trained here and not watched: {names}; torch_loop.attach(model) watches one more."
-        if called and (names := self.only_called()):
-            yield f"Called in the first step and not watched, as nothing updates it: {names}."
-
-    def only_called(self) -> str:
-        """Return the models that were called and that no optimizer stepped: "Teacher (4 parameter tensors)"; or nothing."""
-        return _listed([name for name, numbers in self._called if numbers.isdisjoint(self._updated)], "{} more")
+        shared = [name for name, numbers in self._called if not numbers.isdisjoint(self._beside)]
+        if called and shared:
+            yield f"Updated by the optimizer of the watched model and not watched: {_listed(shared, MORE)}."
+        known = self._updated | self._beside
+        only = [name for name, numbers in self._called if numbers.isdisjoint(known)]
+        if called and only:
+            yield f"Called in the first step and not watched, as no optimizer updates it: {_listed(only, MORE)}."
 
 
 def _listed(words: list[str], rest: str) -> str:

@@ -437,6 +437,7 @@ class TorchLoop:
         own = numbers & self._parameters.keys()
         if own:
             self._held[optimizer] = own
+            self._left_out.beside(numbers - own)
         return bool(own)
 
     def _find_model(self, optimizer: Any) -> None:

@@ -22,6 +22,7 @@ from trainprobe.engine.capture.step_modes import RANDOM
 from trainprobe.engine.core.guard import attempt
 from trainprobe.engine.state_guard import put_random_states, random_states
 from trainprobe.errors import UsageError
+from trainprobe.integrations.live_modules import held_by, live_optimizers
 from trainprobe.preflight.batches import TELL
 from trainprobe.preflight.training import unwrapped
 
@@ -210,8 +211,12 @@ class Tape(TorchFunctionMode):
             return x
         if id(x) in self._made:
             return self._made[id(x)]
-        if isinstance(x, nn.Parameter) or (x.is_leaf and x.requires_grad):
+        if isinstance(x, nn.Parameter) or (x.is_leaf and x.requires_grad and not self._is_input(x)):
             return x
+        if x.is_leaf and x.requires_grad:  # its gradient is asked for, as by a penalty
+            with torch.no_grad():
+                self._record(_with_gradient, (x.detach(),), {}, x, unnamed=names.get(id(x), unnamed))
+            return self._made[id(x)]
         if self._is_from_rows(x):
             self._record(*self._sources[id(x)][:4], unnamed=names.get(id(x), unnamed))
             return self._made[id(x)]
@@ -225,6 +230,11 @@ class Tape(TorchFunctionMode):
             self._batch[name] = x.detach().clone()
             self._held.append(x)
         return Given(self._names[id(x)])
+
+    def _is_input(self, x: Tensor) -> bool:
+        """Tell whether a leaf that requires a gradient has rows, and is no weight of an optimizer."""
+        rows = self._first[:1] if self._first else x.shape[:1]
+        return bool(rows) and x.shape[:1] == rows and all(id(x) not in held_by(o) for o in live_optimizers())
 
     def _is_from_rows(self, x: Tensor, deepest: int = _DEEPEST) -> bool:
         """Tell whether a tensor was made of one with the rows of the batch and has lost them; then it is made again.
@@ -240,6 +250,10 @@ class Tape(TorchFunctionMode):
         if x.shape[:1] == first[:1]:
             return any(t.shape == first and not t.is_floating_point() for t in given) and x.shape != first
         return any(t.shape[:1] == first[:1] or self._is_from_rows(t, deepest - 1) for t in given)
+
+
+def _with_gradient(*rows: Tensor) -> Tensor:
+    return rows[0].detach().requires_grad_()
 
 
 def _scaled(call: Call, batch: dict[str, Tensor]) -> tuple[Made, float, float] | None:
