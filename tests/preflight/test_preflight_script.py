@@ -161,6 +161,38 @@ def test_the_loss_is_that_of_the_loop_to_the_bit(loop):
         assert torch.equal(scalar_of(training.loss(training.model, training.micros[0])), own[0])
 
 
+def test_calls_that_only_act_are_no_part_of_the_step():
+    """As where an agent acts in its environment with gradients enabled, and then trains on what it remembers."""
+
+    def loop(own):
+        critic = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        actor = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(critic.parameters(), lr=0.1)
+        seen = torch.randn(9, 3)
+        for row in seen:
+            critic(actor(row[None]).sum() * row[None]).argmax()
+        critic(Stretched.apply(actor(seen)).sum() * seen)
+        loss = nn.functional.mse_loss(critic(torch.randn(6, 3)), torch.ones(6, 1))
+        own.append(loss.detach().clone())
+        loss.backward()
+        optimizer.step()
+
+    class Stretched(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 2
+
+    training, _, own = learnt(loop)
+    assert {name: len(x) for name, x in training.micros[0].items()} == {"input": 6, "target": 6}
+    assert isinstance(training.model, nn.Sequential)
+    report = trainprobe.preflight(training.loss, training.model, training.micros[0], only=["split", "gradient"], seconds=600)
+    assert [found.status for found in report.lines] == ["holds"] * 2, report
+
+
 def test_rows_whose_gradient_a_penalty_takes_are_rows_of_the_batch():
     training, *_ = learnt(of_gradient_penalty)
     assert [list(x.shape) for x in training.micros[0].values()] == [[5, 4]] * 3

@@ -509,8 +509,8 @@ def test_a_forward_that_a_loop_skips_in_mid_run_is_told_of_the_step_that_holds_i
             optimizer.zero_grad()
     loop.close()
     printed = capfd.readouterr().err
-    told = re.findall(r"step (\d+) holds a forward pass whose loss no backward pass used", printed)
-    every = re.findall(r"whose loss no backward pass used, of steps (.*?)\.", printed)
+    told = re.findall(r"step (\d+) holds a forward pass that no backward pass used", printed)
+    every = re.findall(r"forward passes that no backward pass used, of steps (.*?)\.", printed)
     assert (told, every) == (said[:1], [", ".join(said)] if said else []), printed
 
 
