@@ -70,6 +70,7 @@ class LeftOut:
         numbers = parameters_of(module).keys()
         if all(number in own for number in numbers):
             return False
+        self._called = [one for one in self._called if not one[1] <= numbers]  # its parts may have been called before
         self._called.append((f"{type(module).__name__} ({len(numbers)} parameter tensors)", numbers))
         return all(number in numbers for number in own)
 

@@ -213,7 +213,8 @@ def test_a_model_that_is_only_called_is_named_at_the_end(tmp_path, caplog):
     list(plain(model, lambda x: model(x) - teacher(x)))
     loop.close()
     assert (
-        said(caplog, "Called in the first step and not watched, as no optimizer updates it: Sequential (4 parameter tensors).") == 1
+        said(caplog, "Called in the first step and not watched, as no optimizer updates it: Sequential (4 parameter tensors).")
+        == 1
     )
     assert list(recorded(tmp_path / "out")) == [0, 1, 2, 3]
 
@@ -223,6 +224,7 @@ def test_a_second_model_of_the_same_optimizer_is_told_as_updated(tmp_path, caplo
     encoder, decoder = net(), nn.Sequential(nn.Linear(1, 3), nn.Linear(3, 1))
     optimizer = torch.optim.Adam([*encoder.parameters(), *decoder.parameters()])
     for _ in range(3):
+        decoder[0](encoder(torch.randn(2, 4)))
         decoder(encoder(torch.randn(2, 4))).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
