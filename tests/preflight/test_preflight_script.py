@@ -153,7 +153,26 @@ def of_gradient_penalty(own):
     optimizer.step()
 
 
-@pytest.mark.parametrize("loop", [of_model, of_criterion, of_counted_targets, of_two_models, of_closure, of_gradient_penalty])
+def of_distribution(own):
+    """As policies are: what they return is an object that holds the logits."""
+
+    class Policy(nn.Linear):
+        def forward(self, x):
+            return torch.distributions.Categorical(logits=super().forward(x))
+
+    policy = Policy(4, 3)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
+    actions = policy(torch.randn(6, 4))
+    loss = -(actions.log_prob(torch.randint(0, 3, (6,))) * torch.randn(6)).mean() - actions.entropy().mean()
+    own.append(loss.detach().clone())
+    loss.backward()
+    optimizer.step()
+
+
+LOOPS = [of_model, of_criterion, of_counted_targets, of_two_models, of_closure, of_gradient_penalty, of_distribution]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
 def test_the_loss_is_that_of_the_loop_to_the_bit(loop):
     training, optimizers, own = learnt(loop)
     assert len(training.micros) == len(optimizers) == 1

@@ -9,11 +9,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
@@ -314,8 +315,14 @@ def _scaled(call: Call, batch: dict[str, Tensor]) -> tuple[Made, float, float] |
 
 
 def tensors_of(x: Any) -> list[Tensor]:
-    """Return the tensors in nested containers, in order."""
-    return [x] if isinstance(x, Tensor) else [t for t in tree_flatten(x)[0] if isinstance(t, Tensor)]
+    """Return the tensors in nested containers, in order; also those that a distribution or a dataclass holds."""
+    found = list[Tensor]()
+    for leaf in [x] if isinstance(x, Tensor) else tree_flatten(x)[0]:
+        if isinstance(leaf, Distribution) or (is_dataclass(leaf) and not isinstance(leaf, type)):
+            found += tensors_of([*getattr(leaf, "__dict__", {}).values()])
+        elif isinstance(leaf, Tensor):
+            found.append(leaf)
+    return found
 
 
 def _names(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[int, str]:
