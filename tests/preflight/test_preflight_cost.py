@@ -282,7 +282,9 @@ def test_a_last_layer_that_begins_at_zero_hides_no_input_that_others_use():
     assert blind.lines[0].status == "BROKEN"
 
 
-@pytest.mark.parametrize(("equal", "status"), [([(0, 5)], "holds"), ([(0, 5), (1, 7)], "BROKEN")])
+@pytest.mark.parametrize(
+    ("equal", "status"), [([(0, 5)], "holds"), ([(0, 5), (1, 7)], "BROKEN"), ([(0, 5), (0, 6), (1, 7)], "holds")]
+)
 def test_a_row_drawn_twice_by_chance_is_told_and_half_of_the_rows_are_broken(equal, status):
     torch.manual_seed(0)
     x, y = pictures()

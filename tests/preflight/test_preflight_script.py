@@ -153,12 +153,71 @@ def of_gradient_penalty(own):
     optimizer.step()
 
 
-@pytest.mark.parametrize("loop", [of_model, of_criterion, of_counted_targets, of_two_models, of_closure, of_gradient_penalty])
+def of_distribution(own):
+    """As policies are: what they return is an object that holds the logits."""
+
+    class Policy(nn.Linear):
+        def forward(self, x):
+            return torch.distributions.Categorical(logits=super().forward(x))
+
+    policy = Policy(4, 3)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
+    actions = policy(torch.randn(6, 4))
+    loss = -(actions.log_prob(torch.randint(0, 3, (6,))) * torch.randn(6)).mean() - actions.entropy().mean()
+    own.append(loss.detach().clone())
+    loss.backward()
+    optimizer.step()
+
+
+LOOPS = [of_model, of_criterion, of_counted_targets, of_two_models, of_closure, of_gradient_penalty, of_distribution]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
 def test_the_loss_is_that_of_the_loop_to_the_bit(loop):
     training, optimizers, own = learnt(loop)
     assert len(training.micros) == len(optimizers) == 1
     with torch.no_grad():
         assert torch.equal(scalar_of(training.loss(training.model, training.micros[0])), own[0])
+
+
+def test_calls_that_only_act_are_no_part_of_the_step():
+    """As where an agent acts in its environment with gradients enabled, and then trains on what it remembers."""
+
+    def loop(own):
+        critic = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        actor = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(critic.parameters(), lr=0.1)
+        seen = torch.randn(9, 3)
+        for row in seen:
+            critic(actor(row[None]).sum() * row[None]).argmax()
+        critic(Stretched.apply(actor(seen)).sum() * seen)
+        loss = nn.functional.mse_loss(critic(torch.randn(6, 3)), torch.ones(6, 1))
+        loss.backward()
+        optimizer.step()
+
+    class Stretched(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 2
+
+    training, *_ = learnt(loop)
+    assert {name: len(x) for name, x in training.micros[0].items()} == {"input": 6, "target": 6}
+    assert isinstance(training.model, nn.Sequential)
+    report = trainprobe.preflight(training.loss, training.model, training.micros[0], only=["split", "gradient"], seconds=600)
+    assert [found.status for found in report.lines] == ["holds"] * 2, report
+
+
+def test_rows_whose_gradient_a_penalty_takes_are_rows_of_the_batch():
+    training, *_ = learnt(of_gradient_penalty)
+    assert [list(x.shape) for x in training.micros[0].values()] == [[5, 4]] * 3
+    wanted = ["split", "rows", "gradient"]
+    report = trainprobe.preflight(training.loss, training.model, training.micros[0], only=wanted, seconds=600)
+    assert [found.status for found in report.lines] == ["holds"] * 3, report
+    assert "float64" in report.lines[2].text
 
 
 def test_targets_are_taken_before_they_are_flattened_and_counted_again():

@@ -9,6 +9,7 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 from trainprobe.integrations.live_modules import model_of, modules_inside, parameters_of
 
 NAMED = 4  # models that are named at the end; further ones are counted
+MORE = "{} more"
 SOUGHT = 32  # optimizers whose model is looked for
 
 
@@ -24,7 +25,7 @@ class LeftOut:
         self._known: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()  # optimizer → its one counter
         self._trained: list[tuple[str, list[int]]] = []
         self._updated: set[int] = set()  # ids of parameters that some optimizer steps
-        self._together: set[int] = set()  # of these, those that an optimizer of the watched model steps
+        self._beside: set[int] = set()  # ids of parameters of other models that an optimizer of the watched model steps
         self._inside: set[int] = set()  # ids of the modules in what was called
         self._called: list[tuple[str, KeysView[int]]] = []  # name and size, ids of its parameters
 
@@ -41,14 +42,13 @@ class LeftOut:
         self._known[optimizer][0] += 1
         self.in_a_row += self._newest is not None and self._newest() is optimizer
 
-    def stepped_too(self, numbers: set[int]) -> None:
-        """Learn the ids of what an optimizer of the watched model steps beside it."""
-        self._together |= numbers
-        self._updated |= numbers
-
     def interrupted(self) -> None:
         """The model that is watched was updated: no other training has begun."""
         self._newest, self.in_a_row = None, 0
+
+    def beside(self, numbers: set[int]) -> None:
+        """Know parameters that an optimizer of the watched model steps and that are none of its own. numbers: their ids."""
+        self._beside |= numbers
 
     def forget(self, optimizer: Any) -> None:
         """Leave out an optimizer whose model is watched from now on."""
@@ -70,26 +70,25 @@ class LeftOut:
         numbers = parameters_of(module).keys()
         if all(number in own for number in numbers):
             return False
+        self._called = [one for one in self._called if not one[1] <= numbers]  # its parts may have been called before
         self._called.append((f"{type(module).__name__} ({len(numbers)} parameter tensors)", numbers))
         return all(number in numbers for number in own)
 
     def trained(self) -> str:
         """Return what was trained: "Generator (6 parameter tensors, 30 updates by Adam)"; empty when there was nothing."""
-        together = [
-            f"{name}, by the same optimizer" for name, numbers in self._called if not numbers.isdisjoint(self._together)
-        ]
-        return _listed([*together, *(what.format(times[0]) for what, times in self._trained)], "{} more")
+        return _listed([what.format(times[0]) for what, times in self._trained], "what {} more optimizers step")
 
     def sentences(self, *, trained: bool, called: bool) -> Iterator[str]:
         """Yield what the end of a run says. trained: of what others updated. called: of what was called and not updated."""
         if trained and (names := self.trained()):
             yield f"Also trained here and not watched: {names}; torch_loop.attach(model) watches one more."
-        if called and (names := self.only_called()):
-            yield f"Called in the first step and not watched, as nothing updates it: {names}."
-
-    def only_called(self) -> str:
-        """Return the models that were called and that no optimizer stepped: "Teacher (4 parameter tensors)"; or nothing."""
-        return _listed([name for name, numbers in self._called if numbers.isdisjoint(self._updated)], "{} more")
+        shared = [name for name, numbers in self._called if not numbers.isdisjoint(self._beside)]
+        if called and shared:
+            yield f"Updated by the optimizer of the watched model and not watched: {_listed(shared, MORE)}."
+        known = self._updated | self._beside
+        only = [name for name, numbers in self._called if numbers.isdisjoint(known)]
+        if called and only:
+            yield f"Called in the first step and not watched, as no optimizer updates it: {_listed(only, MORE)}."
 
 
 def _listed(words: list[str], rest: str) -> str:

@@ -23,10 +23,10 @@ SKIPPED = (
     "skips steps whose loss is not finite does so."
 )
 JOINED = (
-    "step {} holds a forward pass whose loss no backward pass used: it is recorded as a part of this step; a loop that "
-    "skips steps whose loss is not finite does so"
+    "step {} holds a forward pass that no backward pass used: it is recorded as a part of this step; a loop does so that "
+    "skips steps whose loss is not finite, or that acts or samples without torch.no_grad()"
 )
-ALL_JOINED = "Recorded as parts of the step that followed: forward passes whose loss no backward pass used, of steps {}."
+ALL_JOINED = "Recorded as parts of the step that followed: forward passes that no backward pass used, of {}."
 
 
 def no_update(model: Any, own: int) -> str:

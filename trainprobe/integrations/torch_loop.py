@@ -26,7 +26,7 @@ from trainprobe.engine.capture.patching.step_hooks import StepListener, settle
 from trainprobe.engine.core.gathering import may_end_apart
 from trainprobe.engine.core.log_lines import say
 from trainprobe.engine.core.naming import chunks_of, in_training
-from trainprobe.engine.core.words import counted, spans
+from trainprobe.engine.core.words import briefly, counted
 from trainprobe.engine.plan.loading import load_plan
 from trainprobe.errors import OutputError, ProbeError, StopTraining
 from trainprobe.integrations.auto_attach import EARLIER, called_from
@@ -175,7 +175,7 @@ class TorchLoop:
                 self._say_what_was_skipped(step.made() // self._nodes)
             self.session.drop_step()  # what began it may have been another model's backward, an evaluation, or a generation
         if len(joined := self._joined()) > 1 and self.session.probe is not None:
-            self.session.probe.at_end(ALL_JOINED.format(spans(joined)))
+            self.session.probe.at_end(ALL_JOINED.format(briefly("step", joined)))
         self._report_missed_steps()
         self.session.end(complete=False)
 
@@ -438,7 +438,7 @@ class TorchLoop:
         own = numbers & self._parameters.keys()
         if own:
             self._held[optimizer] = own
-            self._left_out.stepped_too(numbers - own)
+            self._left_out.beside(numbers - own)
         return bool(own)
 
     def _find_model(self, optimizer: Any) -> None:

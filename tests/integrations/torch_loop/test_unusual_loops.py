@@ -213,7 +213,8 @@ def test_a_model_that_is_only_called_is_named_at_the_end(tmp_path, caplog):
     list(plain(model, lambda x: model(x) - teacher(x)))
     loop.close()
     assert (
-        said(caplog, "Called in the first step and not watched, as nothing updates it: Sequential (4 parameter tensors).") == 1
+        said(caplog, "Called in the first step and not watched, as no optimizer updates it: Sequential (4 parameter tensors).")
+        == 1
     )
     assert list(recorded(tmp_path / "out")) == [0, 1, 2, 3]
 
@@ -496,8 +497,8 @@ def test_a_forward_that_a_loop_skips_in_mid_run_is_told_of_the_step_that_holds_i
             optimizer.zero_grad()
     loop.close()
     printed = capfd.readouterr().err
-    told = re.findall(r"step (\d+) holds a forward pass whose loss no backward pass used", printed)
-    every = re.findall(r"whose loss no backward pass used, of steps (.*?)\.", printed)
+    told = re.findall(r"step (\d+) holds a forward pass that no backward pass used", printed)
+    every = re.findall(r"forward passes that no backward pass used, of steps (.*?)\.", printed)
     assert (told, every) == (said[:1], [", ".join(said)] if said else []), printed
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import combinations
-
 import torch
 from torch import Tensor
 
@@ -24,9 +22,11 @@ def examine(subject: Subject) -> Line:
     if unused:
         return broken(f"{unused[0]} is not used: rows that are given that of another row have the same outputs")
     told = [f"{', '.join(batch.paths[i] for i in content)} used"] if content else []
-    if twins := _twins([batch.leaves[i] for i in content]):
+    groups = _equal_rows([batch.leaves[i] for i in content])
+    if twins := [rows for rows in groups if len(rows) > 1]:
         told.append(f"rows {twins[0][0]} and {twins[0][1]} of the batch are the same")
-        if len({row for pair in twins for row in pair}) * 2 >= batch.rows:  # else drawn twice by chance, as replays are
+        drawn = len({len(rows) for rows in groups}) > 2  # once, twice, three times: with replacement, as replays are
+        if sum(map(len, twins)) * 2 >= batch.rows and not drawn:
             return broken(told[-1])
     if (mask := batch.of("mask")) is not None:
         told.append(f"{float((mask == 0).double().mean()):.0%} padding")
@@ -60,7 +60,10 @@ def _same_with(subject: Subject, i: int, changed: Tensor) -> bool:
     return relative(seen.loss, base.loss) <= subject.eps  # where only the loss changes, it is a target
 
 
-def _twins(content: list[Tensor]) -> list[tuple[int, int]]:
-    """Return the pairs of rows that are equal in all tensors."""
-    pairs = combinations(range(len(content[0]) if content else 0), 2)
-    return [(a, b) for a, b in pairs if all(torch.equal(x[a], x[b]) for x in content)]
+def _equal_rows(content: list[Tensor]) -> list[list[int]]:
+    """Return the rows of the batch in groups: those of one group are equal in all tensors, to the bit."""
+    flat = [x.detach().cpu().flatten(1).contiguous().view(torch.uint8).numpy() for x in content]
+    found: dict[tuple[bytes, ...], list[int]] = {}
+    for row in range(len(flat[0]) if flat else 0):
+        found.setdefault(tuple(x[row].tobytes() for x in flat), []).append(row)
+    return list(found.values())

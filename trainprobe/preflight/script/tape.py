@@ -9,11 +9,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
@@ -22,6 +23,7 @@ from trainprobe.engine.capture.step_modes import RANDOM
 from trainprobe.engine.core.guard import attempt
 from trainprobe.engine.state_guard import put_random_states, random_states
 from trainprobe.errors import UsageError
+from trainprobe.integrations.live_modules import held_by, live_optimizers
 from trainprobe.preflight.batches import TELL
 from trainprobe.preflight.training import unwrapped
 
@@ -40,6 +42,10 @@ class Made:
     call: int
     place: int
 
+    def since(self, begin: int) -> Made:
+        """Return the same on a tape that begins with a later call."""
+        return Made(self.call - begin, self.place)
+
 
 class Given(str):
     """The name of a tensor of the batch."""
@@ -56,6 +62,15 @@ class Call:
     kwargs: Any
     cast: tuple[str, torch.dtype] | None
     wrapper: Any = None
+
+    def since(self, begin: int, names: dict[Given, Given]) -> Call:
+        """Return the same on a tape that begins with a later call. names: what tensors of the batch are called there."""
+
+        def there(x: Any) -> Any:
+            return x.since(begin) if isinstance(x, Made) else names.get(x, x) if isinstance(x, Given) else x
+
+        args, kwargs = tree_map(there, (self.args, self.kwargs))
+        return Call(self.function, args, kwargs, self.cast, self.wrapper)
 
 
 @dataclass(slots=True)
@@ -119,9 +134,11 @@ class Tape(TorchFunctionMode):
         """Begin a new micro-batch."""
         self._calls, self._made, self._held = list[Call](), dict[int, Made](), list[Tensor]()
         self._batch, self._names, self._modules = dict[str, Tensor](), dict[int, str](), dict[int, nn.Module]()
-        self._lost, self._sources = "", dict[int, tuple[Any, ...]]()  # id of a tensor that no model made → its call and version
-        self._random: Any = None  # states of generators before the first call
-        self._first: torch.Size | None = None  # shape of what a model was given first
+        self._lost = (0, "")  # number of the last call that was given what cannot be made again, and why
+        self._sources = dict[int, tuple[Any, ...]]()  # id of a tensor that no model made → its call and version
+        self._random = dict[int, Any]()  # number of a call → states of generators before it, of modules that are called first
+        self._first: torch.Size | None = None  # shape of what a model was given first, or again with other rows
+        self._opened: Any = None  # the model that was given it
 
     def __enter__(self) -> Any:
         self._handles = [
@@ -151,23 +168,49 @@ class Tape(TorchFunctionMode):
 
     def micro(self, loss: Tensor) -> Micro:
         """Return what led to a loss, and begin a new micro-batch. Raises UsageError where that was not seen."""
-        made, lost = self._made.get(id(loss)), self._lost
-        if made is None or lost:
+        made = self._made.get(id(loss))
+        begin, (place, lost) = 0 if made is None else self._first_needed(made.call), self._lost
+        if made is None or (lost and place >= begin):
             why = lost or "no call of a model was seen that it comes from"
             raise UsageError(f"the loss of this loop cannot be made again, {why}: {TELL}")
-        found = Micro(self._calls, made, self._batch, loss.detach().clone(), self._random, modules=self.modules)
-        while (scaled := _scaled(self._calls[found.loss.call], found.batch)) is not None:
+        random = self._random[max(place for place in self._random if place <= begin)]
+        names = self._renamed(begin) if begin else {}
+        calls = [call.since(begin, names) for call in self._calls[begin:]]
+        batch = {names[name]: self._batch[name] for name in names} if begin else self._batch
+        called = {id(call.function) for call in calls}
+        modules = [module for module in self.modules if id(module) in called]
+        found = Micro(calls, made.since(begin), batch, loss.detach().clone(), random, modules=modules)
+        while (scaled := _scaled(calls[found.loss.call], found.batch)) is not None:
             found.loss, number, loss_scale = scaled
             found.scale *= number
             found.value /= loss_scale
         self.forget()
         return found
 
+    def _first_needed(self, last: int) -> int:
+        """Return the number of the first call that a call depends on; those before it acted or sampled, and trained nothing."""
+        needed = {last}
+        for number in range(last, -1, -1):
+            if number in needed:
+                call = self._calls[number]
+                needed |= {x.call for x in tree_flatten((call.args, call.kwargs))[0] if isinstance(x, Made)}
+        return min(needed)
+
+    def _renamed(self, begin: int) -> dict[Given, Given]:
+        """Return name → name without what earlier calls were given, of the tensors that the calls from one on are given."""
+        found: dict[Given, Given] = {}
+        for call in self._calls[begin:]:
+            for name in (x for x in tree_flatten((call.args, call.kwargs))[0] if isinstance(x, Given) and x not in found):
+                plain = name if (start := name.rpartition("_")[0]) not in self._batch else start
+                taken = [other for other in found.values() if other == plain or other.startswith(f"{plain}_")]
+                found[name] = Given(f"{plain}_{len(taken)}" if taken else plain)
+        return found
+
     def _enters(self, module: nn.Module, args: Any) -> None:
         if self._depth == 0 and len(self._calls) + len(self._sources) > _MOST:
             self.forget()
-        if self._depth == 0 and not self._calls:
-            self._random = random_states()
+        if self._depth == 0 and not self._knows(args, None):
+            self._random[len(self._calls)] = random_states()
         self._depth += 1
 
     def _leaves(self, module: nn.Module, args: Any, *rest: Any) -> None:
@@ -179,8 +222,11 @@ class Tape(TorchFunctionMode):
         trained = any(p.requires_grad for p in module.parameters())
         if trained:
             self._modules.setdefault(id(module), module)
-            given = tensors_of((args, kwargs))
-            self._first = self._first or (self._rows_of(given[0]) if given else None)
+            if given := tensors_of((args, kwargs)):
+                shape = self._rows_of(given[0])
+                again = module is self._opened and self._first is not None and shape[:1] != self._first[:1]
+                if self._first is None or again:
+                    self._first, self._opened = shape, module
         if trained or self._knows(args, kwargs):
             self._record(module, args, kwargs, output, None if wrapper is module else wrapper)
 
@@ -210,13 +256,17 @@ class Tape(TorchFunctionMode):
             return x
         if id(x) in self._made:
             return self._made[id(x)]
-        if isinstance(x, nn.Parameter) or (x.is_leaf and x.requires_grad):
+        if isinstance(x, nn.Parameter) or (x.is_leaf and x.requires_grad and not self._is_input(x)):
             return x
+        if x.is_leaf and x.requires_grad:  # its gradient is asked for, as by a penalty
+            with torch.no_grad():
+                self._record(_with_gradient, (x.detach(),), {}, x, unnamed=names.get(id(x), unnamed))
+            return self._made[id(x)]
         if self._is_from_rows(x):
             self._record(*self._sources[id(x)][:4], unnamed=names.get(id(x), unnamed))
             return self._made[id(x)]
         if x.requires_grad:
-            self._lost = f"as {names.get(id(x), 'a tensor')} comes from a function that was not seen"
+            self._lost = len(self._calls), f"as {names.get(id(x), 'a tensor')} comes from a function that was not seen"
             return x
         if id(x) not in self._names:
             name = names.get(id(x), unnamed)
@@ -225,6 +275,11 @@ class Tape(TorchFunctionMode):
             self._batch[name] = x.detach().clone()
             self._held.append(x)
         return Given(self._names[id(x)])
+
+    def _is_input(self, x: Tensor) -> bool:
+        """Tell whether a leaf that requires a gradient has rows, and is no weight of an optimizer."""
+        rows = self._first[:1] if self._first else x.shape[:1]
+        return bool(rows) and x.shape[:1] == rows and all(id(x) not in held_by(o) for o in live_optimizers())
 
     def _is_from_rows(self, x: Tensor, deepest: int = _DEEPEST) -> bool:
         """Tell whether a tensor was made of one with the rows of the batch and has lost them; then it is made again.
@@ -242,6 +297,10 @@ class Tape(TorchFunctionMode):
         return any(t.shape[:1] == first[:1] or self._is_from_rows(t, deepest - 1) for t in given)
 
 
+def _with_gradient(*rows: Tensor) -> Tensor:
+    return rows[0].detach().requires_grad_()
+
+
 def _scaled(call: Call, batch: dict[str, Tensor]) -> tuple[Made, float, float] | None:
     """Return what a call multiplies, by what number, and by what loss scale, which the optimizer divides by; else None."""
     name, made = getattr(call.function, "__name__", ""), [x for x in call.args if isinstance(x, Made)]
@@ -256,8 +315,14 @@ def _scaled(call: Call, batch: dict[str, Tensor]) -> tuple[Made, float, float] |
 
 
 def tensors_of(x: Any) -> list[Tensor]:
-    """Return the tensors in nested containers, in order."""
-    return [x] if isinstance(x, Tensor) else [t for t in tree_flatten(x)[0] if isinstance(t, Tensor)]
+    """Return the tensors in nested containers, in order; also those that a distribution or a dataclass holds."""
+    found = list[Tensor]()
+    for leaf in [x] if isinstance(x, Tensor) else tree_flatten(x)[0]:
+        if isinstance(leaf, Distribution) or (is_dataclass(leaf) and not isinstance(leaf, type)):
+            found += tensors_of([*getattr(leaf, "__dict__", {}).values()])
+        elif isinstance(leaf, Tensor):
+            found.append(leaf)
+    return found
 
 
 def _names(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[int, str]:
