@@ -61,6 +61,22 @@ def test_a_parameter_whose_output_the_loss_does_not_use_is_told_at_once_and_an_e
     assert "unused.weight and 1 more" in probe.findings[0].message
 
 
+@pytest.mark.parametrize("removed", [range(0, 3), range(4, 6)])
+def test_a_gradient_that_the_program_takes_away_is_told_where_it_was_used_before(tmp_path, removed):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with trainprobe.watch(model, optimizer, plan=PLAN, output=tmp_path / "out") as probe:
+        for step in range(6):
+            with probe.step(step):
+                model(torch.ones(2, 3)).square().sum().backward()
+                if step in removed:  # self-distillation freezes its last layer so in the first epoch
+                    model[1].weight.grad = None
+                optimizer.step()
+                optimizer.zero_grad()
+    told = [(f.severity, f.step, f.site.name) for f in probe.findings if f.rule == "reached_parameters"]
+    assert told == ([] if 0 in removed else [("error", 4, "1.weight")])
+
+
 def test_a_sampler_that_was_told_of_no_new_epoch_is_found_and_left_as_it_was(tmp_path):
     original = DistributedSampler.__iter__
     sampler = DistributedSampler(TensorDataset(torch.arange(8)), 1, 0)

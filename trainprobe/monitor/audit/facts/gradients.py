@@ -53,7 +53,9 @@ class UsedGradients:
     reached: frozenset[str] = frozenset()
     """Parameters with a gradient, of the optimizers that stepped."""
     unreached: tuple[str, ...] = ()
-    """Parameters without one, of the same optimizers."""
+    """Parameters that no backward pass gave one, of the same optimizers."""
+    removed: tuple[str, ...] = ()
+    """Parameters that a backward pass gave one, which the program has taken away since."""
     idle: tuple[str, ...] = ()
     """Parameters of optimizers that stepped at each audited step before and not in this one."""
     never: tuple[str, ...] = ()

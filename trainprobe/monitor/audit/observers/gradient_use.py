@@ -46,6 +46,7 @@ class GradientUse(Observer):
         self.twice: dict[str, None] = {}
         self.reached: set[str] = set()
         self.unreached: dict[str, None] = {}
+        self.removed: dict[str, None] = {}
         self.discarded = 0
         self.closure = False
         self.in_turns = self.climbs = False
@@ -75,7 +76,7 @@ class GradientUse(Observer):
             if grad is None and p.numel() == 0:
                 continue  # other ranks hold it (FSDP1)
             if grad is None:
-                self.unreached[name] = None
+                (self.removed if id(p) in self._left else self.unreached)[name] = None
                 continue
             self.reached.add(name)
             if self._left.get(id(p), (at := _address(grad))) != at:
@@ -176,6 +177,7 @@ class GradientUse(Observer):
             twice=tuple(self.twice),
             reached=frozenset(self.reached),
             unreached=tuple(self.unreached),
+            removed=tuple(self.removed),
             idle=self.idle(optimizers),
             never=self.never(optimizers),
             discarded=self.discarded,

@@ -3,8 +3,9 @@
 Relation: where a module ran in training, the optimizer that steps holds its parameters, and they require a gradient, they have
 one when it steps. Reported at once where they had one at each of the audited steps before, of which there were three or more;
 and where they never had one although the module ran with gradients enabled. A gradient that is all zeros is none where it was
-not at the audited step before and that of another parameter of the module is not. Tolerance none. Experts and layers that did
-not run are not judged.
+not at the audited step before and that of another parameter of the module is not. What the program takes away between backward
+and update is reported only where it was not at three audited steps before. Tolerance none. Experts and layers that did not run
+are not judged.
 Usually caused by a `detach`, an `item`, an index or a `no_grad` between the module and the loss, or by an output that the loss
 does not use: the parameters then never train, and no number looks wrong.
 """
@@ -21,6 +22,7 @@ from trainprobe.monitor.audit.history import STEADY
 COST = frozenset({"fingerprints"})
 OBSERVERS = frozenset({"gradient_use", "model_calls"})
 STAGE = "backward"
+_HINT = "look for detach, no_grad or an unused output after this module, or remove it from the optimizer"
 PYTORCH_ONLY = "MindSpore hands zeros to the optimizer where no gradient arrives"
 
 
@@ -41,6 +43,10 @@ def check(evidence: Evidence) -> list[Finding]:
             f"no gradient reaches {and_more(lost)} any more, though its module ran and it had one at each audited step before"
         )
         return [_finding(evidence, text, lost, "error")]
+    if removed := [name for name in gradients.removed if name in always]:
+        text = f"the gradient of {and_more(removed)} is removed before the update, and was used at each audited step before"
+        hint = "look for zero_grad or `.grad = None` between backward and update"
+        return [_finding(evidence, text, removed, "error", hint)]
     if never:
         text = f"no gradient reaches {and_more(never)}, though its module ran and the optimizer holds it: it never trains"
         return [_finding(evidence, text, never, "warning")]
@@ -54,7 +60,7 @@ def remember(evidence: Evidence) -> dict[str, int]:
     now = known | {
         name: known[name] + 1 if known.get(name, 0) > 0 else 1 for name in gradients.reached if known.get(name) != -1
     }
-    return now | dict.fromkeys(now.keys() & set(gradients.unreached), -1)
+    return now | dict.fromkeys(now.keys() & {*gradients.unreached, *gradients.removed}, -1)
 
 
 def _is_masked(evidence: Evidence, name: str) -> bool:
@@ -67,6 +73,5 @@ def _is_masked(evidence: Evidence, name: str) -> bool:
     return any(seen.number(other, "grad", "absmax") > 0 for other in siblings)
 
 
-def _finding(evidence: Evidence, text: str, names: list[str], severity: str) -> Finding:
-    hint = "look for detach, no_grad or an unused output after this module, or remove it from the optimizer"
+def _finding(evidence: Evidence, text: str, names: list[str], severity: str, hint: str = _HINT) -> Finding:
     return evidence.found(text, names, "grad", next=hint, measured="no gradient", expected="a gradient", severity=severity)
