@@ -18,7 +18,7 @@ import trainprobe
 from trainprobe.errors import UsageError
 from trainprobe.preflight.batches import joined
 from trainprobe.preflight.script.command import preflight_script
-from trainprobe.preflight.script.first_update import FirstUpdate
+from trainprobe.integrations.first_update import FirstUpdate
 from trainprobe.preflight.subject import scalar_of
 from trainprobe.preflight.training import tested as answers
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
-from torch.utils._pytree import tree_flatten
 
+from trainprobe.engine.capture.features.feature import tensors_of
 from trainprobe.engine.capture.step_modes import RANDOM, Quiet, Reordered
 from trainprobe.engine.core.guard import attempt
 from trainprobe.engine.free_memory import free_memory
@@ -132,10 +132,10 @@ class Subject:
 
     @cached_property
     def other_row(self) -> tuple[Batch, Seen]:
-        """The batch with another last row, whose labels in time are ignored, and its run."""
+        """The batch with another last row, which is padding and has no targets in time, and its run."""
         other = self.batch.with_other_last()
         if (seen := attempt(self.run, other, otherwise=lambda _: None)) is None:  # shares and marks have bounds
-            other = self.batch.with_other_last(larger=False)
+            other = self.batch.with_other_last(larger=False, hidden=False)
             seen = self.run(other)
         return other, seen
 
@@ -292,8 +292,7 @@ class _Watch:
 def _main_tensor(output: Any, batch: Batch) -> Tensor | None:
     """Return the logits of an output, else its first tensor of numbers with rows."""
     logits = getattr(output, "logits", None)
-    flat = [logits] if isinstance(logits, Tensor) else [output] if isinstance(output, Tensor) else tree_flatten(output)[0]
-    fits = (t for t in flat if isinstance(t, Tensor) and t.is_floating_point() and t.dim() > 1 and t.numel())
+    fits = (t for t in tensors_of(output if logits is None else logits) if t.is_floating_point() and t.dim() > 1 and t.numel())
     return next((t for t in fits if batch.rows_first(t).shape[0] % batch.rows == 0), None)
 
 

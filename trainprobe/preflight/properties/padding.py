@@ -44,10 +44,12 @@ def examine(subject: Subject) -> Line:
         return not_applicable(f"the step draws random numbers ({subject.draws}), other ones with more padding")
     tested = [what for what in changes if f"{what} (" not in skipped]
     if labels is not None and batch.rows > 1:
-        tested.append("a row without targets")
         found = attempt(lambda: subject.other_row, otherwise=lambda _: None)
         if found is not None and not found[1].finite:
-            return broken(f"a row whose labels are all ignored makes the loss {found[1].loss} or its gradient not finite")
+            alone = attempt(lambda: subject.run(batch.with_other_last(hidden=False)).finite, otherwise=lambda _: False)
+            row = "of padding alone" if alone else "whose labels are all ignored"
+            return broken(f"a row {row} makes the loss {found[1].loss} or its gradient not finite")
+        tested.append("a row of padding without targets")
     return holds(f"{', '.join(tested)}{skipped}")
 
 

@@ -21,6 +21,7 @@ def examine(subject: Subject) -> Line:
     kind = min(used, key=lambda k: torch.finfo(k).max)
     full = subject.run(modes=without_autocast(), kept=dict)
     gap, off, eps = apart(full.gradients, subject.base.gradients), relative(full.loss, subject.base.loss), torch.finfo(kind).eps
+    worst = max(full.gradients, key=lambda name: _off(full.gradients, subject.base.gradients, name), default="")
     lost = _lost(subject.base.gradients, full.gradients)
     full.gradients = sampled(full.gradients)
     floor, floor_of_loss = eps, eps / 8
@@ -38,10 +39,16 @@ def examine(subject: Subject) -> Line:
     if reduced:
         return broken(f"the loss is computed in {name} ({reduced[0]})", **figures)
     if gap > TIMES * floor:
-        return broken(f"gradients under {name} are off by {gap:.2g} of their norm, {floor:.2g} is rounding", **figures)
+        return broken(
+            f"gradients under {name} are off by {gap:.2g} of their norm, most in {worst}; {floor:.2g} is rounding", **figures
+        )
     if off > TIMES * floor_of_loss:
         return broken(f"the loss under {name} is off by {off:.2g}", **figures)
     return holds(f"{name} changes the gradients by {gap:.2g} of their norm", **figures)
+
+
+def _off(full: Gradients, low: Gradients, name: str) -> float:
+    return apart({name: full[name]}, {name: low[name]} if name in low else {})
 
 
 def _rounded(subject: Subject, kind: torch.dtype) -> Seen:

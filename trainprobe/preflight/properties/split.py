@@ -44,7 +44,7 @@ def examine(subject: Subject) -> Line:
         return by_design(f"no weights of {count} micro-batches give the gradient of the batch: {mixed}")
     figures = {f"factor_{i}": f for i, f in enumerate(factors)}
     if subject.micro_batches == 1:
-        text = f"of {count}, each would have to count by its {_named(right, micros)}"
+        text = f"of {count} micro-batches or ranks, each would have to count by its {_named(right, micros)}"
         text = f"{text}, equal weights are wrong by a factor of {_extreme(factors):.3g}"
         text = _sentence(factors, actual, right, micros) if subject.step else text
         return holds(f"for one micro-batch a step; {text}", gap=gap, **figures)

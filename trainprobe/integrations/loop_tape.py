@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_map
 
+from trainprobe.engine.capture.features.feature import tensors_of
 from trainprobe.engine.capture.step_modes import RANDOM
 from trainprobe.engine.core.guard import attempt
 from trainprobe.engine.state_guard import put_random_states, random_states
@@ -253,11 +254,6 @@ def _scaled(call: Call, batch: dict[str, Tensor]) -> tuple[Made, float, float] |
     if not isinstance(number, int | float) or not number or (_SCALES[name] and made[0] is not call.args[0]):
         return None
     return made[0], 1 / number if _SCALES[name] else float(number), 1.0
-
-
-def tensors_of(x: Any) -> list[Tensor]:
-    """Return the tensors in nested containers, in order."""
-    return [x] if isinstance(x, Tensor) else [t for t in tree_flatten(x)[0] if isinstance(t, Tensor)]
 
 
 def _names(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[int, str]:
