@@ -27,7 +27,7 @@ Gradients = Mapping[str, Tensor]
 _SAMPLE = 1 << 12  # elements of a gradient
 _MOST_NODES = 200  # of autograd's graph behind the logits
 MARGIN = 32  # times the measured floor
-APART = "the step of a sharded model cannot be made again by one rank: test the model before it is sharded"
+APART = "no rank can run the step alone, and one tests it: leave the sharding out for the preflight, and start one rank"
 GRADIENT, LOSS, LOGITS = range(3)  # places in `Subject.floors`
 _DROPS = (
     "dropout",
@@ -317,9 +317,11 @@ def as_tested(model: nn.Module) -> Generator[None]:
 
 
 def no_shards(model: Any) -> str:
-    """Return why a model with parameters that are DTensors cannot be tested, "" where it has none."""
-    name = next((name for name, p in model.named_parameters() if hasattr(p, "device_mesh")), "")
-    return f"{name} is a shard (FSDP2 or a tensor-parallel layer): {APART}" if name else ""
+    """Return why a model with parameters that are DTensors, or gathered for a while, cannot be tested, "" where it has none."""
+    names = [name for name, p in model.named_parameters() if hasattr(p, "device_mesh")]
+    gathers = (name for name, m in model.named_modules() if any(kind.__name__ == "FSDPModule" for kind in type(m).__mro__))
+    names += [name or "the model" for name in gathers]
+    return f"{names[0]} is sharded (FSDP2 or a tensor-parallel layer): {APART}" if names else ""
 
 
 def scalar_of(result: Any) -> Tensor:

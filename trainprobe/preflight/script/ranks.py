@@ -78,7 +78,7 @@ def unfit(model: Any) -> str:
         if hasattr(p, "ds_shape") or type(p).__name__ == "FlatParameter" or not p.numel()
         or (cut and getattr(p, "tensor_model_parallel", False))
     ]  # fmt: skip
-    return no_shards(model) or (f"{shards[0]} is a shard (FSDP, ZeRO-3 or a tensor-parallel layer): {APART}" if shards else "")
+    return no_shards(model) or (f"{shards[0]} is sharded (FSDP, ZeRO-3 or a tensor-parallel layer): {APART}" if shards else "")
 
 
 def _from_first(message: Any) -> Any:
