@@ -48,7 +48,7 @@ def _stack(seen: Seen, subject: Subject) -> tuple[str, float, float] | None:
     sizes = [float(layers[i].double().square().mean().sqrt()) for i in ends]
     first, last = (_norms(subject, f"{prefix}{i}.") for i in ends)
     factors = [first[key] / last[key] for key in first if first[key] and last.get(key)]
-    label = f"the {len(layers)} layers {prefix}{ends[0]} to {ends[1]} ({kind})"
+    label = f"the {len(layers)} layers {prefix}{ends[0]} to {prefix}{ends[1]} ({kind})"
     return label, sizes[1] / max(sizes[0], 1e-30), median(factors or [1.0])
 
 

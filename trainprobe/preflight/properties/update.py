@@ -53,7 +53,7 @@ def _moves(subject: Subject) -> dict[str, Tensor]:
     for optimizer in subject.optimizers:
         kind = type(optimizer)
         taken = signature(kind).parameters.keys() - {"params", "foreach", "fused", "capturable"}
-        for group in optimizer.param_groups if kind.__module__.startswith("torch.optim.") else ():
+        for group in optimizer.param_groups if kind.__module__.startswith("torch.optim") else ():
             for p in (p for p in group["params"] if id(p) in names and p.grad is not None and p.grad.layout is torch.strided):
                 wide = p.detach().double().requires_grad_()
                 wide.grad = p.grad.double()
