@@ -18,7 +18,7 @@ from trainprobe.errors import UsageError
 from trainprobe.preflight.batches import Batch
 from trainprobe.preflight.page import write_page
 
-V, D, ROOT = 11, 8, Path(__file__).parents[2]
+V, D, WIDTH, ROOT = 11, 8, 256, Path(__file__).parents[2]
 
 
 class Text(nn.Module):
@@ -214,9 +214,10 @@ def test_float64_is_left_out_where_it_would_not_fit_and_says_so(monkeypatch, tmp
     whole = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemTotal"))
     assert 0 < free_memory.free_memory(device) <= whole
     assert free_memory.free_memory(torch.device("meta")) == float("inf")
-    limit, used = tmp_path / "max", tmp_path / "current"
-    limit.write_text("1000300\n"), used.write_text("1000000\n")
-    monkeypatch.setattr(free_memory, "_PAIR", (limit, used))
+    files = {"memory.max": "1000300", "memory.current": "1004000", "memory.stat": "anon 1000000\ninactive_file 4000"}
+    for name, words in files.items():
+        (tmp_path / name).write_text(f"{words}\n")
+    monkeypatch.setattr(free_memory, "_GROUP", tmp_path)
     assert free_memory.free_memory(device) == 300
     (found,) = trainprobe.preflight(Counted(), Text(), text(), only=["gradient"], seconds=600).lines
     assert found.status == "holds", found
@@ -226,10 +227,10 @@ def test_float64_is_left_out_where_it_would_not_fit_and_says_so(monkeypatch, tmp
 
 def deep():
     torch.manual_seed(0)
-    layers = [nn.Linear(64, 64) for _ in range(24)]
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(24)]
     for layer in layers:
         nn.init.orthogonal_(layer.weight)
-    return nn.Sequential(*(part for layer in layers for part in (layer, nn.Tanh())), nn.Linear(64, 3))
+    return nn.Sequential(*(part for layer in layers for part in (layer, nn.Tanh())), nn.Linear(WIDTH, 3))
 
 
 def most_memory(call):
@@ -240,28 +241,83 @@ def most_memory(call):
     return max(itertools.accumulate(n for _, n in sorted(events)))
 
 
-# beside the copy of the weights on the host: one more set; split keeps those of two micro-batches where the trainer has none,
-# gradient has weights, gradients and directions in float64
-SETS = {"split": 2.0, "gradient": 5.0, **dict.fromkeys(["rows", "start", "determinism", "update", "input"], 1.0)}
+# beside the copy of the weights on the host; gradient has weights, gradients and directions in float64, overfit an Adam
+SETS = {"gradient": 5.0, "overfit": 3.0}
+ALL = ["split", "rows", "gradient", "start", "determinism", "update", "input", "overfit"]
 
 
-@pytest.mark.parametrize("name", SETS)
-def test_a_property_holds_at_most_one_more_set_of_gradients(name):
-    model, (x, y) = deep(), (torch.randn(8, 64), torch.arange(8) % 3)
+def beside_a_step(name, loss, **options):
+    """Return how many sets of gradients live beside what a training step takes and the copy of the weights; and the report."""
+    model, batch, reports = deep(), (torch.randn(8, WIDTH), torch.arange(8) % 3), []
     optimizer, weights = torch.optim.SGD(model.parameters(), lr=1e-3), sum(4 * p.numel() for p in model.parameters())
 
     def step():
         optimizer.zero_grad()
-        classified(model, (x, y)).backward()
+        loss(model, batch).backward()
         optimizer.step()
 
     def tested():
-        report = trainprobe.preflight(classified, model, (x, y), optimizer=optimizer, only=[name], seconds=600)
-        assert report.verdict.code == 0, report
+        reports.append(trainprobe.preflight(loss, model, batch, optimizer=optimizer, only=[name], seconds=600, **options))
 
     alone = most_memory(step)
     optimizer.zero_grad()
-    assert (most_memory(tested) - alone) / weights < 1 + SETS[name] + 0.6  # of which some times the largest tensor, in float64
+    return (most_memory(tested) - alone) / weights - 1, reports[0]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_property_holds_at_most_one_more_set_of_gradients(name):
+    sets, report = beside_a_step(name, classified)
+    assert report.verdict.code == 0, report
+    assert sets < SETS.get(name, 1.0) + 0.6  # of which some times the largest tensor, in float64
+
+
+@pytest.mark.parametrize("name", ["gradient", "overfit"])
+def test_what_needs_more_is_left_out_by_size_and_says_so(name, monkeypatch):
+    """Where 2.5 sets are free, neither fits."""
+    from trainprobe.preflight import subject
+
+    monkeypatch.setattr(subject, "free_memory", lambda device: 2.5 * 24 * 4 * WIDTH**2)
+    sets, report = beside_a_step(name, classified)
+    (found,) = report.lines
+    assert found.status == ("holds" if name == "gradient" else "not applicable") and " are free" in found.text, found
+    assert sets < 1.6
+
+
+@pytest.mark.parametrize(("name", "loss", "status"), [
+    ("split", lambda m, b: classified(m, b) * len(b[0]), "BROKEN"),
+    ("rows", lambda m, b: classified(m, (b[0] - b[0].mean(0), b[1])), "BROKEN"),
+    ("rows", lambda m, b: cross_entropy(m(b[0]) * torch.arange(len(b[0])).unsqueeze(1), b[1]), "BROKEN"),
+])  # fmt: skip
+def test_nor_does_one_that_is_broken(name, loss, status):
+    sets, report = beside_a_step(name, loss, micro_batches=2 if name == "split" else None)
+    assert report.lines[0].status == status and sets < 1.6, report
+
+
+def test_micro_batches_of_a_step_are_added_without_a_second_set():
+    from trainprobe.preflight.subject import differentiate
+
+    def step(model, micros):
+        for micro in micros:
+            differentiate(classified(model, micro) / len(micros), model.parameters())
+
+    sets, report = beside_a_step("split", classified, step=step, micro_batches=4)
+    assert report.lines[0].status == "holds" and sets < 1.6, report
+
+
+def test_gradients_are_those_of_backward_and_no_hook_is_left():
+    model, batch = deep(), (torch.randn(8, WIDTH), torch.arange(8) % 3)
+    from trainprobe.preflight.subject import differentiate
+
+    model[0].weight.register_hook(lambda g: g * 2)
+    for _ in range(2):
+        classified(model, batch).backward()
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    for _ in range(2):
+        differentiate(classified(model, batch), model.parameters())
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), expected, strict=True))
+    assert [p._backward_hooks is None for p in model.parameters()] == [False] + [True] * (len(expected) - 1)
+    assert len(model[0].weight._backward_hooks) == 1
 
 
 def pictures(rows=8):

@@ -17,26 +17,20 @@ from tests.distributed.launch import ON_A_CPU, ROOT
 TRAIN = Path(__file__).with_name("ranks") / "train.py"
 
 
+RANKS = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run Python with these words in a folder."""
+    env = {**os.environ, **ON_A_CPU, "PYTHONPATH": str(ROOT), "LOCAL_SIZE": "2"}
+    return subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=300, env=env)
+
+
 def told(folder: Path, kind: str, *only: str, code: int) -> dict[str, dict]:
     """Run a preflight of two ranks under torchrun; return property → its line."""
     options = [word for name in only for word in ("--only", name)]
-    ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [
-        sys.executable,
-        "-m",
-        "trainprobe",
-        "preflight",
-        "--json",
-        "answer.json",
-        "--junit",
-        "answer.xml",
-        "--seconds",
-        "600",
-    ]
-    done = subprocess.run(
-        [*command, *options, "--", *ranks, str(TRAIN), kind], cwd=folder, capture_output=True, text=True, timeout=300,
-        env={**os.environ, **ON_A_CPU, "PYTHONPATH": str(ROOT), "LOCAL_SIZE": "2"},
-    )  # fmt: skip
+    files = ("--json", "answer.json", "--junit", "answer.xml", "--seconds", "600")
+    done = run(folder, "-m", "trainprobe", "preflight", *files, *options, "--", *RANKS, str(TRAIN), kind)
     assert done.returncode == code, done.stdout + done.stderr[-3000:]
     assert not (folder / "weights").exists() and not list(folder.glob("out/checkpoint*"))
     answer = json.loads((folder / "answer.json").read_text())
@@ -53,6 +47,24 @@ def test_ddp_counts_ranks_alike_and_equal_rows_are_seen(tmp_path):
         assert split["figures"][f"factor_{rank}"] == pytest.approx(0.5 * sum(counts) / count, rel=1e-4)
     assert lines["input"]["text"] == "rows 0 and 4 of the batch are the same"
     assert lines["update"]["status"] == "holds"
+
+
+def test_a_sharded_model_is_refused_with_what_to_do(tmp_path):
+    done = run(tmp_path, "-m", "trainprobe", "preflight", "--", *RANKS, str(TRAIN), "sharded")
+    assert done.returncode == 3, done.stdout + done.stderr[-3000:]
+    assert "the model is sharded (FSDP2 or a tensor-parallel layer): no rank can run the step alone" in done.stderr
+    assert "leave the sharding out for the preflight" in done.stderr and not (tmp_path / "weights").exists()
+
+
+@pytest.mark.frameworks
+def test_ranks_of_a_training_that_goes_on_agree(require, tmp_path):
+    """Each tests its own rows; only those of the second are broken."""
+    require("transformers")
+    done = run(tmp_path, *RANKS[1:], str(TRAIN), "callback")
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    first, second = ((tmp_path / f"told{rank}").read_text() for rank in (0, 1))
+    assert first == second and "input        BROKEN: rows 0 and 1 of the batch are the same" in first
+    assert done.stderr.count("preflight of rank 1") == 1 and (tmp_path / "weights").exists()
 
 
 @pytest.mark.slow

@@ -16,9 +16,9 @@ from torch.nn.functional import cross_entropy, logsigmoid, softplus
 
 import trainprobe
 from trainprobe.errors import UsageError
+from trainprobe.integrations.first_update import FirstUpdate
 from trainprobe.preflight.batches import joined
 from trainprobe.preflight.script.command import preflight_script
-from trainprobe.preflight.script.first_update import FirstUpdate
 from trainprobe.preflight.subject import scalar_of
 from trainprobe.preflight.training import tested as answers
 

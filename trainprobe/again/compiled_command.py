@@ -10,9 +10,9 @@ import typer
 from trainprobe.again.compiled import compile_check
 from trainprobe.again.script_runs import script_of
 from trainprobe.comparison.answers import Html, Json, answered
+from trainprobe.engine.capture.gathering import ranks
 from trainprobe.errors import UsageError
 from trainprobe.preflight.script.command import Learnt, at_first_update
-from trainprobe.preflight.script.ranks import size
 
 
 def compile_check_script(
@@ -32,7 +32,7 @@ def compile_check_script(
     script = script_of(words, "compile-check -- train.py --lr 3e-4")
 
     def answer(learnt: Learnt) -> int:
-        if size() > 1:
+        if ranks() > 1:
             raise UsageError("compile-check runs the step of one rank: start the script without a launcher")
         training, _ = learnt()
         verdict = compile_check(training.loss, training.model, training.micros[0], seconds=seconds)

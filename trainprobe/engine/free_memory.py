@@ -9,7 +9,7 @@ from typing import Any
 from trainprobe.engine.core.guard import attempt
 from trainprobe.engine.storage.safe_files import open_to_read
 
-_PAIR = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+_GROUP = Path("/sys/fs/cgroup")
 
 
 def free_memory(device: Any) -> float:
@@ -20,10 +20,11 @@ def free_memory(device: Any) -> float:
 def _of_host() -> float:
     lines = (line.split() for line in _told(Path("/proc/meminfo")).splitlines())
     free = next(1024.0 * int(words[1]) for words in lines if words[0] == "MemAvailable:")
-    if not all(path.is_file() for path in _PAIR):
+    if not (_GROUP / "memory.max").is_file() or (limit := _told(_GROUP / "memory.max").strip()) == "max":
         return free
-    limit, used = (_told(path).strip() for path in _PAIR)
-    return free if limit == "max" else min(free, float(int(limit) - int(used)))
+    held = dict(line.split() for line in _told(_GROUP / "memory.stat").splitlines())
+    used = int(_told(_GROUP / "memory.current")) - int(held.get("inactive_file", 0))  # the kernel drops what it read of files
+    return min(free, float(int(limit) - used))
 
 
 def _told(path: Path) -> str:

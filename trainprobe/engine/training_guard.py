@@ -45,6 +45,10 @@ class TrainingGuard(StateGuard):
         """Set everything to what it was, gradients and optimizers too."""
         all_of((super().put_back, self._put_optimizers, self.put_random, lambda: _set_modes(self._modes)))
 
+    def gradients(self) -> dict[int, Tensor]:
+        """Return id of a parameter → the gradient that it had when the block began."""
+        return {id(t): grad for t, grad, _ in self._grads if grad is not None}
+
     def drawn(self) -> bool:
         """Return whether random numbers were drawn since the last rewind."""
         states, generators = self._random

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
+from trainprobe.engine.capture.gathering import ranks
 from trainprobe.engine.core.guard import attempt, fault_text
 from trainprobe.engine.core.log_lines import say
 from trainprobe.preflight.report import Report
@@ -68,7 +69,8 @@ def _copied(batch: Any) -> Any:
 class FirstStep:
     """The test of the first update of a training that goes on: every bit is given back.
 
-    wanted: whether there is one. report: what was found, None before it and where nothing could be tested.
+    wanted: whether there is one. report: what was found, None before it and where nothing could be tested. Of several ranks it
+    is that of the first whose rows show something broken, on all of them.
     """
 
     def __init__(self, wanted: bool) -> None:
@@ -91,10 +93,15 @@ class FirstStep:
         if probe is not None:
             probe.resume()
         self.micros.clear()
-        self.report = found if isinstance(found, Report) else None
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            bad = self.report is None or self.report.broken
-            say(f"preflight\n{found}", severity="warning" if bad else "info")
+        every: list[Any] = [found]
+        if ranks() > 1:
+            every = [None] * ranks()
+            dist.all_gather_object(every, found)
+        reports = [(rank, each) for rank, each in enumerate(every) if isinstance(each, Report)]
+        rank, self.report = next((pair for pair in reports if pair[1].broken), reports[0] if reports else (0, None))
+        if ranks() == 1 or dist.get_rank() == 0:
+            bad, of = self.report is None or self.report.broken, f" of rank {rank}" if ranks() > 1 else ""
+            say(f"preflight{of}\n{self.report or found}", severity="warning" if bad else "info")
 
 
 def of_transformers(trainer: Any, model: Any, micros: list[Any]) -> Training:

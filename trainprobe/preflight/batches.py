@@ -173,15 +173,18 @@ class Batch:
         at = torch.searchsorted(known, tokens.contiguous())
         return torch.where(where, known[(at + step) % len(known)], tokens)
 
-    def with_other_last(self, larger: bool = True) -> Batch:
-        """Return a batch whose last row has the inputs of the first and no target in time. larger: if they are no tokens."""
+    def with_other_last(self, larger: bool = True, hidden: bool = True) -> Batch:
+        """Return a batch whose last row has the inputs of the first and no target in time.
+
+        larger: if they are no tokens. hidden: the mask of that row is 0, where labels stand in time.
+        """
         changed: dict[int, Tensor] = {}
         for i in self.by_row:
-            is_label = i == self.roles.get("labels")
-            if is_label and self.text_labels is None:
+            is_label, text = i == self.roles.get("labels"), self.text_labels is not None
+            if is_label and not text:
                 continue
             changed[i] = x = self.leaves[i].clone()
-            x[-1] = self.ignored if is_label else x[0]
+            x[-1] = self.ignored if is_label else 0 if hidden and text and i == self.roles.get("mask") else x[0]
             if larger and x.is_floating_point():  # what is taken from the largest row is seen
                 x[-1] += 2 * x.abs().max()
         return self.with_leaves(changed)

@@ -6,25 +6,28 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from math import isfinite
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
-from torch.utils._pytree import tree_flatten
 
+from trainprobe.engine.capture.features.feature import tensors_of
 from trainprobe.engine.capture.step_modes import RANDOM, Quiet, Reordered
 from trainprobe.engine.core.guard import attempt
+from trainprobe.engine.free_memory import free_memory
 from trainprobe.engine.training_guard import TrainingGuard
 from trainprobe.errors import UsageError
 from trainprobe.preflight.batches import Batch
 
 Step = Callable[[Any, Any], Any]
+Gradients = Mapping[str, Tensor]
+_SAMPLE = 1 << 12  # elements of a gradient
 _MOST_NODES = 200  # of autograd's graph behind the logits
 MARGIN = 32  # times the measured floor
-APART = "the step of a sharded model cannot be made again by one rank: test the model before it is sharded"
+APART = "no rank can run the step alone, and one tests it: leave the sharding out for the preflight, and start one rank"
 GRADIENT, LOSS, LOGITS = range(3)  # places in `Subject.floors`
 _DROPS = (
     "dropout",
@@ -42,14 +45,16 @@ _DROPS = (
 class Seen:
     """What one run of the step gave.
 
-    loss: its value; unit: of its last place. gradients: parameter → gradient, of those that have one. logits: the last output
-    with rows through which the loss has a gradient; slope: that gradient. names: function of torch → calls; dtypes: function →
-    those of its results; made: elements of these. reductions: operation between the logits and the loss → dtype of its result.
-    outputs: (module, its first tensor with rows), in order of the calls, where asked for. calls: modules that ran.
+    loss: its value; unit: of its last place. gradients: parameter → gradient, of those that have one, or what is kept of them;
+    gap: their distance from those of the step as it is. logits: the last output with rows through which the loss has a
+    gradient; slope: that gradient. names: function of torch → calls; dtypes: function → those of its results; made: elements of
+    these. reductions: operation between the logits and the loss → dtype of its result. outputs: (module, its first tensor with
+    rows), in order of the calls, where asked for. calls: modules that ran.
     """
 
     loss: float
-    gradients: Mapping[str, Tensor] = field(default_factory=dict)
+    gradients: Gradients = field(default_factory=dict)
+    gap: float = 0.0
     unit: float = 0.0
     names: dict[str, int] = field(default_factory=dict)
     dtypes: dict[str, set[torch.dtype]] = field(default_factory=dict)
@@ -63,7 +68,7 @@ class Seen:
     @property
     def finite(self) -> bool:
         """Whether the loss and all gradients are finite."""
-        return isfinite(self.loss) and all(bool(torch.isfinite(g).all()) for g in self.gradients.values())
+        return isfinite(self.loss + self.gap) and all(bool(torch.isfinite(g).all()) for g in self.gradients.values())
 
 
 class Subject:
@@ -85,15 +90,14 @@ class Subject:
 
     def measure(self) -> None:
         """Run the step as it is, and once more from what a checkpoint would bring back."""
-        self.base = self.run()
+        self.base = self.run(kept=dict)
         drawn = self.guard.drawn()
         self._leave_other_losses()
         self._leave_copies()
         if not self.base.finite:
             return
         again = self.run(rewind=False)
-        self.twice = apart(self.base, again)
-        self.repeats = self.twice == 0 and again.loss == self.base.loss
+        self.twice, self.repeats = again.gap, again.gap == 0 and again.loss == self.base.loss
         if drawn and self.differs(self.run(seed=1)):
             self.draws = ", ".join(sorted(RANDOM & self.base.names.keys())) or "outside of torch's functions"
 
@@ -124,17 +128,16 @@ class Subject:
         again = attempt(lambda: self.run(modes=Reordered()), otherwise=lambda _: None) or self.run(self.batch.reversed())
         one, two = self.base.logits, again.logits
         gap = distance(one, two) if one is not None and two is not None and one.shape == two.shape else 0.0
-        return apart(self.base, again), relative(self.base.loss, again.loss), gap
+        return again.gap, relative(self.base.loss, again.loss), gap
 
     @cached_property
-    def other_row(self) -> tuple[Batch, Seen, bool]:
-        """The batch with another last row, whose labels in time are ignored; its run, and whether that is finite."""
+    def other_row(self) -> tuple[Batch, Seen]:
+        """The batch with another last row, which is padding and has no targets in time, and its run."""
         other = self.batch.with_other_last()
         if (seen := attempt(self.run, other, otherwise=lambda _: None)) is None:  # shares and marks have bounds
-            other = self.batch.with_other_last(larger=False)
+            other = self.batch.with_other_last(larger=False, hidden=False)
             seen = self.run(other)
-        finite, seen.gradients = seen.finite, {}
-        return other, seen, finite
+        return other, seen
 
     @property
     def eps(self) -> float:
@@ -152,9 +155,7 @@ class Subject:
 
     def differs(self, seen: Seen) -> bool:
         """Tell whether the gradients or losses of a run differ from those of the base by more than rounding."""
-        return self.beyond(relative(self.base.loss, seen.loss), LOSS) or (
-            bool(seen.gradients) and self.beyond(apart(self.base, seen))
-        )
+        return self.beyond(relative(self.base.loss, seen.loss), LOSS) or self.beyond(seen.gap)
 
     def run(
         self,
@@ -167,11 +168,13 @@ class Subject:
         modes: AbstractContextManager[Any] | None = None,
         outputs: bool = False,
         wide: bool = False,
+        kept: Callable[[Gradients], Gradients] | None = None,
     ) -> Seen:
         """Run the step once and return what it gave.
 
         rewind: None leaves all state as it is, False the attributes of modules. evaluate: as in evaluation, dropout as it is
-        there. outputs: keep those of all modules. wide: of a model in float64, casts to float32 are casts to it.
+        there. outputs: keep those of all modules. wide: of a model in float64, casts to float32 are casts to it. kept: `dict`
+        or `sampled`; by default the gradients are compared with those of the step as it is, and freed.
         """
         self.rows_run[self.now] += (batch or self.batch).rows
         if rewind is not None:
@@ -197,9 +200,11 @@ class Subject:
                 differentiate(loss, self.parameters.values())
         if quiet.ignore_index is not None:
             self.batch.ignored = quiet.ignore_index
-        value = float(loss.detach())
+        value, gradients = float(loss.detach()), self._taken()
+        gap = apart(self.base.gradients, gradients) if backward and kept is None else 0.0
         known = abs(value) * torch.finfo(loss.dtype).eps, dict(quiet.names), quiet.dtypes, quiet.made, reductions
-        return Seen(value, self._taken(), *known, watch.outputs, watch.calls, *watch.last())
+        held = {} if kept is None else kept(gradients)
+        return Seen(value, held, gap, *known, watch.outputs, watch.calls, *watch.last())
 
     def accumulate(self, step: Step, micros: list[Batch]) -> tuple[float | None, dict[str, Tensor]]:
         """Run the micro-batches as the trainer does: the loss that it reports and the gradients that it leaves."""
@@ -210,6 +215,11 @@ class Subject:
             reported = step(self.model, [micro.tree() for micro in micros])
         value = attempt(scalar_of, reported.detach(), otherwise=lambda _: None) if isinstance(reported, Tensor) else reported
         return (None if value is None else float(value)), self._taken()
+
+    def lack(self, needed: float) -> str:
+        """Return what so many bytes more on the device are beside those that are free, as text; "" where there is room."""
+        free = free_memory(next(iter(self.parameters.values())).device)
+        return "" if needed < free else f"would take {needed / 2**30:.3g} GiB, {free / 2**30:.3g} are free"
 
     def _taken(self) -> dict[str, Tensor]:
         grads = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
@@ -282,8 +292,7 @@ class _Watch:
 def _main_tensor(output: Any, batch: Batch) -> Tensor | None:
     """Return the logits of an output, else its first tensor of numbers with rows."""
     logits = getattr(output, "logits", None)
-    flat = [logits] if isinstance(logits, Tensor) else [output] if isinstance(output, Tensor) else tree_flatten(output)[0]
-    fits = (t for t in flat if isinstance(t, Tensor) and t.is_floating_point() and t.dim() > 1 and t.numel())
+    fits = (t for t in tensors_of(output if logits is None else logits) if t.is_floating_point() and t.dim() > 1 and t.numel())
     return next((t for t in fits if batch.rows_first(t).shape[0] % batch.rows == 0), None)
 
 
@@ -308,9 +317,11 @@ def as_tested(model: nn.Module) -> Generator[None]:
 
 
 def no_shards(model: Any) -> str:
-    """Return why a model with parameters that are DTensors cannot be tested, "" where it has none."""
-    name = next((name for name, p in model.named_parameters() if hasattr(p, "device_mesh")), "")
-    return f"{name} is a shard (FSDP2 or a tensor-parallel layer): {APART}" if name else ""
+    """Return why a model with parameters that are DTensors, or gathered for a while, cannot be tested, "" where it has none."""
+    names = [name for name, p in model.named_parameters() if hasattr(p, "device_mesh")]
+    gathers = (name for name, m in model.named_modules() if any(kind.__name__ == "FSDPModule" for kind in type(m).__mro__))
+    names += [name or "the model" for name in gathers]
+    return f"{names[0]} is sharded (FSDP2 or a tensor-parallel layer): {APART}" if names else ""
 
 
 def scalar_of(result: Any) -> Tensor:
@@ -330,7 +341,8 @@ def scalar_of(result: Any) -> Tensor:
 def differentiate(loss: Tensor, parameters: Iterable[nn.Parameter]) -> None:
     """Add the gradients of a loss to those of parameters, by no hook of what sums or shards them (DDP, ZeRO, Megatron).
 
-    torch.autograd.grad would leave the modes that are in force, and checkpointed layers would run otherwise than before.
+    torch.autograd.grad would leave the modes that are in force, and checkpointed layers would run otherwise than before. Each
+    is added as soon as it is there, so that no second set of them lives.
     """
     engine: Any = torch.autograd.Variable._execution_engine
     trained, found = list(parameters), dict[Any, None].fromkeys([loss.grad_fn])
@@ -342,11 +354,19 @@ def differentiate(loss: Tensor, parameters: Iterable[nn.Parameter]) -> None:
     if any("CheckpointFunction" in node.name() for node in nodes):  # it refuses `torch.autograd.grad`
         engine.run_backward((loss,), (torch.ones_like(loss),), False, False, (), True, True)
         return
-    gradients = [*engine.run_backward((loss,), (torch.ones_like(loss),), False, False, tuple(trained), True, False)]
-    while gradients:
-        p, gradient = trained.pop(), gradients.pop()  # each is freed once it is added
-        if gradient is not None:
-            p.grad = gradient if p.grad is None else p.grad + gradient
+    with ExitStack() as stack:
+        for p in trained:
+            if p._backward_hooks is None:  # to register one leaves a dictionary, which each backward would look into
+                stack.callback(setattr, p, "_backward_hooks", None)
+            stack.callback(p.register_hook(partial(_added, p)).remove)
+        engine.run_backward((loss,), (torch.ones_like(loss),), False, False, tuple(trained), True, False)
+
+
+def _added(p: nn.Parameter, gradient: Tensor) -> Tensor:
+    """Add a gradient to that of a parameter; return one that takes no memory, for the engine to collect."""
+    with torch._C.DisableTorchFunction():
+        p.grad = gradient if p.grad is None else p.grad + gradient
+        return gradient.new_zeros(()).expand_as(gradient) if gradient.layout is torch.strided else gradient
 
 
 def relative(a: float, b: float) -> float:
@@ -366,16 +386,21 @@ def distance(a: Any, b: Any) -> float:
     return gap / top if isfinite(gap) and isfinite(top) else float("inf")
 
 
-def dot(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
+def sampled(gradients: Gradients) -> Gradients:
+    """Return copies of some elements of each gradient, evenly apart: what is linear in all is seen in them."""
+    return {name: g.flatten()[:: 1 + g.numel() // _SAMPLE].clone() for name, g in gradients.items()}
+
+
+def dot(a: Gradients, b: Gradients) -> float:
     """Return the inner product of two sets of gradients, in float64; a missing one is 0."""
     return sum(float((a[name].double() * b[name].double()).sum()) for name in a.keys() & b.keys())
 
 
-def apart(a: Seen, b: Seen) -> float:
-    """Return the norm of the difference of two sets of gradients, relative to the larger one."""
-    size, gap, none = max(dot(x.gradients, x.gradients) for x in (a, b)) ** 0.5, 0.0, torch.zeros((), dtype=torch.float64)
-    for name in a.gradients.keys() | b.gradients.keys():
-        x, y = (seen.gradients.get(name, none) for seen in (a, b))
+def apart(a: Gradients, b: Gradients) -> float:
+    """Return the norm of the difference of two sets of gradients, relative to the larger one; infinite if one is not finite."""
+    size, gap, none = max(dot(x, x) for x in (a, b)) ** 0.5, 0.0, torch.zeros((), dtype=torch.float64)
+    for name in a.keys() | b.keys():
+        x, y = (gradients.get(name, none) for gradients in (a, b))
         gap += float((x.double() - y.double()).square().sum())
     return gap**0.5 / max(size, 1e-30) if isfinite(gap) and isfinite(size) else float("inf")
 

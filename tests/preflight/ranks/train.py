@@ -1,4 +1,4 @@
-"""Trains a small language model on each rank: `train.py KIND`, of ddp, trainer, deepspeed, megatron.
+"""Trains a small language model on each rank: `train.py KIND`, of ddp, sharded, trainer, callback, deepspeed, megatron.
 
 The second rank has fewer targets than the first, and reads the same rows; those of deepspeed and megatron have as many.
 """
@@ -40,11 +40,21 @@ def ddp(model):
         optimizer.zero_grad()
 
 
-def trainer(model):
+def sharded(model):
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo")
+    fully_shard(model, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
+    x = torch.randint(0, V, (4, 9))
+    cross_entropy(model(x)[:, :-1].flatten(0, 1), x[:, 1:].flatten()).backward()
+    torch.optim.SGD(model.parameters(), lr=0.01).step()
+
+
+def trainer(model, rows=None, **options):
     import transformers
 
     config = transformers.GPT2Config(vocab_size=V, n_embd=8, n_layer=1, n_head=2, n_positions=9, bos_token_id=1, eos_token_id=2)
-    rows = [
+    rows = rows or [
         {"input_ids": x, "labels": x.masked_fill(torch.arange(9) > 8 - i % 4 // 2 * 5, -100)}
         for i, x in enumerate(torch.randint(0, V, (16, 9)))
     ]
@@ -52,7 +62,18 @@ def trainer(model):
         "out", per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=2, report_to="none", use_cpu=True,
         save_steps=1, disable_tqdm=True, average_tokens_across_devices=True, train_sampling_strategy="sequential",
     )  # fmt: skip
-    transformers.Trainer(transformers.GPT2LMHeadModel(config), arguments, train_dataset=rows).train()
+    transformers.Trainer(transformers.GPT2LMHeadModel(config), arguments, train_dataset=rows, **options).train()
+
+
+def callback(model):
+    """Rows of the second rank alone are the same; each rank writes what its callback was told."""
+    from trainprobe.integrations.transformers import ProbeCallback
+
+    rows = [{"input_ids": x, "labels": x} for x in torch.randint(0, V, (16, 9))]
+    rows = [rows[i - i % 2] if i // 2 % 2 else row for i, row in enumerate(rows)]
+    probe = ProbeCallback(preflight=True, output="probe", on_error="raise")
+    trainer(model, rows, callbacks=[probe])
+    Path(f"told{dist.get_rank()}").write_text(str(probe.preflight.report))
 
 
 def deepspeed(model):

@@ -14,10 +14,11 @@ from trainprobe.engine.core.gathering import Gathering, Payload
 
 def gathering() -> Gathering:
     """Return a Gathering over the default process group; alone where there is none."""
-    return Gathering(_ranks, _all_gather)
+    return Gathering(ranks, _all_gather)
 
 
-def _ranks() -> int:
+def ranks() -> int:
+    """Return how many ranks the training has."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from trainprobe.engine.capture.step_modes import ROUNDING
 from trainprobe.engine.core.guard import attempt
-from trainprobe.engine.free_memory import free_memory
 from trainprobe.preflight.batches import Batch
 from trainprobe.preflight.report import Line, broken, by_design, holds, not_applicable
 from trainprobe.preflight.subject import Seen, Subject, dot
@@ -122,17 +121,16 @@ class _Slopes:
 @contextmanager
 def _in_float64(subject: Subject) -> Generator[tuple[Batch, str, Seen]]:
     """Give the batch in float64 and its run while the model is in float64, where the loss works so; else both as they are."""
-    weights = [*subject.parameters.values()]
-    needed, free = 8 * subject.base.made + 20 * sum(p.numel() for p in weights), free_memory(weights[0].device)
+    lack = subject.lack(8 * subject.base.made + 20 * sum(p.numel() for p in subject.parameters.values()))
     seen = batch = None
-    if needed < free:
-        subject.guard.rewind()
+    subject.guard.rewind()
+    if not lack:
         subject.model.double()
         batch = subject.batch.to(torch.float64)
-        seen = attempt(lambda: subject.run(batch, rewind=None, wide=True), otherwise=lambda _: None)
+        seen = attempt(lambda: subject.run(batch, rewind=None, wide=True, kept=dict), otherwise=lambda _: None)
     if seen is not None and batch is not None:
         yield batch, WIDE, seen
     else:
-        room = "" if needed < free else f" (float64 would take {needed / 2**30:.3g} GiB, {free / 2**30:.3g} are free)"
-        yield subject.batch, f"its own precision{room}", subject.run()
+        subject.guard.rewind()
+        yield subject.batch, f"its own precision{f' (float64 {lack})' if lack else ''}", subject.base
     subject.guard.rewind()

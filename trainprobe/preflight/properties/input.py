@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, SequentialSampler
 
+from trainprobe.engine.core.live_objects import instances_of, with_subclasses
 from trainprobe.preflight.batches import Batch
 from trainprobe.preflight.report import Line, broken, holds, not_applicable
 from trainprobe.preflight.subject import Subject, distance, relative
 
+TEXT = 80  # letters of a row that are told
 _NO_CONTENT = ("labels", "mask", "positions", "documents", "types")
 
 
@@ -32,7 +37,26 @@ def examine(subject: Subject) -> Line:
         told.append(f"{float((mask == 0).double().mean()):.0%} padding")
     if (labels := batch.text_labels) is not None:
         told.append(f"{float((labels == batch.ignored).double().mean()):.0%} of the targets ignored")
+    told += [text for text in (_text(batch), _order()) if text]
     return holds(", ".join(told)) if told else not_applicable("no tensor of the batch has content besides its labels")
+
+
+def _text(batch: Batch) -> str:
+    """Return the first row and what is learnt of it as a person reads them, by a tokenizer of transformers that is alive."""
+    known, tokens, labels = sys.modules.get("transformers.tokenization_utils_base"), batch.of("tokens"), batch.text_labels
+    alive = instances_of(with_subclasses(known.PreTrainedTokenizerBase)) if known is not None else []
+    if tokens is None or not (fits := [tokenizer for tokenizer in alive if len(tokenizer) > int(tokens.max())]):
+        return ""
+    mask = batch.of("mask")
+    parts = [tokens[0] if mask is None else tokens[0][mask[0] != 0]]
+    parts += [] if labels is None else [labels[0][labels[0] != batch.ignored]]
+    return ", learnt is ".join([repr(fits[0].decode(part)[:TEXT]) for part in parts])
+
+
+def _order() -> str:
+    loaders = [loader for loader in instances_of(with_subclasses(DataLoader)) if loader.batch_size is not None]
+    still = loaders and all(type(loader.sampler) is SequentialSampler for loader in loaders)
+    return "no loader shuffles: each epoch has the same order" if still else ""
 
 
 def content_of(batch: Batch) -> list[int]:

@@ -7,7 +7,7 @@ from math import isfinite
 import torch
 
 from trainprobe.preflight.properties.input import content_of
-from trainprobe.preflight.report import Line, broken, holds
+from trainprobe.preflight.report import Line, broken, holds, not_applicable
 from trainprobe.preflight.subject import Subject
 
 STEPS = 20
@@ -19,7 +19,9 @@ WORSE = 0.1  # share of that fall which is lost at least with other inputs
 
 def examine(subject: Subject) -> Line:
     """Train on the batch with an Adam of its own, then give each row the input of its neighbour, and zeros; put all back."""
-    start = subject.base.loss
+    start, weights = subject.base.loss, subject.parameters.values()
+    if lack := subject.lack(3 * sum(p.numel() * p.element_size() for p in weights)):
+        return not_applicable(f"gradients and the two averages of Adam {lack}")
     end = next((low for rate in RATES if start - (low := _trained(subject, rate)) >= FALL * abs(start)), None)
     if end is None:
         return broken(f"{STEPS} steps on this batch alone leave its loss at {start:.4g}: it learns nothing", loss=start)
@@ -47,7 +49,7 @@ def _trained(subject: Subject, rate: float) -> float:
     sizes = {name: float(p.detach().double().pow(2).mean().sqrt()) or 0.02 for name, p in parameters.items()}
     optimizer = torch.optim.Adam([{"params": [p], "lr": rate * sizes[name]} for name, p in parameters.items()], foreach=False)
     for _ in range(STEPS):
-        for name, gradient in subject.run(rewind=None).gradients.items():
+        for name, gradient in subject.run(rewind=None, kept=dict).gradients.items():
             parameters[name].grad = gradient
         optimizer.step()
     return subject.run(rewind=None, backward=False).loss

@@ -8,7 +8,7 @@ from torch import Tensor
 from trainprobe.engine.core.guard import attempt, fault_text
 from trainprobe.preflight.batches import Batch
 from trainprobe.preflight.report import Line, broken, holds, not_applicable
-from trainprobe.preflight.subject import LOSS, Seen, Subject, apart, relative
+from trainprobe.preflight.subject import LOSS, Seen, Subject, relative
 
 COLUMNS = 3
 
@@ -44,10 +44,12 @@ def examine(subject: Subject) -> Line:
         return not_applicable(f"the step draws random numbers ({subject.draws}), other ones with more padding")
     tested = [what for what in changes if f"{what} (" not in skipped]
     if labels is not None and batch.rows > 1:
-        tested.append("a row without targets")
         found = attempt(lambda: subject.other_row, otherwise=lambda _: None)
-        if found is not None and not found[2]:
-            return broken(f"a row whose labels are all ignored makes the loss {found[1].loss} or its gradient not finite")
+        if found is not None and not found[1].finite:
+            alone = attempt(lambda: subject.run(batch.with_other_last(hidden=False)).finite, otherwise=lambda _: False)
+            row = "of padding alone" if alone else "whose labels are all ignored"
+            return broken(f"a row {row} makes the loss {found[1].loss} or its gradient not finite")
+        tested.append("a row of padding without targets")
     return holds(f"{', '.join(tested)}{skipped}")
 
 
@@ -76,7 +78,7 @@ def _change(subject: Subject, seen: Seen) -> str:
         factor = seen.loss / before if before else float("inf")
         by = f"the factor {factor:.4g}" if abs(factor - 1) > 1e-3 else f"{factor - 1:.1e} of its value"
         return f"the loss by {by} ({before:.7g} to {seen.loss:.7g})"
-    return f"the gradient by {apart(subject.base, seen):.2g} of its norm"
+    return f"the gradient by {seen.gap:.2g} of its norm"
 
 
 def _place(subject: Subject, other: Batch, mask: Tensor, left: bool) -> str:

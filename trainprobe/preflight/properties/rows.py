@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from trainprobe.preflight.report import Line, broken, by_design, holds, not_applicable
-from trainprobe.preflight.subject import LOGITS, Seen, Subject, apart, distance
+from trainprobe.preflight.subject import LOGITS, Seen, Subject, distance
 
 _SHARED = ("batchnorm", "batch_norm")
 _CAPACITY = ("moe", "router", "expert", "gate", "switch")
@@ -29,10 +29,9 @@ def examine(subject: Subject) -> Line:
             return by_design(f"rows 0 and {half}, and so on, belong together, as chosen and rejected texts do")
         factor = turned.loss / subject.base.loss if subject.base.loss else float("nan")
         text = f"the order of the rows matters: reversed, the loss is {factor:.4g} times as large"
-        return broken(f"{text} and the gradient is off by {apart(subject.base, turned):.2g} of its norm", factor=factor)
-    turned = None
-    last, (other, seen, finite) = batch.rows - 1, subject.other_row
-    if not finite:
+        return broken(f"{text} and the gradient is off by {turned.gap:.2g} of its norm", factor=factor)
+    last, (other, seen) = batch.rows - 1, subject.other_row
+    if not seen.finite:
         other = batch.take([*range(last), 0])
         seen = subject.run(other)
     before, after = _orders(subject.base.logits, batch.rows), _orders(seen.logits, batch.rows)

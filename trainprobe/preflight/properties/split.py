@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from fractions import Fraction
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from trainprobe.engine.core.words import counted
 from trainprobe.preflight.batches import Batch
 from trainprobe.preflight.report import Line, broken, by_design, holds, not_applicable
-from trainprobe.preflight.subject import LOSS, Seen, Subject, apart, dot, relative
+from trainprobe.preflight.subject import LOSS, Gradients, Seen, Subject, apart, dot, relative, sampled
 
 CLOSE = 1e-3  # relative, of weights that are read off gradients
 
@@ -26,15 +25,18 @@ def examine(subject: Subject) -> Line:
     if subject.draws:
         return not_applicable(f"the step draws random numbers ({subject.draws}), other ones for each micro-batch")
     micros = subject.batch.split(count)
-    parts, whole = [] if subject.step else [subject.run(micro) for micro in micros], subject.base
+    parts, whole = list[Seen](), subject.base.gradients
     if subject.step is None:
-        reported, gradients = sum(part.loss for part in parts) / count, _Sum(parts, [1 / count] * count)
+        parts, whole = [subject.run(micro, kept=sampled) for micro in micros], sampled(whole)
+        reported, gradients = sum(part.loss for part in parts) / count, _sum(parts, [1 / count] * count)
     else:
         reported, gradients = subject.accumulate(subject.step, micros)
-    if not subject.beyond(gap := apart(whole, Seen(whole.loss, gradients))):
+    if not subject.beyond(gap := apart(whole, gradients)):
         return _reported(subject, micros, reported, gap)
-    parts = parts or [subject.run(micro) for micro in micros]
-    right, left_over = _weights(whole.gradients, parts)
+    if not parts:
+        whole, gradients = sampled(whole), sampled(gradients)
+        parts = [subject.run(micro, kept=sampled) for micro in micros]
+    right, left_over = _weights(whole, parts)
     actual, _ = _weights(gradients, parts)
     factors = [a / r if r else float("inf") for a, r in zip(actual, right, strict=True)]
     if subject.beyond(left_over, times=10) or all(relative(factor, 1.0) < CLOSE for factor in factors):
@@ -42,32 +44,21 @@ def examine(subject: Subject) -> Line:
         return by_design(f"no weights of {count} micro-batches give the gradient of the batch: {mixed}")
     figures = {f"factor_{i}": f for i, f in enumerate(factors)}
     if subject.micro_batches == 1:
-        text = f"of {count}, each would have to count by its {_named(right, micros)}"
+        text = f"of {count} micro-batches or ranks, each would have to count by its {_named(right, micros)}"
         text = f"{text}, equal weights are wrong by a factor of {_extreme(factors):.3g}"
         text = _sentence(factors, actual, right, micros) if subject.step else text
         return holds(f"for one micro-batch a step; {text}", gap=gap, **figures)
     total = sum(a * part.loss for a, part in zip(actual, parts, strict=True))
-    also = "" if reported is None else _fault_of_loss(reported, total, whole.loss)
+    also = "" if reported is None else _fault_of_loss(reported, total, subject.base.loss)
     return broken(f"{_sentence(factors, actual, right, micros)}{also}", gap=gap, **figures)
 
 
-class _Sum(Mapping[str, Tensor]):
-    """The gradients of parts, each times a weight, in float64: made when it is looked at, as two sets would not be small."""
-
-    def __init__(self, parts: list[Seen], weights: list[float]) -> None:
-        self._parts = [*zip(weights, parts, strict=True)]
-
-    def __getitem__(self, name: str) -> Tensor:
-        held = [part.gradients[name].double() * weight for weight, part in self._parts if name in part.gradients]
-        if not held:
-            raise KeyError(name)
-        return torch.stack(held).sum(0)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter({name: None for _, part in self._parts for name in part.gradients})
-
-    def __len__(self) -> int:
-        return len([*self])
+def _sum(parts: list[Seen], weights: list[float]) -> Gradients:
+    """Return the gradients of parts, each times a weight, in float64."""
+    found = dict[str, Tensor]()
+    for part, weight in zip(parts, weights, strict=True):
+        found |= {name: found.get(name, 0) + g.double() * weight for name, g in part.gradients.items()}
+    return found
 
 
 def _reported(subject: Subject, micros: list[Batch], reported: float | None, gap: float) -> Line:
@@ -87,12 +78,12 @@ def _fault_of_loss(reported: float, total: float, right: float) -> str:
     return f"; the reported loss has {'the same fault' if same else 'another fault'} ({reported:.4g} for {right:.4g})"
 
 
-def _weights(gradients: Mapping[str, Tensor], parts: list[Seen]) -> tuple[list[float], float]:
+def _weights(gradients: Gradients, parts: list[Seen]) -> tuple[list[float], float]:
     """Return the weights of the parts' gradients whose sum is nearest to a gradient, and what is left, relative."""
     products = torch.tensor([[dot(a.gradients, b.gradients) for b in parts] for a in parts], dtype=torch.float64)
     wanted = torch.tensor([dot(a.gradients, gradients) for a in parts], dtype=torch.float64)
     weights = torch.linalg.lstsq(products, wanted.unsqueeze(1)).solution.flatten().tolist()
-    return weights, apart(Seen(0.0, gradients), Seen(0.0, _Sum(parts, weights))) if dot(gradients, gradients) else 0.0
+    return weights, apart(gradients, _sum(parts, weights)) if dot(gradients, gradients) else 0.0
 
 
 def _shares(micros: list[Batch]) -> dict[str, list[float]]:

@@ -9,20 +9,28 @@ from torch.nn.functional import cross_entropy
 
 from trainprobe.engine.capture.step_modes import Quiet
 from trainprobe.engine.core.words import and_more
+from trainprobe.preflight import layers
 from trainprobe.preflight.properties.causality import targets_of
 from trainprobe.preflight.report import Line, broken, by_design, holds
-from trainprobe.preflight.subject import Subject, relative
+from trainprobe.preflight.subject import Seen, Subject, relative
 
 ABOVE = 2.0  # nats over the uniform prediction, from which logits are called too large
 
 
 def examine(subject: Subject) -> Line:
     """Look at the loss, the weights and an evaluation before anything is trained."""
-    for look in (_ties, _unreached, _optimizers, _evaluation):
+    for look in (_ties, _unreached, _optimizers):
         if (bad := look(subject)) is not None:
             return bad
+    seen = subject.run(backward=False, evaluate=True, outputs=True)
+    if (bad := _evaluation(subject, seen)) is not None:
+        return bad
+    if text := layers.fault(seen, subject):
+        return broken(text)
+    subject.guard.rewind()
     guess, apart = _uniform(subject), subject.of_other_losses
-    rest = "evaluation is repeatable" + (f"; {apart} parameters belong to the optimizer of another loss" if apart else "")
+    others = [f"{apart} parameters belong to the optimizer of another loss"] if apart else []
+    rest = "; ".join(["evaluation is repeatable", *others, *layers.remarks(seen, subject)])
     if guess is None:
         return holds(rest)
     own, uniform, classes = guess
@@ -75,11 +83,10 @@ def _optimizers(subject: Subject) -> Line | None:
     return broken(f"two optimizers hold {and_more(twice)}", count=len(twice)) if twice else None
 
 
-def _evaluation(subject: Subject) -> Line | None:
-    runs = [subject.run(backward=False, evaluate=True, outputs=True)]
+def _evaluation(subject: Subject, seen: Seen) -> Line | None:
     if not subject.guard.drawn():
         return None
-    runs.append(subject.run(backward=False, evaluate=True, seed=1, outputs=True))
+    runs = [seen, subject.run(backward=False, evaluate=True, seed=1, outputs=True)]
     if relative(runs[0].loss, runs[1].loss) == 0 or not isfinite(runs[0].loss):
         return None
     where = f", first in {place}" if (place := subject.first_difference(runs[0], runs[1])) else ""

@@ -22,15 +22,16 @@ from trainprobe.comparison.ci_formats import Github, Junit, PipelineCase, case_o
 from trainprobe.comparison.files import write_json
 from trainprobe.comparison.terminal import say
 from trainprobe.engine.at_start.door import VARIABLE as DOOR
+from trainprobe.engine.capture.gathering import ranks
 from trainprobe.engine.core.guard import attempt, fault_text
 from trainprobe.engine.core.log_lines import say as log
 from trainprobe.engine.storage.safe_files import read_text
 from trainprobe.errors import ProbeError, UsageError
+from trainprobe.integrations.first_update import FirstUpdate
 from trainprobe.preflight.examine import checked
 from trainprobe.preflight.page import write_page
 from trainprobe.preflight.report import BROKEN, COLOURS, Report
-from trainprobe.preflight.script.first_update import FirstUpdate
-from trainprobe.preflight.script.ranks import size, together
+from trainprobe.preflight.script.ranks import together
 from trainprobe.preflight.training import Training, tested
 
 ANSWER = "TRAINPROBE_PREFLIGHT_ANSWER"  # file for the exit code, under a launcher
@@ -155,7 +156,7 @@ preflight_script.context_settings = {"ignore_unknown_options": True, "allow_inte
 
 
 def _answer(learnt: Learnt, options: dict[str, Any], told: Callable[[Report], int]) -> int:
-    if size() == 1:
+    if ranks() == 1:
         return told(tested(*learnt(), **options))
     found = attempt(learnt, otherwise=lambda fault: (fault, []))
     return together(found[0], lambda training: told(tested(training, found[1], **options)))

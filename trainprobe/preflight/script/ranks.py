@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from trainprobe.engine.capture.gathering import ranks
 from trainprobe.engine.core.guard import attempt, fault_text
 from trainprobe.errors import UsageError
 from trainprobe.preflight.batches import Batch
@@ -21,16 +22,11 @@ from trainprobe.preflight.subject import APART, as_tested, no_shards
 from trainprobe.preflight.training import Training
 
 
-def size() -> int:
-    """Return how many ranks the training has."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
 def together(training: Training | Exception, test: Callable[[Training], int]) -> int:
     """Return what rank 0 answers: `test` of the training of all ranks. Raises UsageError on all where one has none."""
     failed = isinstance(training, Exception)
     own = (fault_text(training), []) if failed else (unfit(training.model), _moved(training.micros, "cpu"))
-    every: list[Any] = [None] * size()
+    every: list[Any] = [None] * ranks()
     dist.all_gather_object(every, own)
     why = next((f"rank {rank}: {fault}" for rank, (fault, _) in enumerate(every) if fault), "")
     forms = {(len(micros), *(path for micro in micros for path in Batch(micro).paths)) for _, micros in every if not why}
@@ -52,8 +48,8 @@ def together(training: Training | Exception, test: Callable[[Training], int]) ->
 
 def _lead(training: Training, device: Any, _: Any, micros: list[Any]) -> None:
     """Have each rank run its micro-batches; the gradients of this one are then those of the update."""
-    count = len(micros) // size()
-    parts = [_moved(micros[count * rank : count * (rank + 1)], "cpu") for rank in range(size())]
+    count = len(micros) // ranks()
+    parts = [_moved(micros[count * rank : count * (rank + 1)], "cpu") for rank in range(ranks())]
     _from_first((parts, 0))
     assert training.together is not None
     training.together(_moved(parts[0], device))
@@ -75,14 +71,14 @@ def _follow(training: Training) -> int:
 def unfit(model: Any) -> str:
     """Return why rank 0 cannot run a model alone, "" where it can: its weights are shards."""
     megatron: Any = sys.modules.get("megatron.core.parallel_state")
-    cut = size() > 1 and megatron is not None and megatron.get_tensor_model_parallel_world_size() > 1
+    cut = ranks() > 1 and megatron is not None and megatron.get_tensor_model_parallel_world_size() > 1
     shards = [
         name
         for name, p in model.named_parameters()
         if hasattr(p, "ds_shape") or type(p).__name__ == "FlatParameter" or not p.numel()
         or (cut and getattr(p, "tensor_model_parallel", False))
     ]  # fmt: skip
-    return no_shards(model) or (f"{shards[0]} is a shard (FSDP, ZeRO-3 or a tensor-parallel layer): {APART}" if shards else "")
+    return no_shards(model) or (f"{shards[0]} is sharded (FSDP, ZeRO-3 or a tensor-parallel layer): {APART}" if shards else "")
 
 
 def _from_first(message: Any) -> Any:

@@ -17,9 +17,9 @@ from trainprobe.engine.core.guard import attempt
 from trainprobe.engine.state_guard import has_memory
 from trainprobe.errors import UsageError
 from trainprobe.integrations.live_modules import live_optimizers
+from trainprobe.integrations.loop_tape import Micro, Tape
 from trainprobe.integrations.preflight_steps import Found, running_step
 from trainprobe.preflight.batches import TELL
-from trainprobe.preflight.script.tape import Micro, Tape
 from trainprobe.preflight.subject import differentiate
 from trainprobe.preflight.training import Training, mean_over_ranks
 

@@ -1,0 +1,46 @@
+"""What is told of the first steps of a training: whether gradients are clipped, and the learning rates of the schedules."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from trainprobe.engine.core.guard import attempt
+from trainprobe.engine.core.live_objects import instances_of, with_subclasses
+from trainprobe.preflight.subject import Subject, dot, relative
+
+CLIPPED = 1e-4  # how near a norm is to one of two digits that was asked for
+SHOWN = 1, 2, 5, 10, 100, 1000  # steps of a schedule
+
+
+def remarks(subject: Subject) -> Iterator[str]:
+    """Yield a sentence for gradients that lie in the model and are clipped, and one for each schedule of its optimizers."""
+    given, base = subject.guard.gradients(), subject.base.gradients
+    held = {name: given[id(p)] for name, p in subject.parameters.items() if id(p) in given}
+    norm, own = dot(held, held) ** 0.5, dot(base, base) ** 0.5
+    if 0 < norm < own and relative(norm, float(f"{norm:.2g}")) < CLIPPED:
+        yield f"gradients are clipped to the norm {norm:.2g}, from about {own:.3g}"
+    optimizers = set(map(id, subject.optimizers))
+    every = [s for s in instances_of(with_subclasses(LRScheduler)) if id(getattr(s, "optimizer", None)) in optimizers]
+    inner = {id(part) for scheduler in every for part in getattr(scheduler, "_schedulers", ())}
+    kept = [(scheduler, dict(vars(scheduler))) for scheduler in every]
+    for scheduler in every:
+        if id(scheduler) not in inner and not isinstance(scheduler, ReduceLROnPlateau):
+            rates = attempt(_rates, scheduler, otherwise=lambda _: "")
+            yield from [f"learning rates of {type(scheduler).__name__}: {rates}"] if rates else []
+    for scheduler, attributes in kept:
+        vars(scheduler).clear()
+        vars(scheduler).update(attributes)
+
+
+def _rates(scheduler: LRScheduler) -> str:
+    """Return the rates of the next steps; the scheduler and the groups of its optimizer are others then."""
+    rates = [scheduler.get_last_lr()[0]]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that no optimizer has stepped
+        for _ in range(max(SHOWN)):
+            scheduler.step()
+            rates.append(scheduler.get_last_lr()[0])
+    return ", ".join(f"{rates[step - 1]:.3g} in step {step}" for step in SHOWN)
