@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from trainprobe.again.layouts import ScriptLayout, read_layouts
+from trainprobe.again.conditions.layouts import ScriptLayout, read_layouts
 from trainprobe.cli import main
 from trainprobe.errors import UsageError
 
@@ -83,7 +83,7 @@ def test_layouts_of_several_ranks_are_started_and_joined(tmp_path, capsys):
         ["spoiled", "differ"],
     ], said
     for pair in ("A one, B spoiled", "A two, B spoiled"):
-        first = next(line for line in said.out.splitlines() if line.startswith(pair))
+        first = next(line for line in said.out.splitlines() if line.startswith(f"  • {pair}"))
         assert "2.weight" in first or "Module.2.Linear" in first
         assert "rank 1" in first
     for layout, side in (("one", "A"), ("less", "B")):  # one process without the gradient that the other layout has

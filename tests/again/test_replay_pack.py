@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import trainprobe
 from tests.again.test_twice import same
 from tests.again.test_twice import train as train_twice
+from trainprobe.again.conditions.replay import finder, judge, read_packs
 from trainprobe.again.pack import PACK, SCRIPT, TENSORS
-from trainprobe.again.replay import finder, judge, read_packs
 from trainprobe.cli import main
 from trainprobe.errors import FormatError, PlanError
 

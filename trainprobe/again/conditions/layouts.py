@@ -1,10 +1,10 @@
-"""`trainprobe parity`: the same step in other layouts: another number of processes, other arguments of the script."""
+"""Other layouts: `trainprobe parity` runs a script on another number of processes, with other arguments."""
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -12,8 +12,9 @@ from typing import Annotated
 
 import typer
 
-from trainprobe.again.script_runs import TORCHRUN, Ran, run_script, script_of
-from trainprobe.comparison.terminal import plain_table, say, wide_console
+from trainprobe.again.script_runs import TORCHRUN, Ran, Script, of_a_script, run_script, script_of
+from trainprobe.comparison.answers import Html, Json, answered
+from trainprobe.comparison.terminal import plain_table, wide_console
 from trainprobe.comparison.verdict import Verdict
 from trainprobe.dump_compare.command import compare_dumps
 from trainprobe.engine.core.log_lines import say as log
@@ -54,13 +55,9 @@ def read_layouts(texts: Sequence[str]) -> list[ScriptLayout]:
     return found
 
 
+@of_a_script
 def parity(
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="-- SCRIPT [ARGUMENTS]", help="The script and what it is given in every layout.", show_default=False
-        ),
-    ] = None,
+    words: Script = None,
     layout: Annotated[
         list[str] | None,
         typer.Option("--layout", "-l", help="NAME=RANKS ARGUMENTS: processes, and what the script is given; at least twice."),
@@ -70,6 +67,8 @@ def parity(
         list[int] | None, typer.Option(help="Step to compare, as the training counts; may be given again. [0]")
     ] = None,
     launcher: Annotated[str, typer.Option(help="Command that starts the processes; {ranks} is their number.")] = TORCHRUN,
+    json: Json = None,
+    html: Html = None,
 ) -> int:
     """Run one script in several layouts, and compare a step of each with that of all others.
 
@@ -86,10 +85,14 @@ def parity(
             log(f"{each.name} {ran.failure}", severity="error")
     found = {(a, b): _compared(runs[a], runs[b]) for a, b in combinations(runs, 2)}
     _show(list(runs), found)
-    return max(verdict.code for verdict in found.values())
+    return answered(_of_all(found), "parity", " ".join(script), json, html)
 
 
-parity.context_settings = {"allow_interspersed_args": False}  # type: ignore[attr-defined]
+def _of_all(found: Mapping[tuple[str, str], Verdict]) -> Verdict:
+    """Return the worst verdict of all pairs, with the others as remarks."""
+    told = {pair: f"A {pair[0]}, B {pair[1]}: {verdict.sentence}" for pair, verdict in found.items()}
+    worst = max(found, key=lambda pair: found[pair].code)
+    return Verdict(found[worst].code, told.pop(worst), list(told.values()))
 
 
 def _compared(a: Ran, b: Ran) -> Verdict:
@@ -113,5 +116,3 @@ def _show(names: list[str], found: dict[tuple[str, str], Verdict]) -> None:
         cells = [VERDICTS[found[name, other].code] if (name, other) in found else "" for other in names[1:]]
         table.add_row(name, *cells)
     console.print(table)
-    for (a, b), verdict in found.items():
-        say(console, f"A {a}, B {b}: {verdict.sentence}")

@@ -1,23 +1,20 @@
 """A golden record: what the first steps of a small run showed, as text that git can hold and a person can compare.
 
 A line a value: step, rank, phase, kind, name, call, slot, dtype, shape, fingerprint, max, min, mean, norm, floor. The floor is
-what rounding does to these numbers, measured when the record was made, by runs of the same training with another rounding. A
-later run is judged value by value: equal bits; within the floor; or not, and then the first module where it is not.
+what rounding does to these numbers, measured when the record was made, by runs of the same training with another rounding.
 """
 
 from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from trainprobe.again.first_place import Difference, first_difference
-from trainprobe.again.recording import Key, Run, Shown, parameter_of
+from trainprobe.again.recording import Key
 from trainprobe.comparison.files import writing
-from trainprobe.comparison.verdict import Verdict
 from trainprobe.engine.core.records import Record
 from trainprobe.engine.storage.dumps import read
 from trainprobe.engine.storage.dumps.layout import find_dumps
@@ -26,7 +23,6 @@ from trainprobe.errors import FormatError
 
 HEAD = "trainprobe golden 1"
 MOST = 100_000  # bytes a step
-ABOVE = 10  # times the floor is rounding still
 _ONE_CELL = str.maketrans({"\t": "\\t", "\n": "\\n", "\r": "\\r"})  # of names, which may hold anything
 _STATISTICS = ("max", "min", "mean", "norm")
 _COLUMNS = 15
@@ -77,6 +73,15 @@ class GoldenRow:
         apart = max(abs(high - max_now), abs(low - min_now)) / largest if largest else 0.0
         return max(apart, abs(norm - norm_now) / size if size else 0.0, abs(mean - mean_now) / (size / elements**0.5 or 1.0))
 
+    def floors_to(self, now: GoldenRow) -> float:
+        """Return how many floors a later value is away; infinity where no rounding was seen to change it, and it did."""
+        if self.dtype != now.dtype:
+            return math.inf
+        distance = self.distance(now)
+        if distance == 0 and self.fingerprint == now.fingerprint:
+            return 0.0
+        return max(distance / self.floor, 1e-9) if self.floor else math.inf
+
 
 def rows_of_dump(folder: Path) -> list[GoldenRow]:
     """Return the rows of all steps and ranks of a dump, in the order in which the values came. Raises FormatError."""
@@ -125,14 +130,14 @@ def with_floors(rows: Sequence[GoldenRow], others: Iterable[Sequence[GoldenRow]]
     typical = {sort: median(values) for sort, values in usual.items()}
     return [
         replace(row, floor=max(floors[row.place], typical.get(_sort(row), 0.0)))
-        if row.place in moved or ("float" in row.dtype and not _is_given(row.key, row.slot))
+        if row.place in moved or ("float" in row.dtype and not is_given(row.key, row.slot))
         else replace(row, floor=floors[row.place])
         for row in rows
     ]
 
 
-def _is_given(key: Key, slot: str) -> bool:
-    """Whether a value is the data of the run."""
+def is_given(key: Key, slot: str) -> bool:
+    """Tell whether a value is the data of the run."""
     return key.kind == "module" and key.name == "root" and slot.startswith(("input", "kwargs"))
 
 
@@ -202,126 +207,3 @@ def read_golden(path: Path) -> list[GoldenRow]:
         except ValueError:
             raise FormatError(f"{path}, line {number}: not the {_COLUMNS} columns of a golden record: {line[:80]!r}") from None
     return rows
-
-
-# ---- the answer ------------------------------------------------------------------------------------------------------
-
-
-def judge(golden: Sequence[GoldenRow], now: Sequence[GoldenRow], changed: Sequence[str] = ()) -> Verdict:
-    """Return whether a run is what the record says. changed: sentences about what is configured otherwise than then."""
-    before, after = {row.place: row for row in golden}, {row.place: row for row in now}
-    both = [place for place in before if place in after]
-    lost = [place for place in before if place not in after]
-    if not both:
-        return Verdict(3, "not comparable: no value of the record is in this run; does the training reach its first step?")
-    factors = [_factor(before[place], after[place]) for place in both]
-    equal = sum(factor == 0 for factor in factors)
-    details = [*(f"otherwise than then: {sentence}" for sentence in changed)]
-    if max(factors) > ABOVE:
-        place = _first(before, after)
-        return Verdict(2, f"not the same: {place}", [*_how_many(both, factors), *details])
-    if lost:
-        text = f"{len(lost)} of {len(before)} values of the record are not in this run, first {_where(lost[0])}"
-        return Verdict(3, f"incomplete: {text}", details)
-    if blind := [place for place in both if _is_blind(before[place], after[place])]:
-        text = f"{len(blind)} of {len(both)} values are NaN or infinite then and now, and their bits differ"
-        return Verdict(3, f"not comparable: {text}, first {_where(blind[0])}", details)
-    if equal == len(both):
-        return Verdict(0, f"identical: all {equal} values have the same bits", details)
-    worst = max(factors)
-    text = f"equal within rounding: {equal} of {len(both)} values have the same bits, the others are within {worst:.2g} floors"
-    return Verdict(1, text, details)
-
-
-def _where(place: tuple[int, int, Key, str]) -> str:
-    step, rank, key, slot = place
-    return f"step {step}, rank {rank}: {key}, {slot}"
-
-
-def _is_blind(golden: GoldenRow, now: GoldenRow) -> bool:
-    """Whether bits differ and no number says how far."""
-    return golden.fingerprint != now.fingerprint and not any(map(math.isfinite, golden.numbers))
-
-
-def _factor(golden: GoldenRow, now: GoldenRow) -> float:
-    """Return how many floors a value is away from the record; infinity where no rounding was seen to change it, and it did."""
-    if golden.dtype != now.dtype:
-        return math.inf
-    distance = golden.distance(now)
-    if distance == 0 and golden.fingerprint == now.fingerprint:
-        return 0.0
-    return max(distance / golden.floor, 1e-9) if golden.floor else math.inf
-
-
-def _how_many(both: Sequence[tuple[int, int, Key, str]], factors: Sequence[float]) -> list[str]:
-    far = sum(factor > ABOVE for factor in factors)
-    return [
-        f"{far} of {len(both)} values are beyond {ABOVE} times the floor, {sum(f == 0 for f in factors)} have the same bits"
-    ]
-
-
-def _first(before: Mapping[tuple[int, int, Key, str], GoldenRow], after: Mapping[tuple[int, int, Key, str], GoldenRow]) -> str:
-    """Say where a run is first beyond rounding, and how far."""
-    moments = sorted({(step, rank) for step, rank, _, _ in before})
-    for step, rank in moments:
-        a, b = (_run(rows, step, rank) for rows in (before, after))
-        found = first_difference(a, b, lambda mine, theirs: _factor(mine, theirs) <= ABOVE)
-        if found is not None:
-            row = {**a[found.key].given, **a[found.key].made}[found.slot]
-            return f"{_cause(found, step == moments[0][0])}, step {step}, rank {rank}: {_told(row, after[row.place])}"
-    return "nowhere"
-
-
-def _run(rows: Mapping[tuple[int, int, Key, str], GoldenRow], step: int, rank: int) -> Run:
-    """Return one step of a rank as a run; the module around another is told by its name."""
-    found: Run = {}
-    for row in rows.values():
-        if (row.step, row.rank) == (step, rank):
-            shown = found.setdefault(row.key, Shown(row.key, None))
-            made = row.key.kind in ("parameter", "scalar") or row.slot.startswith(("output", "grad_input"))
-            (shown.made if made else shown.given)[row.slot] = row
-    for key, shown in found.items():
-        shown.parent = _around(key, found)
-    return found
-
-
-def _around(key: Key, run: Run) -> Key | None:
-    if key.kind != "module" or key.name == "root":
-        return None
-    name = key.name
-    while name:
-        name = name.rpartition(".")[0]
-        for number in (key.number, 0):
-            around = key._replace(name=name or "root", number=number)
-            if around in run:
-                return around
-    return None
-
-
-def _cause(found: Difference, at_first: bool) -> str:
-    key, slot = found.key, found.slot
-    if slot.startswith("parameters."):
-        name = parameter_of(key, slot)
-        return f"the weights that the run begins with, {name}" if at_first else f"the update of {name}"
-    if _is_given(key, slot):
-        return f"the data, {slot} of the model"
-    if key.kind == "module" and key.name == "root" and slot.startswith("grad_output"):
-        return "the loss or its scale: the gradient of the model's output"
-    if key.kind == "parameter":
-        return f"the gradient of {key.name}"
-    if key.kind == "scalar":
-        return f"the noted number {key.name}"
-    if key.kind == "module" and slot.startswith(("input", "kwargs", "grad_output")):
-        return f"what module {key} is given, {slot}"
-    return f"{'module ' if key.kind == 'module' else ''}{key}, {slot}"
-
-
-def _told(golden: GoldenRow, now: GoldenRow) -> str:
-    if golden.shape != now.shape or golden.dtype != now.dtype:
-        return f"{golden.dtype} {list(golden.shape)} then, {now.dtype} {list(now.shape)} now"
-    floor = (
-        f"{_factor(golden, now):.3g} times the measured floor of {golden.floor:.2g}"
-        if golden.floor
-        else "no rounding changed it"
-    )
-    return f"norm {golden.numbers[3]:.9g} then, {now.numbers[3]:.9g} now, {golden.distance(now):.2g} apart, {floor}"

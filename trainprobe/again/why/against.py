@@ -10,7 +10,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainprobe.again.causes import Cause
+from trainprobe.again.why.causes import Cause
 from trainprobe.ckpt_compare.compare import compare, logical
 from trainprobe.ckpt_compare.formats import open_checkpoint
 from trainprobe.ckpt_compare.verdict import verdict_of
