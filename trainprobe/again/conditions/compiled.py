@@ -22,7 +22,7 @@ from torch._dynamo.external_utils import wrap_inline
 from torch._functorch import config as aot
 from torch._inductor import config as inductor
 
-from trainprobe.again.floors import MARGIN, verdict_of
+from trainprobe.again.floors import MARGIN, nudged, verdict_of
 from trainprobe.again.graph_beginning import Beginning, module_and_line
 from trainprobe.again.script_runs import Script, of_a_script, script_of
 from trainprobe.comparison.answers import Html, Json, answered
