@@ -77,7 +77,7 @@ def held_by(compared: CheckpointComparison) -> list[Held]:
     found = [_of_tensor(row) for row in compared.rows]
     for row in compared.state:
         kind = _kind_of_place(f"{row.what}.{row.path}" if row.what != "args" else row.path)
-        if not _is_clock(row.path) and (kind or not row.equal):
+        if not _says_nothing(row.path) and (kind or not row.equal):
             found.append(Held(kind or OTHER, f"{row.what} {row.path}", not row.equal, told=f"{row.a} against {row.b}"))
     return [*found, *_lost(compared.a, compared.b)]
 
@@ -87,7 +87,7 @@ def _lost(straight: Checkpoint, resumed: Checkpoint) -> Iterator[Held]:
     for what in straight.state.keys() - resumed.state.keys():
         for path in straight.state[what]:
             kind = _kind_of_place(f"{what}.{path}")
-            if kind and not _is_clock(path):
+            if kind and not _says_nothing(path):
                 yield Held(kind, f"{what} {path}", True, told="not in the resumed state")
     slots = [{t.slot for t in one.tensors.values() if t.what == "optimizer"} for one in (straight, resumed)]
     for slot in sorted(slots[0] - slots[1]):
@@ -163,8 +163,12 @@ def _kind_of_place(path: str) -> str:
     return next((kind for kind, words in _OF_PLACES if words.search(path.lower())), "")
 
 
-def _is_clock(path: str) -> bool:
-    return re.search(r"time|date$|version|host|path|uuid", path.lower()) is not None
+def _says_nothing(path: str) -> bool:
+    """Tell whether a value differs after a right resume too: a time, a path, or how many epochs Lightning has begun.
+
+    A resume at the end of an epoch counts the one that it begins once less.
+    """
+    return re.search(r"time|date$|version|host|path|uuid|epoch_progress\.\w+\.(ready|started)$", path.lower()) is not None
 
 
 def resume_check(

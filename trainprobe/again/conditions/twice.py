@@ -42,16 +42,16 @@ class RepeatedStep(StepAgain):
     def compared(self, first: Run) -> Finding | None:
         """Run the step again, and more often where the runs differ; return what that comes to."""
         second = self.run_again()
-        written, changed = self._weights_changed(first)
-        if written:
-            return changed
+        changed = self._changed_weight(first)
+        if changed is not None:
+            return self._of_weight(*changed)
         place = first_difference(first, second)
-        odd = missing(first, second) if place is None else None
-        if place is None:
-            if odd is not None:
-                self.say(f"were not judged: {odd} ran in one of two runs alone")
-            return None
-        return self._judged([first, second, *(self.run_again() for _ in range(FURTHER))])
+        if place is not None:
+            return self._judged(place, [first, second, *(self.run_again() for _ in range(FURTHER))])
+        odd = missing(first, second)
+        if odd is not None:
+            self.say(f"were not judged: {odd} ran in one of two runs alone")
+        return None
 
     def found(self, finding: Finding) -> None:
         """Tell a fault; an op that is not deterministic is told once, and counted."""
@@ -64,8 +64,8 @@ class RepeatedStep(StepAgain):
         if self._stops and finding.severity == "error":
             raise StopTraining(f"the update of step {finding.step} is not made: {finding.message}")
 
-    def _weights_changed(self, first: Run) -> tuple[bool, Finding | None]:
-        """Tell whether a parameter was written since the step began, which nobody may do before the update; and by what."""
+    def _changed_weight(self, first: Run) -> tuple[str, str, Flip | None] | None:
+        """Return which parameter was written since the step began, which nobody may do before the update; when; which bit."""
         used = {
             parameter_of(key, slot): fingerprint
             for key, shown in first.items()
@@ -77,60 +77,37 @@ class RepeatedStep(StepAgain):
             for when, then in (("since the step began", self.begun.get(name)), ("since its forward", used.get(name))):
                 if then is not None and now.get(name, then) != then:
                     quiet = p._version == self.versions.get(name)
-                    flip = flip_behind(host_bits(p), then, str(p.dtype)) if quiet else None
-                    return True, self._weight_finding(name, when, flip)
-        return False, None
+                    return name, when, flip_behind(host_bits(p), then, str(p.dtype)) if quiet else None
+        return None
 
-    def _weight_finding(self, name: str, when: str, flip: Flip | None) -> Finding | None:
-        rank = self.probe.place.rank
+    def _of_weight(self, name: str, when: str, flip: Flip | None) -> Finding | None:
         if flip is None:
             self.say(f"were not judged: {name} was written {when}, in more than one bit, or by a write that torch knows of")
             return None
-        text = f"hardware: on rank {rank} one bit of the weight {name} changed {when}: element {flip}"
+        text = f"hardware: on rank {self.probe.place.rank} one bit of the weight {name} changed {when}: element {flip}"
         return self._finding("error", text, Site("parameter", name, "value"), str(flip), _OF_HARDWARE)
 
-    def _judged(self, runs: list[Run]) -> Finding:
-        """Return the finding of a step whose runs differ."""
-        groups: list[list[int]] = []
-        for i, run in enumerate(runs):
-            same = next((g for g in groups if first_difference(runs[g[0]], run) is None), None)
-            if same is None:
-                groups.append([i])
-            else:
-                same.append(i)
-        odd = next((g[0] for g in groups if len(groups) == 2 and len(g) == 1), None)
-        most = max(groups, key=len)
+    def _judged(self, place: Difference, runs: list[Run]) -> Finding:
+        """Return the finding of a step whose runs differ. place: where the first two do."""
+        alike = [frozenset(j for j, b in enumerate(runs) if first_difference(a, b) is None) for a in runs]
+        outcomes = len(set(alike))
+        odd = next((i for i, same in enumerate(alike) if outcomes == 2 and len(same) == 1), None)
         if odd is None:
-            pairs = [(a, b) for a in runs for b in runs if a is not b]
-            place = next(found for found in (first_difference(a, b) for a, b in pairs) if found is not None)
-            return self._not_deterministic(place, len(groups), len(runs))
-        steady = runs[most[0]]
-        place = first_difference(steady, runs[odd])
-        assert place is not None
-        return self._odd_run(place, steady, runs[odd], odd, len(runs))
-
-    def _odd_run(self, place: Difference, steady: Run, other: Run, odd: int, runs: int) -> Finding:
-        rank, key = self.probe.place.rank, place.key
-        shown = other[key]
-        seen = {**shown.given, **shown.made}[place.slot]
-        flip = self._flip(place, steady, seen)
+            many = f"{outcomes} different outcomes in {len(runs)} runs of the same step"
+            text = f"not deterministic: {place.key}, {place.slot}: {many}; {_behind(place)}"
+            return self._finding("warning", text, _site(place), None, _OF_OPS)
+        steady = runs[min(max(alike, key=len))]
+        place = first_difference(steady, runs[odd]) or place
+        shown = runs[odd][place.key]
+        flip = self._flip(place, steady, {**shown.given, **shown.made}[place.slot])
         which = "the training's own run" if odd == 0 else f"run {odd + 1}"
-        where = f"{key}, {place.slot}"
+        rank, where, count = self.probe.place.rank, f"{place.key}, {place.slot}", len(runs)
         if flip is not None:
-            text = f"hardware: on rank {rank} one bit of {where} was flipped in {which} of {runs} of this step: element {flip}"
+            text = f"hardware: on rank {rank} one bit of {where} was flipped in {which} of {count} of this step: element {flip}"
             return self._finding("error", text, _site(place), str(flip), _OF_HARDWARE)
-        text = (
-            f"on rank {rank} {where} had other bits in {which} than in all of {runs - 1} others, by more than one flipped bit; "
-            f"from there on {place.total} of {place.compared} values differ"
-        )
+        others = f"than in all of {count - 1} others, by more than one flipped bit"
+        text = f"on rank {rank} {where} had other bits in {which} {others}; {_behind(place)}"
         return self._finding("warning", text, _site(place), None, _OF_STATE if odd == 0 else _OF_HARDWARE)
-
-    def _not_deterministic(self, place: Difference, outcomes: int, runs: int) -> Finding:
-        text = (
-            f"not deterministic: {place.key}, {place.slot}: {outcomes} different outcomes in {runs} runs of the same step; "
-            f"from there on {place.total} of {place.compared} values differ"
-        )
-        return self._finding("warning", text, _site(place), None, _OF_OPS)
 
     def _flip(self, place: Difference, steady: Run, seen: int) -> Flip | None:
         """Return the bit that turns the value of the steady runs into the one with the fingerprint `seen`."""
@@ -156,6 +133,10 @@ _OF_HARDWARE = (
 )
 _OF_OPS = "`torch.use_deterministic_algorithms(True)` names such ops; give each generator a seed"
 _OF_STATE = "look for state outside of the model that its forward reads or writes; if there is none, test this device"
+
+
+def _behind(place: Difference) -> str:
+    return f"from there on {place.total} of {place.compared} values differ"
 
 
 def _site(place: Difference) -> Site:
