@@ -28,9 +28,12 @@ def test_a_run_of_two_ranks_is_resumed_on_one(on_two_ranks: Path, tmp_path: Path
     assert not lost or verdict.sentence.startswith(f"the resume is wrong: {lost}: "), verdict
 
 
-@pytest.mark.parametrize(("at", "lost"), [(2, ""), (4, ""), (4, "moments"), (2, "learning rates")])
+@pytest.mark.parametrize(("at", "lost"), [(4, ""), (4, "moments"), (2, "learning rates"), (2, "weights, or the random states")])
 def test_lightnings_own_resume(tmp_path: Path, at: int, lost: str) -> None:
-    """After four batches an epoch ends: a resume there counts the epochs that it has begun otherwise than the run before."""
+    """After four batches an epoch ends: a resume there counts the epochs that it has begun otherwise than the run before.
+
+    Amid an epoch Lightning begins the data anew, and warns of it: what it saves says the same of both.
+    """
     lightning: Any = pytest.importorskip("lightning.pytorch")
 
     class Net(lightning.LightningModule):

@@ -53,7 +53,7 @@ _NEXT = {
     BUFFERS: "save `model.state_dict()` and not parameters alone; make buffers persistent",
     MOMENTS: "load the optimizer's state after its parameters are those that train",
 }
-_AT_ONCE = "save right after the resume, before its first step. If nothing differs there, it is not what was saved"
+_AT_ONCE = "save right after the resume, before its first step. If nothing differs there, it trained on other data"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +114,12 @@ def judge(values: Sequence[Held]) -> Verdict:
     first = _first(wrong, total[MOMENTS])
     order = [first, *(kind for kind in wrong if kind != first)]
     details = [_line(kind, wrong[kind], total[kind]) for kind in order]
-    hidden = [kind for kind in (DATA, RANDOM) if kind not in seen]
-    if first in _LEARNT and hidden and len(wrong.get(WEIGHTS, ())) == total[WEIGHTS]:
-        text = f"{first}, or the {' or '.join(hidden)}, which neither state holds: {_AT_ONCE}"
-        return Verdict(2, f"the resume is wrong: {text}", [*details, *unseen])
+    if first in _LEARNT and len(wrong.get(WEIGHTS, ())) == total[WEIGHTS]:
+        hidden = [kind for kind in (DATA, RANDOM) if kind not in seen]
+        if hidden:
+            text = f"{first}, or the {' or '.join(hidden)}, which neither state holds: {_AT_ONCE}"
+            return Verdict(2, f"the resume is wrong: {text}", [*details, *unseen])
+        details.append(f"all weights differ, which another batch would do as well: {_AT_ONCE}")
     return Verdict(2, f"the resume is wrong: {first}: {_NEXT[first]}", [*details, *unseen])
 
 
