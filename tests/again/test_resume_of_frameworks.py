@@ -28,7 +28,10 @@ def test_a_run_of_two_ranks_is_resumed_on_one(on_two_ranks: Path, tmp_path: Path
     assert not lost or verdict.sentence.startswith(f"the resume is wrong: {lost}: "), verdict
 
 
-@pytest.mark.parametrize(("at", "lost"), [(4, ""), (4, "moments"), (2, "learning rates"), (2, "weights, or the random states")])
+@pytest.mark.parametrize(
+    ("at", "lost"),
+    [(4, ""), (4, "moments"), (2, "learning rates"), (2, "weights, or the random states, which neither state holds")],
+)
 def test_lightnings_own_resume(tmp_path: Path, at: int, lost: str) -> None:
     """After four batches an epoch ends: a resume there counts the epochs that it has begun otherwise than the run before.
 
