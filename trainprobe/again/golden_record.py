@@ -114,26 +114,24 @@ def with_floors(rows: Sequence[GoldenRow], others: Iterable[Sequence[GoldenRow]]
     Statistics can agree by chance: of a value whose own runs are nearer than is usual in its phase, the usual is taken. Not of
     whole numbers and of what the model is given, where no run had other bits: no rounding reaches these.
     """
-    floors = {row.place: 0.0 for row in rows}
-    moved: set[tuple[int, int, Key, str]] = set()
-    for other in others:
-        theirs = {row.place: row for row in other}
-        for row in rows:
-            if row.place in theirs:
-                floors[row.place] = max(floors[row.place], row.distance(theirs[row.place]))
-                if row.fingerprint != theirs[row.place].fingerprint:
-                    moved.add(row.place)
+    runs = [{row.place: row for row in other} for other in others]
+    measured, moved = list[float](), list[bool]()
     usual: dict[tuple[int, str, str], list[float]] = {}
     for row in rows:
-        if math.isfinite(floors[row.place]) and floors[row.place]:
-            usual.setdefault(_sort(row), []).append(floors[row.place])
+        theirs = [run[row.place] for run in runs if row.place in run]
+        measured.append(max((row.distance(other) for other in theirs), default=0.0))
+        moved.append(any(row.fingerprint != other.fingerprint for other in theirs))
+        if math.isfinite(measured[-1]) and measured[-1]:
+            usual.setdefault(_sort(row), []).append(measured[-1])
     typical = {sort: median(values) for sort, values in usual.items()}
     return [
-        replace(row, floor=max(floors[row.place], typical.get(_sort(row), 0.0)))
-        if row.place in moved or ("float" in row.dtype and not is_given(row.key, row.slot))
-        else replace(row, floor=floors[row.place])
-        for row in rows
+        replace(row, floor=max(floor, typical.get(_sort(row), 0.0) if reached or _is_rounded(row) else 0.0))
+        for row, floor, reached in zip(rows, measured, moved, strict=True)
     ]
+
+
+def _is_rounded(row: GoldenRow) -> bool:
+    return "float" in row.dtype and not is_given(row.key, row.slot)
 
 
 def is_given(key: Key, slot: str) -> bool:
@@ -149,23 +147,18 @@ def _sort(row: GoldenRow) -> tuple[int, str, str]:
 def within_reach(rows: Sequence[GoldenRow], most: int = MOST) -> tuple[list[GoldenRow], str]:
     """Return as many rows as take at most so many bytes a step, and a sentence about what was left out."""
     steps = max(len({row.step for row in rows}), 1)
-    depth = max((row.key.name.count(".") for row in rows), default=0)
-    kept, left = list(rows), ""
-    for deepest in range(depth, -1, -1):
-        for whole in (True, False):
-            kept = [row for row in rows if row.key.kind == "scalar" or (_depth(row) <= deepest and (whole or _made(row)))]
+    depths, kept = [row.key.name.count(".") for row in rows], list(rows)
+    for deepest in range(max(depths, default=0), -1, -1):
+        for whole, note in ((True, ""), (False, ", no inputs")):
+            kept = [
+                row
+                for row, depth in zip(rows, depths, strict=True)
+                if row.key.kind == "scalar" or (depth <= deepest and (whole or _made(row)))
+            ]
             if sum(len(row.line()) + 1 for row in kept) <= most * steps:
-                left = (
-                    ""
-                    if len(kept) == len(rows)
-                    else f"{len(rows) - len(kept)} of {len(rows)} values are left out: depth {deepest}"
-                )
-                return kept, left + ("" if whole else ", no inputs")
+                left = len(rows) - len(kept)
+                return kept, f"{left} of {len(rows)} values are left out: depth {deepest}{note}" if left else ""
     return kept[: most * steps // 200], f"most of {len(rows)} values are left out"
-
-
-def _depth(row: GoldenRow) -> int:
-    return row.key.name.count(".")
 
 
 def _made(row: GoldenRow) -> bool:

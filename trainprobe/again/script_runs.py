@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import orjson
 import typer
 
-from trainprobe.errors import OutputError, UsageError
+from trainprobe.errors import OutputError, ProbeError, UsageError
 
 Script = Annotated[
     list[str] | None,
@@ -46,6 +46,12 @@ class Ran:
         text = (self.folder / LOG).read_bytes()[-(1 << 16) :].decode("utf-8", "replace")
         lines = [f"\n  {line}" for line in text.splitlines() if line.strip()]
         return f"ended with exit code {self.code}; it printed last:{''.join(lines[-_MOST:])}"
+
+    def to_its_end(self) -> Ran:
+        """Return the run. Raises ProbeError where it ended otherwise than well."""
+        if self.code:
+            raise ProbeError(f"the script {self.failure}")
+        return self
 
 
 def of_a_script(command: Any) -> Any:

@@ -148,16 +148,15 @@ class StepAgain(Program):
         self.repeated += 1
         with self._others_rest(), StateGuard(list(self.roots.values())):
             found = self.compared(first)
-        if found is not None:
-            self.found(found)
+        self.told(found)
 
     def compared(self, first: Run) -> Finding | None:
         """Compare the training's own run of the step with further ones (`run_again`); return what that comes to."""
         raise NotImplementedError
 
-    def found(self, finding: Finding) -> None:
-        """Tell what was found. May raise StopTraining in the place of the update."""
-        self.probe.report(finding)
+    def told(self, found: Finding | None) -> None:
+        """Report what was found. May raise StopTraining in the place of the update."""
+        raise NotImplementedError
 
     def run_again(self, keep: Callable[[str, Any], None] | None = None) -> Run:
         """Run all calls of the model of this step again, and return what they showed."""

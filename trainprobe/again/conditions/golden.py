@@ -37,11 +37,11 @@ from trainprobe.errors import ProbeError
 from trainprobe.integrations.perturbed_start import SEED
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__, no_args_is_help=True)
-# the runs that measure rounding: conditions, each with its environment
-FLOORS: tuple[tuple[Sequence[str], Mapping[str, str]], ...] = (
-    (("floor",), {SEED: "0"}),
-    (("floor",), {SEED: "1"}),
-    (("floor", "--way", "threads"), {}),
+# the runs that measure rounding
+FLOORS: tuple[dict[str, Any], ...] = (
+    {"condition": ("floor",), "environment": {SEED: "0"}},
+    {"condition": ("floor",), "environment": {SEED: "1"}},
+    {"condition": ("floor", "--way", "threads")},
 )
 _EXAMPLE = "golden check golden.txt -- train.py"
 
@@ -60,7 +60,7 @@ def record(
     script = script_of(words, _EXAMPLE)
     with tempfile.TemporaryDirectory() as folder:
         rows, pack = shown_by(script, Path(folder) / "run", steps, ranks)
-        others = [shown_by(script, Path(folder) / f"floor{i}", steps, ranks, *how)[0] for i, how in enumerate(FLOORS)]
+        others = [shown_by(script, Path(folder) / f"floor{i}", steps, ranks, **how)[0] for i, how in enumerate(FLOORS)]
         kept, note = within_reach(with_floors(rows, others))
         write_golden(golden, kept, script, note)
         if pack is not None:
@@ -92,19 +92,9 @@ def check(
     return answered(verdict, "golden", str(golden), json, html)
 
 
-def shown_by(
-    script: Sequence[str],
-    folder: Path,
-    steps: int,
-    ranks: int,
-    condition: Sequence[str] = ("run",),
-    environment: Mapping[str, str] | None = None,
-) -> tuple[list[GoldenRow], Path | None]:
-    """Run the script; return what its first steps showed, and the file of its configuration."""
-    how: dict[str, Any] = {"ranks": ranks, "condition": condition, "environment": environment}
-    ran = run_script(script, folder, range(steps), stacks=False, config_check=True, **how)
-    if ran.code:
-        raise ProbeError(f"the script {ran.failure}")
+def shown_by(script: Sequence[str], folder: Path, steps: int, ranks: int, **how: Any) -> tuple[list[GoldenRow], Path | None]:
+    """Run the script; return what its first steps showed, and the file of its configuration. how: see `run_script`."""
+    ran = run_script(script, folder, range(steps), ranks=ranks, stacks=False, config_check=True, **how).to_its_end()
     rows = rows_of_dump(ran.folder)
     if not rows:
         raise ProbeError(f"no step of {script[0]} was recorded: does it train, and is its loop one that trainprobe knows?")
@@ -137,7 +127,8 @@ def judge(golden: Sequence[GoldenRow], now: Sequence[GoldenRow], changed: Sequen
     if verdict.code < 2 and lost:
         text = f"{len(lost)} of {len(before)} values of the record are not in this run, first {_where(lost[0])}"
         return Verdict(3, f"incomplete: {text}", details)
-    if verdict.code < 2 and (blind := [place for place in both if _is_blind(before[place], after[place])]):
+    blind = [place for place in both if _is_blind(before[place], after[place])]
+    if verdict.code < 2 and blind:
         text = f"{len(blind)} of {len(both)} values are NaN or infinite then and now, and their bits differ"
         return Verdict(3, f"not comparable: {text}, first {_where(blind[0])}", details)
     return replace(verdict, details=details)

@@ -14,14 +14,12 @@ import typer
 
 from trainprobe.again.script_runs import TORCHRUN, Ran, Script, of_a_script, run_script, script_of
 from trainprobe.comparison.answers import Html, Json, answered
-from trainprobe.comparison.terminal import plain_table, wide_console
 from trainprobe.comparison.verdict import Verdict
 from trainprobe.dump_compare.command import compare_dumps
 from trainprobe.engine.core.log_lines import say as log
 from trainprobe.engine.core.words import counted
 from trainprobe.errors import FormatError, ProbeError, UsageError
 
-VERDICTS = ("identical", "rounding", "differ", "incomplete")
 _LAYOUT = re.compile(r"(?P<name>[\w.-]+)=(?P<ranks>\d+)(?:\s+(?P<arguments>.*))?", re.DOTALL)
 
 
@@ -84,7 +82,6 @@ def parity(
         if ran.code:
             log(f"{each.name} {ran.failure}", severity="error")
     found = {(a, b): _compared(runs[a], runs[b]) for a, b in combinations(runs, 2)}
-    _show(list(runs), found)
     return answered(_of_all(found), "parity", " ".join(script), json, html)
 
 
@@ -106,13 +103,3 @@ def _compared(a: Ran, b: Ran) -> Verdict:
         return Verdict(3, f"{error}; does the training reach the step, and is its loop one that trainprobe knows?")
     except ProbeError as error:
         return Verdict(3, str(error))
-
-
-def _show(names: list[str], found: dict[tuple[str, str], Verdict]) -> None:
-    console = wide_console()
-    heads = ("", *names[1:])
-    table = plain_table(heads, wrapped=heads)
-    for name in names[:-1]:
-        cells = [VERDICTS[found[name, other].code] if (name, other) in found else "" for other in names[1:]]
-        table.add_row(name, *cells)
-    console.print(table)

@@ -26,7 +26,7 @@ from trainprobe.engine.program import Making
 from trainprobe.engine.stats.flipped import Flip, flip_behind
 from trainprobe.engine.storage.dumps.findings_file import read_findings
 from trainprobe.engine.storage.dumps.layout import find_dumps
-from trainprobe.errors import ProbeError, StopTraining
+from trainprobe.errors import StopTraining
 
 FURTHER = 4  # runs that decide once two differ
 
@@ -53,16 +53,18 @@ class RepeatedStep(StepAgain):
             self.say(f"were not judged: {odd} ran in one of two runs alone")
         return None
 
-    def found(self, finding: Finding) -> None:
-        """Tell a fault; an op that is not deterministic is told once, and counted."""
-        known = self._reported.get(repr(finding.site)) if finding.severity == "warning" else None
-        if known is not None:
-            self._reported[repr(finding.site)] = self.probe.reporter.count([known], self.probe.step_number)[0]
+    def told(self, found: Finding | None) -> None:
+        """Report a fault; an op that is not deterministic is reported once, and counted."""
+        if found is None:
             return
-        self._reported[repr(finding.site)] = finding
-        self.probe.report(finding)
-        if self._stops and finding.severity == "error":
-            raise StopTraining(f"the update of step {finding.step} is not made: {finding.message}")
+        known = self._reported.get(repr(found.site)) if found.severity == "warning" else None
+        if known is None:
+            self.probe.report(found)
+        else:
+            found = self.probe.reporter.count([known], self.probe.step_number)[0]
+        self._reported[repr(found.site)] = found
+        if self._stops and found.severity == "error":
+            raise StopTraining(f"the update of step {found.step} is not made: {found.message}")
 
     def _changed_weight(self, first: Run) -> tuple[str, str, Flip | None] | None:
         """Return which parameter was written since the step began, which nobody may do before the update; when; which bit."""
@@ -160,10 +162,7 @@ def again(
     script = script_of(words, "again --step 100 -- train.py --steps 101")
     with tempfile.TemporaryDirectory() as folder:
         audit = {"repeat": max(step, 1), "every": max(step, 1)}
-        ran = run_script(script, Path(folder) / "run", [step], ranks=ranks, audit=audit)
-        if ran.code:
-            raise ProbeError(f"the script {ran.failure}")
-        verdict = _verdict(ran.folder, step)
+        verdict = _verdict(run_script(script, Path(folder) / "run", [step], ranks=ranks, audit=audit).to_its_end().folder, step)
     return answered(verdict, "again", " ".join(script), json, html)
 
 
