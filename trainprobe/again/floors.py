@@ -6,7 +6,8 @@ Each condition measures floors in its own way, and tells in floors how far the v
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+
+import torch
 
 from trainprobe.comparison.verdict import Verdict
 
@@ -30,9 +31,7 @@ def verdict_of(floors: Sequence[float], first: Callable[[], str], about: str = "
     return Verdict(1, f"equal within rounding: {text}{about}")
 
 
-def nudged(t: Any, units: float, seed: int = 0) -> Any:
-    """Return a tensor of torch in float64, each element moved up or down, by chance, by so many units of its last place."""
-    import torch
-
-    signs = torch.randint(0, 2, t.shape, generator=torch.Generator().manual_seed(seed)).to(t.device) * 2 - 1
+def nudged(t: torch.Tensor, units: float) -> torch.Tensor:
+    """Return a tensor in float64, each element moved up or down, by chance, by so many units of its last place."""
+    signs = torch.randint(0, 2, t.shape, generator=torch.Generator().manual_seed(0)).to(t.device) * 2 - 1
     return t.double() * (1 + signs * units * torch.finfo(t.dtype).eps)

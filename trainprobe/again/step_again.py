@@ -8,6 +8,7 @@ What runs outside of the model (a loss that the loop computes) is not run again.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -165,23 +166,23 @@ class StepAgain(Program):
         before.put_back()
         tape = recorder.begin()
         recorder.keep = keep
-        gradients: dict[str, list[Any]] = {}
+        made: list[tuple[Key, Any, Any]] = []  # gradients
+        counts = Counter[str]()
         try:
-            for name, value in self._calls.again(recorder.names):
-                gradients.setdefault(name, []).append((tape.value(value, CHECKSUM), value))
+            for name, t in self._calls.again(recorder.names):
+                made.append((Key("parameter", name, "backward", counts[name]), tape.value(t, CHECKSUM), t))
+                counts[name] += 1
             run, step_data = recorder.end(self.probe.step_number, self.probe.place)
         finally:
             recorder.keep = None
             if recorder.tape is not None:
                 recorder.drop()
         sums = step_data.checksums
-        for name, values in gradients.items():
-            for number, (value, t) in enumerate(values):
-                key = Key("parameter", name, "backward", number)
-                if key not in run and value.row >= 0 and sums is not None:
-                    run[key] = Shown(key, None, made={"grad": int(sums[value.row])})
-                    if keep is not None:
-                        keep(str(key), t)
+        for key, value, t in made:
+            if key not in run and value.row >= 0 and sums is not None:
+                run[key] = Shown(key, None, made={"grad": int(sums[value.row])})
+                if keep is not None:
+                    keep(str(key), t)
         return run
 
     @contextmanager

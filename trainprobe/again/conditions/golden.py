@@ -170,16 +170,11 @@ def _run(rows: Mapping[tuple[int, int, Key, str], GoldenRow], step: int, rank: i
 
 
 def _around(key: Key, run: Run) -> Key | None:
-    if key.kind != "module" or key.name == "root":
-        return None
-    name = key.name
-    while name:
-        name = name.rpartition(".")[0]
-        for number in (key.number, 0):
-            around = key._replace(name=name or "root", number=number)
-            if around in run:
-                return around
-    return None
+    """Return the innermost call around a module that the run has, by its name."""
+    parts = key.name.split(".") if key.kind == "module" and key.name != "root" else []
+    names = [".".join(parts[:i]) or "root" for i in reversed(range(len(parts)))]
+    keys = (key._replace(name=name, number=number) for name in names for number in (key.number, 0))
+    return next((around for around in keys if around in run), None)
 
 
 def _cause(found: Difference, at_first: bool) -> str:
@@ -203,9 +198,6 @@ def _cause(found: Difference, at_first: bool) -> str:
 def _told(golden: GoldenRow, now: GoldenRow) -> str:
     if golden.shape != now.shape or golden.dtype != now.dtype:
         return f"{golden.dtype} {list(golden.shape)} then, {now.dtype} {list(now.shape)} now"
-    floor = (
-        f"{golden.floors_to(now):.3g} times the measured floor of {golden.floor:.2g}"
-        if golden.floor
-        else "no rounding changed it"
-    )
-    return f"norm {golden.numbers[3]:.9g} then, {now.numbers[3]:.9g} now, {golden.distance(now):.2g} apart, {floor}"
+    times = f"{golden.floors_to(now):.3g} times the measured floor of {golden.floor:.2g}"
+    norms = f"norm {golden.numbers[3]:.9g} then, {now.numbers[3]:.9g} now"
+    return f"{norms}, {golden.distance(now):.2g} apart, {times if golden.floor else 'no rounding changed it'}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -82,14 +82,10 @@ def parity(
         if ran.code:
             log(f"{each.name} {ran.failure}", severity="error")
     found = {(a, b): _compared(runs[a], runs[b]) for a, b in combinations(runs, 2)}
-    return answered(_of_all(found), "parity", " ".join(script), json, html)
-
-
-def _of_all(found: Mapping[tuple[str, str], Verdict]) -> Verdict:
-    """Return the worst verdict of all pairs, with the others as remarks."""
-    told = {pair: f"A {pair[0]}, B {pair[1]}: {verdict.sentence}" for pair, verdict in found.items()}
+    told = {(a, b): f"A {a}, B {b}: {verdict.sentence}" for (a, b), verdict in found.items()}
     worst = max(found, key=lambda pair: found[pair].code)
-    return Verdict(found[worst].code, told.pop(worst), list(told.values()))
+    verdict = Verdict(found[worst].code, told.pop(worst), list(told.values()))
+    return answered(verdict, "parity", " ".join(script), json, html)
 
 
 def _compared(a: Ran, b: Ran) -> Verdict:

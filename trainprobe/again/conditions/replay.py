@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
@@ -209,7 +210,7 @@ def judge(packs: Sequence[tuple[dict[str, Any], dict[str, Any]]], find: Any, dou
         torch.set_num_threads(max(1, min(1024, int(document["threads"]))))  # which decides the order of sums
         row = _odd_rows(tensors) if document["findings"] else ""
         for at, told in enumerate(document["calls"]):
-            one = attempt(judge_call, told, at, tensors, find, double, otherwise=_failed(told["name"]))
+            one = attempt(judge_call, told, at, tensors, find, double, otherwise=partial(_failed, told["name"]))
             if row and one.kind != "hardware":
                 one = _verdict("data", row, one.reproduced, [one.sentence, *one.details])
             found.append(one)
@@ -228,8 +229,8 @@ def judge(packs: Sequence[tuple[dict[str, Any], dict[str, Any]]], find: Any, dou
     return _verdict(kind, text, all(known) if known else None, details, whole)
 
 
-def _failed(name: str) -> Callable[[Exception], ReplayVerdict]:
-    return lambda fault: _verdict("unknown", f"{name} cannot be run again: {fault_text(fault)}")
+def _failed(name: str, fault: Exception) -> ReplayVerdict:
+    return _verdict("unknown", f"{name} cannot be run again: {fault_text(fault)}")
 
 
 def replay(
