@@ -63,7 +63,8 @@ class Reader:
 
 def check_golden(arguments: list[str]) -> int:
     """Be `golden check GOLDEN` where the run shows what another record holds."""
-    from trainprobe.again.golden import judge, read_golden
+    from trainprobe.again.conditions.golden import judge
+    from trainprobe.again.golden_record import read_golden
     from trainprobe.errors import ProbeError
 
     try:
@@ -321,7 +322,7 @@ class Mean(nn.Module):
 
 def write_records(folder: Path) -> None:
     """Write golden records of two runs: the second begins with other weights."""
-    from trainprobe.again.golden import rows_of_dump, with_floors, write_golden
+    from trainprobe.again.golden_record import rows_of_dump, with_floors, write_golden
 
     for name, factor in (("then", 1.0), ("now", 1.5)):
         model = Sound()

@@ -63,7 +63,14 @@ STOREYS = {
     **dict.fromkeys(["trainprobe.debugger", "trainprobe.pytorch", "trainprobe.core", "trainprobe.mindspore"], 6),
     "trainprobe.integrations": 6,
     **dict.fromkeys(
-        [f"trainprobe.again.{name}" for name in ("recording", "first_place", "model_calls", "twice", "pack", "replay_plan")], 5
+        [
+            f"trainprobe.again.{name}"
+            for name in (
+                *("recording", "first_place", "model_calls", "step_again", "pack", "replay_plan", "script_runs"),
+                "conditions.twice",
+            )
+        ],
+        5,
     ),
     "trainprobe.again": 7,
     "trainprobe.demo": 7,

@@ -11,7 +11,7 @@ from trainprobe import unobserved
 __version__ = "0.2.0"
 
 if TYPE_CHECKING:
-    from trainprobe.again.compiled import compile_check as compile_check
+    from trainprobe.again.conditions.compiled import compile_check as compile_check
     from trainprobe.compare_with_cpu import CompareWithCPU as CompareWithCPU
     from trainprobe.compare_with_cpu import ModuleInfo as ModuleInfo
     from trainprobe.compare_with_cpu import NanInfTracker as NanInfTracker
@@ -44,7 +44,7 @@ _PUBLIC = {
     "Probe": "trainprobe.watching",
     "SingleComparator": "trainprobe.rollout",
     "SingleSave": "trainprobe.rollout",
-    "compile_check": "trainprobe.again.compiled",
+    "compile_check": "trainprobe.again.conditions.compiled",
     "compare_for_single_op": "trainprobe.op_check.saved_calls",
     "fingerprints": "trainprobe.rollout.weights.prints",
     "nan_inf_track_for_single_op": "trainprobe.op_check.saved_calls",

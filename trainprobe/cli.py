@@ -63,23 +63,29 @@ VERBS: dict[str, tuple[str, str]] = {
         "where two reinforcement-learning runs begin to differ, or why log-probabilities do",
     ),
     "floor": (
-        "trainprobe.again.rounding:floor",
+        "trainprobe.again.conditions.rounding:floor",
         "run a training again with other rounding, to measure what rounding does",
     ),
-    "parity": ("trainprobe.again.layouts:parity", "run one script in several layouts and compare what they compute"),
+    "parity": ("trainprobe.again.conditions.layouts:parity", "run one script in several layouts and compare what they compute"),
     "preflight": (
         "trainprobe.preflight.script.command:preflight_script",
         "test the loss and the model of a script on its first batch, and train nothing",
     ),
-    "again": ("trainprobe.again.twice_command:again", "run one step of a script twice: is the hardware or an op unsteady"),
+    "again": ("trainprobe.again.conditions.twice:again", "run one step of a script twice: is the hardware or an op unsteady"),
     "compile-check": (
-        "trainprobe.again.compiled_command:compile_check_script",
+        "trainprobe.again.conditions.compiled:compile_check_script",
         "does torch.compile change the step of a script, and where",
     ),
-    "golden": ("trainprobe.again.golden_command:app", "record what a small run computes, and check it after an upgrade"),
-    "resume-check": ("trainprobe.again.resume_check:resume_check", "does a resumed run have all that the run had"),
-    "replay": ("trainprobe.again.replay:replay", "run a module of a recorded step again: data, op, precision or hardware"),
-    "why": ("trainprobe.again.why:why", "what may be wrong with a run: at most five causes, with what speaks for and against"),
+    "golden": ("trainprobe.again.conditions.golden:app", "record what a small run computes, and check it after an upgrade"),
+    "resume-check": ("trainprobe.again.conditions.resume:resume_check", "does a resumed run have all that the run had"),
+    "replay": (
+        "trainprobe.again.conditions.replay:replay",
+        "run a module of a recorded step again: data, op, precision or hardware",
+    ),
+    "why": (
+        "trainprobe.again.why.command:why",
+        "what may be wrong with a run: at most five causes, with what speaks for and against",
+    ),
     "mcp": ("trainprobe.agents:mcp", "let an agent read runs, as an MCP server"),
     "run": ("trainprobe.integrations.run_command:run", "run a training script under a plan, with no edit"),
 }

@@ -12,7 +12,7 @@ import time
 import torch
 
 from benchmarks.again.compiled_cases import HEALTHY, PLANTED
-from trainprobe.again.compiled import compile_check
+from trainprobe.again.conditions.compiled import compile_check
 
 
 def main() -> None:

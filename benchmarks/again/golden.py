@@ -11,8 +11,8 @@ from pathlib import Path
 
 from benchmarks.again import golden_program
 from benchmarks.again.golden_program import HARMLESS, REGRESSIONS, STEPS
-from trainprobe.again.golden import judge, read_golden
-from trainprobe.again.golden_command import changed_since, pack_of, record, shown_by
+from trainprobe.again.conditions.golden import changed_since, judge, pack_of, record, shown_by
+from trainprobe.again.golden_record import read_golden
 
 PROGRAM = str(Path(golden_program.__file__))
 

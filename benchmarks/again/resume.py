@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from trainprobe.again.resume_check import (
+from trainprobe.again.conditions.resume import (
     AVERAGED,
     BUFFERS,
     COUNTERS,

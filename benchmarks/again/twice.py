@@ -2,7 +2,7 @@
 
 python -m benchmarks.again.twice                 # everything; a line a case
 python -m benchmarks.again.twice --repeats 40    # fewer healthy repeats than 200
-python -m benchmarks.again.twice --only flips    # or unsteady, healthy
+python -m benchmarks.again.twice --only flips    # or unsteady, healthy, cost
 
 A flip is planted below everything that looks: an op's result is changed in the dispatcher of torch, a weight in its memory. A
 case is named where an error says "hardware", this rank, this bit, and the module, op or parameter that was hit.
@@ -15,9 +15,11 @@ import json
 import os
 import random
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import trainprobe
+from benchmarks.models import SIZES, prepare
 from trainprobe.demo.gpt import GPT, Shape, next_token_loss
 
 STRUCK = 4  # the step
@@ -309,13 +312,34 @@ def run_healthy(repeats: int) -> str:
     return f"healthy: {alarms} alarms in {repeats} repeats"
 
 
+def run_cost(pairs: int = 6) -> str:
+    """Measure the CPU time of steps that run twice, of those that do not, and of forward and backward alone, in turn."""
+    watched, bare = prepare(SIZES["real"], "whole step"), prepare(SIZES["real"], "fwd+bwd")
+    plan = {"output": tempfile.mkdtemp(), "console": False, "audit": {"repeat": 2, "every": 1000}, "on_error": "raise"}
+    spent: dict[str, list[float]] = {"twice": [], "once": [], "passes": []}
+    with trainprobe.watch(watched.model, watched.optimizer, plan) as probe:
+        for i in range(2 * pairs + 2):
+            begun = time.process_time()
+            with probe.step():
+                watched.step(i)
+            middle = time.process_time()
+            bare.step(i)
+            if i > 1:
+                spent["once" if i % 2 else "twice"].append(middle - begun)
+                spent["passes"].append(time.process_time() - middle)
+    twice, once, passes = (median(spent[name]) for name in ("twice", "once", "passes"))
+    more = twice - once - passes
+    each = f"{more / once:.1%} of a step, {more / once / 500:.3%} of a training that repeats each 500th"
+    return f"CPU seconds: {twice:.3f} twice, {once:.3f} once, {passes:.3f} the passes alone; beyond the passes {each}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--repeats", type=int, default=200)
-    parser.add_argument("--only", choices=("flips", "unsteady", "healthy"))
+    parser.add_argument("--only", choices=("flips", "unsteady", "healthy", "cost"))
     given = parser.parse_args()
     torch.set_num_threads(1)
-    parts = {"flips": run_flips, "unsteady": run_unsteady, "healthy": lambda: run_healthy(given.repeats)}
+    parts = {"flips": run_flips, "unsteady": run_unsteady, "healthy": lambda: run_healthy(given.repeats), "cost": run_cost}
     for line in [part() for name, part in parts.items() if given.only in (None, name)]:
         print(line)
 

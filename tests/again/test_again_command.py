@@ -9,11 +9,15 @@ import pytest
 from trainprobe.cli import main
 
 SCRIPT = """
-import sys, torch
+import os, sys, torch
+
+if "WORLD_SIZE" in os.environ:
+    torch.distributed.init_process_group("gloo")
+NOISY = "noisy" in sys.argv and os.environ.get("RANK", "1") == "1"
 
 class Noisy(torch.nn.Linear):
     def forward(self, x):
-        noise = torch.rand(x.shape, generator=GENERATOR) if "noisy" in sys.argv else 0.0
+        noise = torch.rand(x.shape, generator=GENERATOR) if NOISY else 0.0
         return super().forward(x + noise)
 
 GENERATOR = torch.Generator()
@@ -50,3 +54,13 @@ def test_a_script_that_fails_is_no_answer(tmp_path, capsys):
     script.write_text("raise SystemExit('no data')")
     assert main(["again", "--", str(script)]) == 3
     assert "the script ended with exit code 1; it printed last:\n  no data" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_other_ranks_are_asked(tmp_path, capsys):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    assert main(["again", "--step", "2", "--ranks", "2", "--", str(script), "noisy"]) == 2
+    said = capsys.readouterr().out
+    assert "not deterministic: Torch.rand of 0, output" in said
+    assert "the same bits in both runs: rank 0" in said

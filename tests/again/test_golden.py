@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import trainprobe
-from trainprobe.again import golden_command
-from trainprobe.again.golden import MOST, GoldenRow, judge, read_golden, rows_of_dump, with_floors, within_reach, write_golden
+from trainprobe.again.conditions import golden as golden_command
+from trainprobe.again.conditions.golden import judge
+from trainprobe.again.golden_record import MOST, GoldenRow, read_golden, rows_of_dump, with_floors, within_reach, write_golden
 from trainprobe.cli import main
 from trainprobe.errors import FormatError
 from trainprobe.integrations import perturbed_start

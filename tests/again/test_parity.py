@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from trainprobe.again.layouts import ScriptLayout, read_layouts
+from trainprobe.again.conditions.layouts import ScriptLayout, read_layouts
 from trainprobe.cli import main
 from trainprobe.errors import UsageError
 
@@ -47,7 +47,7 @@ dist.destroy_process_group()
 """
 
 
-def test_the_matrix_names_the_pairs_that_agree_and_where_the_others_part(tmp_path, capsys):
+def test_the_verdict_names_the_pairs_that_agree_and_where_the_others_part(tmp_path, capsys):
     script, output = tmp_path / "train.py", tmp_path / "out"
     script.write_text(SCRIPT)
     layouts = ["one=1", "same=1", "other=1 weight", "broken=1 fails"]
@@ -55,13 +55,10 @@ def test_the_matrix_names_the_pairs_that_agree_and_where_the_others_part(tmp_pat
     code = main(["parity", *asked, "--output", str(output), "--launcher", sys.executable, "--", str(script)])
     said = capsys.readouterr()
     assert code == 3
-    table = [line.split() for line in said.out.splitlines()[:4]]
-    assert table == [
-        ["same", "other", "broken"],
-        ["one", "identical", "differ", "incomplete"],
-        ["same", "differ", "incomplete"],
-        ["other", "incomplete"],
-    ]
+    pairs = [line.removeprefix("  • ") for line in said.out.splitlines()]
+    assert pairs[0] == "A one, B broken: broken ended with exit code 1"
+    assert pairs[1].startswith("A one, B same: identical")
+    assert [pair.split(":")[0] for pair in pairs[3:]] == ["A same, B other", "A same, B broken", "A other, B broken"]
     assert "A one, B other: the first difference is at Module.2.Linear.forward.0 (step 0" in said.out
     assert "broken ended with exit code 1; it printed last:\n  no such layout" in said.err
     assert main(["parity", *asked, "--output", str(output), "--launcher", sys.executable, "--", str(script)]) == 3
@@ -75,15 +72,11 @@ def test_layouts_of_several_ranks_are_started_and_joined(tmp_path, capsys):
     layouts = [word for layout in ("one=1", "two=2", "spoiled=2 wrong", "less=2 frozen") for word in ("-l", layout)]
     assert main(["parity", *layouts, "--output", str(tmp_path / "out"), "--", str(script)]) == 3
     said = capsys.readouterr()
-    table = [line.split() for line in said.out.splitlines()[:4]]
-    assert table == [
-        ["two", "spoiled", "less"],
-        ["one", "rounding", "differ", "incomplete"],
-        ["two", "differ", "differ"],
-        ["spoiled", "differ"],
-    ], said
+    told = dict(line.removeprefix("  • ").split(": ", 1) for line in said.out.splitlines())
+    assert told["A one, B two"].startswith("equal within rounding"), said
+    assert next(iter(told)) == "A one, B less" and told["A two, B less"].startswith("the first difference"), said
     for pair in ("A one, B spoiled", "A two, B spoiled"):
-        first = next(line for line in said.out.splitlines() if line.startswith(pair))
+        first = told[pair]
         assert "2.weight" in first or "Module.2.Linear" in first
         assert "rank 1" in first
     for layout, side in (("one", "A"), ("less", "B")):  # one process without the gradient that the other layout has

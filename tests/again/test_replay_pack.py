@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import trainprobe
 from tests.again.test_twice import same
 from tests.again.test_twice import train as train_twice
+from trainprobe.again.conditions.replay import finder, judge, read_packs
 from trainprobe.again.pack import PACK, SCRIPT, TENSORS
-from trainprobe.again.replay import finder, judge, read_packs
 from trainprobe.cli import main
 from trainprobe.errors import FormatError, PlanError
 
@@ -172,6 +172,7 @@ def test_a_class_that_nobody_named_is_not_imported(pack: Path) -> None:
     (pack / "evil.py").write_text("raise SystemExit('it ran')")
     found = hostile(pack, lambda d: d["calls"][0]["module"].update({"class": "evil.Net"}))
     assert (found.kind, "--import evil" in found.sentence) == ("unknown", True)
+    assert not any(found.sentence in line for line in found.details)  # it is said once
     found = hostile(pack, lambda d: d["calls"][0]["module"].update({"class": "os.system"}))
     assert found.kind == "unknown"
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainprobe.again.resume_check import compared, held_by, judge
+from trainprobe.again.conditions.resume import compared, held_by, judge
 from trainprobe.cli import main
 
 
@@ -115,6 +115,26 @@ def test_a_section_that_the_resumed_run_does_not_have_is_lost(tmp_path: Path, se
     assert verdict.code == 2
     assert verdict.sentence.startswith(f"the resume is wrong: {kind or 'step counters'}: ")
     assert any("not in the resumed state" in line for line in verdict.details)
+
+
+def test_weights_are_not_blamed_for_data_that_no_state_tells_of(tmp_path: Path) -> None:
+    """The sampler began anew, as after Accelerate's `load_state` without `skip_first_batches`: all weights differ then."""
+    states = resumed(tmp_path, "data position")
+    for path in states:
+        torch.save({name: part for name, part in torch.load(path).items() if name != "sampler"}, path)
+    verdict = judge(held_by(compared(*states)))
+    assert verdict.code == 2
+    assert "weights, or the data position, which neither state holds: save right after the resume" in verdict.sentence
+
+
+def test_names_of_a_family_that_the_model_is_not_of_are_no_error(tmp_path: Path) -> None:
+    """NanoGPT has the names of GPT-2 in transformers, whose matrices are turned."""
+    for name, moved in (("a.pt", 0), ("b.pt", 0), ("c.pt", 1)):
+        weights = {"transformer.h.0.attn.c_attn.weight": torch.ones(96, 32), "transformer.wte.weight": torch.ones(65, 32)}
+        weights["transformer.wte.weight"][0] += moved
+        torch.save({"model": weights, "iter_num": 5}, tmp_path / name)
+    assert judge(held_by(compared(tmp_path / "a.pt", tmp_path / "b.pt"))).code == 0
+    assert "weights: 1 of 2 differ" in judge(held_by(compared(tmp_path / "a.pt", tmp_path / "c.pt"))).details[0]
 
 
 def test_an_argument_that_differs_is_said_and_not_judged(tmp_path: Path) -> None:

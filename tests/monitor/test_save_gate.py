@@ -121,6 +121,19 @@ def test_lightning(tmp_path: Path):
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["epoch=0-step=2.ckpt"]
 
 
+def test_accelerate_writes_nothing_of_a_refused_state(tmp_path: Path):
+    """Its weights are written by safetensors, before torch saves anything."""
+    accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
+
+    def save(state: Any, path: Path) -> None:
+        accelerator.save_state(str(path.with_suffix("")))
+
+    accelerator.prepare(nn.Linear(2, 2))
+    with pytest.raises(StopTraining, match=r"Accelerator\.save_state was refused while an error stands: nonfinite"):
+        train(tmp_path, {"save_gate": {"save": "refuse"}}, 3, save)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "run") == ["0", "1", "2"]
+
+
 def test_where_nothing_judges_the_plan_is_refused(tmp_path: Path):
     with pytest.raises(PlanError, match="save_gate waits for a finding, and nothing judges"):
         trainprobe.Probe({"output": tmp_path, "save_gate": True})

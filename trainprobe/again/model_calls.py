@@ -21,6 +21,8 @@ from trainprobe.engine.capture.features.feature import tensors_of
 from trainprobe.engine.capture.held_calls import autocast_now
 from trainprobe.engine.state_guard import put_random_states, random_states
 
+_AsTheProgram = torch._C._EnableTorchFunction  # torch's calls go the way that they go in the program, not that of the tool's
+
 
 @dataclass(slots=True)
 class Outputs:
@@ -95,7 +97,7 @@ class ModelCall:
     def again(self) -> list[Any]:
         """Make the call once more and return the tensors that it returns."""
         put_random_states(self.random)
-        with _as_the_program(), torch.enable_grad(), ExitStack() as stack:
+        with _AsTheProgram(), torch.enable_grad(), ExitStack() as stack:
             for kind, dtype in self.autocast:
                 stack.enter_context(torch.autocast(kind, getattr(torch, dtype)))
             args, kwargs = pytree.tree_map(_copied, (self.args, self.kwargs))
@@ -150,17 +152,12 @@ class ModelCalls:
             del later[0]
             reached = [(made[i], g) for outputs, made in results for i, g in outputs.arrived.get(event, {}).items()]
             results = [(outputs, made) for outputs, made in results if not outputs.arrived.keys().isdisjoint(later)]
-            with _as_the_program():
+            with _AsTheProgram():
                 gradients = torch.autograd.grad(
                     [t for t, _ in reached], parameters, [g for _, g in reached], retain_graph=bool(results), allow_unused=True
                 )
             named: Any = zip((names.get(id(p), "") for p in parameters), gradients, strict=True)
             yield from ((name, gradient) for name, gradient in named if gradient is not None)
-
-
-def _as_the_program() -> Any:
-    """Return a context in which torch's calls go the way that they go in the program, not that of the tool's own work."""
-    return torch._C._EnableTorchFunction()
 
 
 def _copied(x: Any) -> Any:

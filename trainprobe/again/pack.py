@@ -14,7 +14,7 @@ from torch._C import DisableTorchFunction
 from torch.utils import _pytree as pytree
 
 from trainprobe.again.replay_plan import ReplayPlan
-from trainprobe.again.twice import inside_of_ranks, why_not
+from trainprobe.again.step_again import inside_of_ranks, why_not
 from trainprobe.comparison.files import writing
 from trainprobe.engine.capture.held_calls import HeldCall, HeldCalls, HeldStep, HeldTensor, random_now
 from trainprobe.engine.core.naming import chunks_of

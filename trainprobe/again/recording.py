@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -118,11 +118,11 @@ def run_of(step_data: StepData) -> Run:
     Ops are counted within the call of their module, so that what runs between two calls of the model shifts no number.
     """
     found: Run = {}
-    for key, call, parent in _keyed(step_data.calls):
+    for key, values, parent in _keyed(step_data.calls):
         shown = found.get(key)
         if shown is None:
             shown = found[key] = Shown(key, parent)
-        for slot, value in slots(call):
+        for slot, value in values:
             if value.row < 0 or step_data.checksums is None:
                 continue
             side = shown.made if slot.startswith(_RESULTS) or key.kind == "parameter" else shown.given
@@ -137,36 +137,30 @@ def parameter_of(key: Key, slot: str) -> str:
     return short if key.name in ("", ROOT) else f"{key.name}.{short}"
 
 
-def _keyed(calls: Sequence[Call]) -> Iterator[tuple[Key, Call, Key | None]]:
-    """Yield the key of each call, the call, and the key of the call around it."""
+def _keyed(calls: Sequence[Call]) -> Iterator[tuple[Key, Iterable[tuple[str, Value]], Key | None]]:
+    """Yield the key of each call, its values by slot, and the key of the call around it."""
     counts: dict[tuple[str, ...], int] = {}
     forwards: dict[tuple[str, int], Key] = {}  # of ops
     for call in calls:
         around = call.parent if isinstance(call.parent, Call) else None
         parent = None if around is None else Key("module", around.name, around.phase, around.call)
         if call.kind == "module":
-            yield Key("module", call.name, call.phase, call.call), call, parent
+            yield Key("module", call.name, call.phase, call.call), slots(call), parent
         elif call.kind == "parameter":
-            for short in call.params or {}:
+            for short, value in (call.params or {}).items():
                 name = parameter_name(call, short)
-                yield Key("parameter", name, "backward", _counted(counts, "parameter", name)), _only(call, short), None
+                yield Key("parameter", name, "backward", _counted(counts, "parameter", name)), [("grad", value)], None
         elif call.kind == "op" and call.phase == "backward":
             forward = forwards.get((call.name, call.call))
             if forward is not None:
-                yield forward._replace(phase="backward"), call, forward._replace(phase="backward")
+                yield forward._replace(phase="backward"), slots(call), forward._replace(phase="backward")
         elif call.kind == "op" and around is not None:
             within = around.name, around.call
             number = _counted(counts, call.phase, call.name, *map(str, within))
             key = Key("op", call.name, call.phase, number, within)
             if call.phase == "forward":
                 forwards[call.name, call.call] = key
-            yield key, call, parent
-
-
-def _only(call: Call, short: str) -> Call:
-    made = Call("parameter", call.name, call.call, call.phase, cls=call.cls)
-    made.params = {"grad": (call.params or {})[short]}
-    return made
+            yield key, slots(call), parent
 
 
 def _counted(counts: dict[tuple[str, ...], int], *key: str) -> int:

@@ -13,12 +13,18 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import orjson
+import typer
 
-from trainprobe.errors import OutputError, UsageError
+from trainprobe.errors import OutputError, ProbeError, UsageError
 
+Script = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="-- SCRIPT [ARGUMENTS]", help="The script and what it is given.", show_default=False),
+]
+PASS_ON = {"allow_interspersed_args": False}  # all words behind a command's own options are the script's
 _FOR_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TORCHRUN = "torchrun --standalone --nproc-per-node {ranks}"
 LOG, PLAN = "output.txt", "asked.json"
@@ -40,6 +46,18 @@ class Ran:
         text = (self.folder / LOG).read_bytes()[-(1 << 16) :].decode("utf-8", "replace")
         lines = [f"\n  {line}" for line in text.splitlines() if line.strip()]
         return f"ended with exit code {self.code}; it printed last:{''.join(lines[-_MOST:])}"
+
+    def to_its_end(self) -> Ran:
+        """Return the run. Raises ProbeError where it ended otherwise than well."""
+        if self.code:
+            raise ProbeError(f"the script {self.failure}")
+        return self
+
+
+def of_a_script(command: Any) -> Any:
+    """Let a command leave all words behind its own options to the script."""
+    command.context_settings = PASS_ON
+    return command
 
 
 def script_of(words: Sequence[str] | None, example: str) -> list[str]:

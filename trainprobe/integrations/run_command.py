@@ -20,20 +20,21 @@ OPTIONS = ("--output", "-o", "--plan")
 NODES = ("SLURM_NNODES", "SLURM_JOB_NUM_NODES", "NNODES", "PET_NNODES")
 
 
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[PLAN] -- COMMAND",
+        help="Plan (YAML or JSON; without one the default plan), then the script or command.",
+        show_default=False,
+    ),
+]
 PlanOption = Annotated[str | None, typer.Option(help="The plan, in place of the first argument.")]
 OutputOption = Annotated[Path | None, typer.Option("--output", "-o", help="Folder to write to, in place of the plan's.")]
 
 
 def run(
     context: typer.Context,
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[PLAN] -- COMMAND",
-            help="Plan (YAML or JSON; without one the default plan), then the script or command.",
-            show_default=False,
-        ),
-    ] = None,
+    words: Words = None,
     plan: PlanOption = None,
     output: OutputOption = None,
 ) -> None:

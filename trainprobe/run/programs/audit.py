@@ -18,7 +18,7 @@ def program(making: Making) -> Program:
 
     gather, plan = making.backend.gathering().gather, validate(making.plan.section("audit"))
     if plan.repeat is not None:
-        from trainprobe.again.twice import RepeatedStep
+        from trainprobe.again.conditions.twice import RepeatedStep
 
         making.made["repeat"] = RepeatedStep(making, plan.repeat, plan.stop)
     return AuditProgram(plan, making.taps.audit(), making.schedules["audit"], gather)

@@ -27,6 +27,7 @@ SAVES = {
     "lightning.pytorch.trainer.trainer": ("Trainer.save_checkpoint",),
     "pytorch_lightning.trainer.trainer": ("Trainer.save_checkpoint",),
     "deepspeed.runtime.engine": ("DeepSpeedEngine.save_checkpoint",),
+    "accelerate.accelerator": ("Accelerator.save_state",),
     "megatron.training.training": ("save_checkpoint",),
     "torch.distributed.checkpoint": ("save", "async_save"),
     "torch": ("save",),

@@ -1,4 +1,4 @@
-"""The same step eager and under `torch.compile`: the same bits, rounding, or another step, and which module makes it so.
+"""Compiled instead of eager: the same bits, rounding, or another step, and which module makes it so.
 
     trainprobe.compile_check(loss, model, batch)        # loss(model, batch) returns the scalar
 
@@ -10,25 +10,31 @@ as it is: the operator whose turn makes the difference is named, with its module
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from torch import Tensor, nn
 from torch._dynamo.external_utils import wrap_inline
 from torch._functorch import config as aot
 from torch._inductor import config as inductor
 
-from trainprobe.again.compiled_beginning import Beginning, module_and_line
+from trainprobe.again.floors import MARGIN, nudged, verdict_of
+from trainprobe.again.graph_beginning import Beginning, module_and_line
+from trainprobe.again.script_runs import Script, of_a_script, script_of
+from trainprobe.comparison.answers import Html, Json, answered
 from trainprobe.comparison.verdict import Verdict
+from trainprobe.engine.capture.gathering import ranks
 from trainprobe.engine.capture.step_modes import Reordered
 from trainprobe.engine.core.guard import attempt, fault_text
 from trainprobe.engine.core.words import counted
 from trainprobe.engine.training_guard import TrainingGuard
 from trainprobe.errors import UsageError
 from trainprobe.preflight.batches import Batch
+from trainprobe.preflight.script.command import Learnt, at_first_update
 from trainprobe.preflight.subject import differentiate, distance, scalar_of
 
 LAYERS = {  # name → backend that ends with it
@@ -37,7 +43,6 @@ LAYERS = {  # name → backend that ends with it
     "a decomposition": "aot_eager_decomp_partition",
     "Inductor": "inductor",
 }
-MARGIN = 16  # times the measured floor
 _UNREPEATABLE = 1e-2  # relative distance of two eager runs above which nothing can be told from another
 _LEAST = 1e-30  # floor of whole numbers
 Values = dict[str, Tensor]  # "the loss", "gradient of …", "buffer …" → what a run left
@@ -97,7 +102,7 @@ class _Check:
         again = self._run()
         if (gap := max(_apart(base, again).values())) > _UNREPEATABLE:
             return CompileVerdict(3, f"not comparable: two eager runs of this step differ by {gap:.1%}")
-        others = [again, attempt(lambda: self._run(modes=Reordered()), otherwise=lambda _: base), self._run(nudged=True)]
+        others = [again, attempt(lambda: self._run(modes=Reordered()), otherwise=lambda _: base), self._run(moved=True)]
         gaps = [_apart(base, other) for other in others]
         self._floors = {name: max(_eps(x), *(gap[name] for gap in gaps)) for name, x in base.items()}
         whole = Beginning("inductor")
@@ -112,24 +117,23 @@ class _Check:
         what = f"the loss, {counted(len(self._parameters), 'gradient')} and all buffers"
         what += f"; {counted(whole.graphs, 'graph')} of {counted(len(whole.nodes), 'operator')}"
         ratios = self._ratios(seen)
-        if not ratios:
-            return CompileVerdict(0, f"identical: the same bits eager and compiled ({what})")
+        blind = {name: floor for name, floor in self._floors.items() if floor * MARGIN >= 1 and ratios.get(name)}
+        what += f"; {len(blind)} not judged, as rounding alone moves them far" if blind else ""
         worst = max(ratios, key=lambda name: ratios[name])
-        if not self._differs(seen):
-            blind = {name: floor for name, floor in self._floors.items() if floor * MARGIN >= 1}
+        verdict = verdict_of(list(ratios.values()), lambda: worst, f" ({what})")
+        if verdict.code < 2:
             more = [f"not judged: {name}, which rounding alone moves by {floor:.0%}" for name, floor in blind.items()]
-            what += f"; {len(blind)} not judged, as rounding alone moves them far" if blind else ""
-            return CompileVerdict(1, f"equal within rounding: at most {ratios[worst]:.2g} floors apart ({what})", more)
+            return CompileVerdict(verdict.code, verdict.sentence, more)
         text = f"{worst} is {_apart(self._base, seen)[worst]:.3g} apart, {ratios[worst]:.3g} measured floors"
         return self._placed(text, seen, whole)
 
     def _placed(self, text: str, seen: Values, whole: Beginning) -> CompileVerdict:
-        for layer, backend in LAYERS.items():
-            tried = whole if backend == "inductor" else Beginning(backend)
-            found = seen if backend == "inductor" else self._tried(tried)
+        for layer in ("Dynamo", "AOTAutograd", "a decomposition"):
+            tried = Beginning(LAYERS[layer])
+            found = self._tried(tried)
             if self._differs(found):
                 return self._placed_in(layer, tried, found, text)
-        raise AssertionError("the last layer differs")
+        return self._placed_in("Inductor", whole, seen, text)
 
     def _placed_in(self, layer: str, tried: Beginning, found: Values, text: str) -> CompileVerdict:
         backend = LAYERS[layer]
@@ -155,8 +159,8 @@ class _Check:
         return {id(p): name.replace("_orig_mod.", "").rpartition(".")[0] for name, p in named}
 
     def _ratios(self, seen: Values) -> dict[str, float]:
-        """Return name → measured floors by which a value is apart, of those whose bits are others."""
-        return {name: gap / self._floors.get(name, _LEAST) for name, gap in _apart(self._base, seen).items() if gap}
+        """Return name → measured floors by which a value is apart, 0 where its bits are the same."""
+        return {name: gap / self._floors.get(name, _LEAST) for name, gap in _apart(self._base, seen).items()}
 
     def _differs(self, seen: Values) -> bool:
         return any(ratio > MARGIN for ratio in self._ratios(seen).values())
@@ -191,13 +195,15 @@ class _Check:
             module._compiled_call_impl = torch.compile(call, backend=backend, dynamic=False)
 
     def _run(
-        self, backend: Any = None, *, modes: Any = None, nudged: bool = False, targets: list[nn.Module] | None = None
+        self, backend: Any = None, *, modes: Any = None, moved: bool = False, targets: list[nn.Module] | None = None
     ) -> Values:
         self._guard.rewind()
         self._guard.clear_gradients()
         torch._dynamo.reset()
-        if nudged:
-            _nudge(self._parameters.values())
+        if moved:
+            with torch.no_grad():
+                for p in self._parameters.values():
+                    p.copy_(nudged(p, 1.0))
         if backend is not None:
             self._compile(backend, self._targets if targets is None else targets)
         with ExitStack() as stack:
@@ -247,17 +253,33 @@ def _eps(x: Tensor) -> float:
     return torch.finfo(x.dtype).eps / 2 if x.is_floating_point() else _LEAST
 
 
-def _nudge(parameters: Iterable[Tensor]) -> None:
-    """Move every weight up or down by its last bit."""
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p in parameters:
-            sign = torch.randint(0, 2, p.shape, generator=generator).to(p.device, p.dtype) * 2 - 1
-            p.mul_(1 + sign * torch.finfo(p.dtype).eps)
-
-
 def _told(layer: str, place: tuple[str, str, str], tensor: str, text: str) -> CompileVerdict:
     module, operator, line = place
     where = f"{module or 'the model'}{f' ({operator})' if operator else ''}, {tensor}"
     details = [f"called at {line}"] if line else []
     return CompileVerdict(2, f"not the same: {layer} changes {where}; {text}", details, layer, module, tensor, operator, line)
+
+
+@of_a_script
+def compile_check_script(
+    words: Script = None,
+    seconds: Annotated[float, typer.Option(help="After which the search for the place ends.")] = 600.0,
+    json: Json = None,
+    html: Html = None,
+) -> int:
+    """Run a script up to its first update, compare its step eager and compiled by Inductor, and end the script there.
+
+    Nothing is trained. Exit code: 0 the same bits, 1 within rounding, 2 another step: the layer of compilation, the module and
+    the operator are named, 3 not comparable.
+    """
+    script = script_of(words, "compile-check -- train.py --lr 3e-4")
+
+    def answer(learnt: Learnt) -> int:
+        if ranks() > 1:
+            raise UsageError("compile-check runs the step of one rank: start the script without a launcher")
+        training, _ = learnt()
+        verdict = compile_check(training.loss, training.model, training.micros[0], seconds=seconds)
+        return answered(verdict, "compile-check", script[0], json, html)
+
+    with torch.compiler.set_stance("force_eager"):  # the step is learnt from what the script calls
+        return at_first_update(script, answer)

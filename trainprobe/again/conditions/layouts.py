@@ -1,4 +1,4 @@
-"""`trainprobe parity`: the same step in other layouts: another number of processes, other arguments of the script."""
+"""Other layouts: `trainprobe parity` runs a script on another number of processes, with other arguments."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from typing import Annotated
 
 import typer
 
-from trainprobe.again.script_runs import TORCHRUN, Ran, run_script, script_of
-from trainprobe.comparison.terminal import plain_table, say, wide_console
+from trainprobe.again.script_runs import TORCHRUN, Ran, Script, of_a_script, run_script, script_of
+from trainprobe.comparison.answers import Html, Json, answered
 from trainprobe.comparison.verdict import Verdict
 from trainprobe.dump_compare.command import compare_dumps
 from trainprobe.engine.core.log_lines import say as log
 from trainprobe.engine.core.words import counted
 from trainprobe.errors import FormatError, ProbeError, UsageError
 
-VERDICTS = ("identical", "rounding", "differ", "incomplete")
 _LAYOUT = re.compile(r"(?P<name>[\w.-]+)=(?P<ranks>\d+)(?:\s+(?P<arguments>.*))?", re.DOTALL)
 
 
@@ -54,13 +53,9 @@ def read_layouts(texts: Sequence[str]) -> list[ScriptLayout]:
     return found
 
 
+@of_a_script
 def parity(
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="-- SCRIPT [ARGUMENTS]", help="The script and what it is given in every layout.", show_default=False
-        ),
-    ] = None,
+    words: Script = None,
     layout: Annotated[
         list[str] | None,
         typer.Option("--layout", "-l", help="NAME=RANKS ARGUMENTS: processes, and what the script is given; at least twice."),
@@ -70,6 +65,8 @@ def parity(
         list[int] | None, typer.Option(help="Step to compare, as the training counts; may be given again. [0]")
     ] = None,
     launcher: Annotated[str, typer.Option(help="Command that starts the processes; {ranks} is their number.")] = TORCHRUN,
+    json: Json = None,
+    html: Html = None,
 ) -> int:
     """Run one script in several layouts, and compare a step of each with that of all others.
 
@@ -85,11 +82,10 @@ def parity(
         if ran.code:
             log(f"{each.name} {ran.failure}", severity="error")
     found = {(a, b): _compared(runs[a], runs[b]) for a, b in combinations(runs, 2)}
-    _show(list(runs), found)
-    return max(verdict.code for verdict in found.values())
-
-
-parity.context_settings = {"allow_interspersed_args": False}  # type: ignore[attr-defined]
+    told = {(a, b): f"A {a}, B {b}: {verdict.sentence}" for (a, b), verdict in found.items()}
+    worst = max(found, key=lambda pair: found[pair].code)
+    verdict = Verdict(found[worst].code, told.pop(worst), list(told.values()))
+    return answered(verdict, "parity", " ".join(script), json, html)
 
 
 def _compared(a: Ran, b: Ran) -> Verdict:
@@ -103,15 +99,3 @@ def _compared(a: Ran, b: Ran) -> Verdict:
         return Verdict(3, f"{error}; does the training reach the step, and is its loop one that trainprobe knows?")
     except ProbeError as error:
         return Verdict(3, str(error))
-
-
-def _show(names: list[str], found: dict[tuple[str, str], Verdict]) -> None:
-    console = wide_console()
-    heads = ("", *names[1:])
-    table = plain_table(heads, wrapped=heads)
-    for name in names[:-1]:
-        cells = [VERDICTS[found[name, other].code] if (name, other) in found else "" for other in names[1:]]
-        table.add_row(name, *cells)
-    console.print(table)
-    for (a, b), verdict in found.items():
-        say(console, f"A {a}, B {b}: {verdict.sentence}")

@@ -10,7 +10,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainprobe.again.causes import Cause
+from trainprobe.again.why.causes import Cause
 from trainprobe.ckpt_compare.compare import compare, logical
 from trainprobe.ckpt_compare.formats import open_checkpoint
 from trainprobe.ckpt_compare.verdict import verdict_of
@@ -65,15 +65,12 @@ def partings(run: Path, good: Path) -> tuple[list[Parting], list[str]]:
         if not pairs:
             details.append(f"the same in both, as far as both hold them: {what}")
     step, operation = (found.get(stage, [None])[0] for stage in (STEP, OPERATION))
+    site = step.finding.site if step is not None and step.finding is not None else None
+    rate = site is not None and site.kind == "scalar" and role_of(site.name) == "learning rate"
     stages = [CONFIGURATION, WEIGHTS, DATA, STEP, OPERATION]
-    if step is not None and operation is not None and not _is_rate(step) and (operation.step or 0) <= (step.step or 0):
+    if step is not None and operation is not None and not rate and (operation.step or 0) <= (step.step or 0):
         stages[-2:] = OPERATION, STEP  # a call of the step says more than its series
     return [Parting(stage, found[stage][:_MOST]) for stage in stages if stage in found], details
-
-
-def _is_rate(cause: Cause) -> bool:
-    site = cause.finding.site if cause.finding is not None else None
-    return site is not None and site.kind == "scalar" and role_of(site.name) == "learning rate"
 
 
 Found = list[tuple[str, Cause]] | None  # None where not both have it

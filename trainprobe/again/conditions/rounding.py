@@ -1,4 +1,4 @@
-"""`trainprobe floor`: a training again with another rounding, which measures what rounding does."""
+"""Another rounding: `trainprobe floor` measures what rounding alone does to a training."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from trainprobe.engine import at_start as python_start
 from trainprobe.engine.core.log_lines import say
 from trainprobe.errors import UsageError, did_you_mean
-from trainprobe.integrations.run_command import OutputOption, PlanOption, run
+from trainprobe.integrations.run_command import OutputOption, PlanOption, Words, run
 
 WAYS = ("repeat", "threads", "perturb")
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -18,14 +18,7 @@ _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 def floor(
     context: typer.Context,
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[PLAN] -- COMMAND",
-            help="The plan and the command of the run whose rounding is to be measured.",
-            show_default=False,
-        ),
-    ] = None,
+    words: Words = None,
     way: Annotated[
         str, typer.Option(help="repeat: as it is. threads: another number of threads. perturb: weights off by their last bit.")
     ] = "perturb",

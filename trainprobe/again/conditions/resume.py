@@ -1,4 +1,4 @@
-"""Is a resume right? What the run that went on saved, against what the resumed run saved at the same step.
+"""After a resume instead of straight on: what both runs saved at the same step.
 
 The saved states are read as `ckpt-compare` reads them: any format, any cut into ranks, nothing of them is run. What differs is
 told by kind, and the kind that cannot follow from the others first: a wrong learning rate makes wrong weights one step later,
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -23,12 +24,14 @@ from trainprobe.ckpt_compare.results import CheckpointComparison, TensorRow
 from trainprobe.comparison.answers import Html, Json, answered
 from trainprobe.comparison.verdict import Verdict
 from trainprobe.engine.core.words import counted
+from trainprobe.errors import CompareError
 
 WEIGHTS, MOMENTS, BUFFERS, AVERAGED = "weights", "moments", "buffers", "averaged weights"
 OTHER = ""  # what no resume is known to bring back, such as an argument of the program
 COUNTERS, RATES, SCALE, DATA, RANDOM = "step counters", "learning rates", "loss scale", "data position", "random states"
 # what a resume has to bring back, first what cannot follow from anything behind it
 KINDS = (COUNTERS, RATES, SCALE, DATA, RANDOM, WEIGHTS, AVERAGED, BUFFERS, MOMENTS)
+_LEARNT = (WEIGHTS, BUFFERS, AVERAGED)
 _NOT_RESTORED = 0.05  # relative difference of weights that no few steps make
 _SHRUNK = 0.3  # of the squared norm
 _OF_PLACES = (
@@ -50,6 +53,7 @@ _NEXT = {
     BUFFERS: "save `model.state_dict()` and not parameters alone; make buffers persistent",
     MOMENTS: "load the optimizer's state after its parameters are those that train",
 }
+_AT_ONCE = "save right after the resume, before its first step. If nothing differs there, it trained on other data"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +77,7 @@ def held_by(compared: CheckpointComparison) -> list[Held]:
     found = [_of_tensor(row) for row in compared.rows]
     for row in compared.state:
         kind = _kind_of_place(f"{row.what}.{row.path}" if row.what != "args" else row.path)
-        if not _is_clock(row.path) and (kind or not row.equal):
+        if not _says_nothing(row.path) and (kind or not row.equal):
             found.append(Held(kind or OTHER, f"{row.what} {row.path}", not row.equal, told=f"{row.a} against {row.b}"))
     return [*found, *_lost(compared.a, compared.b)]
 
@@ -83,7 +87,7 @@ def _lost(straight: Checkpoint, resumed: Checkpoint) -> Iterator[Held]:
     for what in straight.state.keys() - resumed.state.keys():
         for path in straight.state[what]:
             kind = _kind_of_place(f"{what}.{path}")
-            if kind and not _is_clock(path):
+            if kind and not _says_nothing(path):
                 yield Held(kind, f"{what} {path}", True, told="not in the resumed state")
     slots = [{t.slot for t in one.tensors.values() if t.what == "optimizer"} for one in (straight, resumed)]
     for slot in sorted(slots[0] - slots[1]):
@@ -106,9 +110,16 @@ def judge(values: Sequence[Held]) -> Verdict:
         if other := len(values) - held:
             return Verdict(3, f"{text}; {counted(other, 'value')} of no known kind differ{'s' * (other == 1)}", unseen)
         return Verdict(1 if rounded else 0, text, unseen)
-    first = _first(wrong, sum(value.kind == MOMENTS for value in values))
+    total = {kind: sum(value.kind == kind for value in values) for kind in KINDS}
+    first = _first(wrong, total[MOMENTS])
     order = [first, *(kind for kind in wrong if kind != first)]
-    details = [_line(kind, wrong[kind], sum(v.kind == kind for v in values)) for kind in order]
+    details = [_line(kind, wrong[kind], total[kind]) for kind in order]
+    if first in _LEARNT and len(wrong.get(WEIGHTS, ())) == total[WEIGHTS]:
+        hidden = [kind for kind in (DATA, RANDOM) if kind not in seen]
+        if hidden:
+            text = f"{first}, or the {' or '.join(hidden)}, which neither state holds: {_AT_ONCE}"
+            return Verdict(2, f"the resume is wrong: {text}", [*details, *unseen])
+        details.append(f"all weights differ, which another batch would do as well: {_AT_ONCE}")
     return Verdict(2, f"the resume is wrong: {first}: {_NEXT[first]}", [*details, *unseen])
 
 
@@ -122,10 +133,8 @@ def _first(wrong: dict[str, list[Held]], moments: int) -> str:
     own = wrong.get(MOMENTS, [])
     if free or (own and (len(own) < moments or 2 * sum(value.shrunk for value in own) >= len(own))):
         return (free or [MOMENTS])[0]
-    lost = [
-        kind for kind in (WEIGHTS, BUFFERS, AVERAGED) if max((v.apart for v in wrong.get(kind, ())), default=0) > _NOT_RESTORED
-    ]
-    return (lost or [kind for kind in (WEIGHTS, BUFFERS, AVERAGED, MOMENTS) if kind in wrong])[0]
+    lost = [kind for kind in _LEARNT if max((v.apart for v in wrong.get(kind, ())), default=0) > _NOT_RESTORED]
+    return (lost or [kind for kind in (*_LEARNT, MOMENTS) if kind in wrong])[0]
 
 
 def _line(kind: str, found: Sequence[Held], total: int) -> str:
@@ -156,8 +165,12 @@ def _kind_of_place(path: str) -> str:
     return next((kind for kind, words in _OF_PLACES if words.search(path.lower())), "")
 
 
-def _is_clock(path: str) -> bool:
-    return re.search(r"time|date$|version|host|path|uuid", path.lower()) is not None
+def _says_nothing(path: str) -> bool:
+    """Tell whether a value differs after a right resume too: a time, a path, or how many epochs Lightning has begun.
+
+    A resume at the end of an epoch counts the one that it begins once less.
+    """
+    return re.search(r"time|date$|version|host|path|uuid|epoch_progress\.\w+\.(ready|started)$", path.lower()) is not None
 
 
 def resume_check(
@@ -177,5 +190,7 @@ def resume_check(
 
 def compared(straight: Path, resumed: Path) -> CheckpointComparison:
     """Return the comparison of all that two saved states hold. Raises FormatError where one cannot be read."""
-    a, b = logical(open_checkpoint(straight), open_checkpoint(resumed))
-    return compare(a, b, CONTENT)
+    states = open_checkpoint(straight), open_checkpoint(resumed)
+    with suppress(CompareError):  # names of a family that the model is not of, such as nanoGPT's: they stay as they are
+        states = logical(*states)
+    return compare(*states, CONTENT)

@@ -13,8 +13,8 @@ import numpy as np
 import typer
 from rich.console import Console
 
-from trainprobe.again.against import Parting, partings
-from trainprobe.again.causes import MOST, Cause, about_training, ranked
+from trainprobe.again.why.against import Parting, partings
+from trainprobe.again.why.causes import MOST, Cause, about_training, ranked
 from trainprobe.comparison.files import write_json
 from trainprobe.comparison.terminal import say
 from trainprobe.engine.core.findings import sentence

@@ -1,4 +1,4 @@
-"""`trainprobe replay PACK`: run what a replay pack holds again, and say whether data, op, precision or hardware is wrong.
+"""Another process, and float64: `trainprobe replay PACK` says whether data, op, precision or hardware is wrong.
 
 Nothing of a pack is executed: its modules are made from a closed table, the classes of `torch.nn`, and from modules that the
 caller names with `--import`.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
@@ -19,9 +20,10 @@ import typer
 from safetensors import SafetensorError
 from safetensors.torch import load
 
+from trainprobe.again.floors import MARGIN, nudged
 from trainprobe.again.pack import PACK, TENSORS
 from trainprobe.again.rebuild import run, values
-from trainprobe.again.twice import host_bits
+from trainprobe.again.step_again import host_bits
 from trainprobe.comparison.answers import Html, Json, answered
 from trainprobe.comparison.verdict import Verdict
 from trainprobe.engine.core.guard import attempt, fault_text
@@ -31,34 +33,33 @@ from trainprobe.errors import FormatError
 
 _MOST_JSON, _MOST_TENSORS, _MOST_RANKS = 16 << 20, 4 << 30, 4096
 _FAR = 1e4  # times the median of the rows: a row of a batch that is not like the others
-_OWN = 16  # times what rounding its inputs does to a result: more is not rounding
 _LOST = 0.05  # of a result, that rounding alone changes
-
-
-@dataclass(slots=True)
-class ReplayAnswer:
-    """What is wrong: "data", "op", "precision", "hardware", "none", or "unknown"; and whether the bits came again."""
-
-    kind: str = "none"
-    sentence: str = ""
-    reproduced: bool | None = None
-    details: list[str] = field(default_factory=list[str])
-    whole: bool = True
-    """Whether the pack holds a call and each of its calls was judged."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayVerdict(Verdict):
-    """An answer with its exit code."""
+    """What a pack or one call of it comes to.
+
+    Exit codes: 0 the same bits and nothing wrong, 1 other bits within rounding, 2 something is wrong, 3 no answer, or calls
+    that were not judged.
+    """
 
     kind: str = "none"
-    """See `ReplayAnswer`."""
+    """What is wrong: "data", "op", "precision", "hardware", "none", or "unknown"."""
     reproduced: bool | None = None
     """Whether the bits of the training came again; None where that was not seen."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the answer as JSON values."""
         return {"class": self.kind, "sentence": self.sentence, "reproduced": self.reproduced, "details": list(self.details)}
+
+
+def _verdict(
+    kind: str, text: str, reproduced: bool | None = None, details: Sequence[str] = (), whole: bool = True
+) -> ReplayVerdict:
+    """whole: every call was judged."""
+    code = (0 if reproduced else 1) if kind == "none" and whole else 3 if kind in ("none", "unknown") else 2
+    return ReplayVerdict(code, text, details, kind, reproduced)
 
 
 def read_packs(folder: Path) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -121,7 +122,7 @@ def _ranks_differ(packs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> Ite
                 yield f"one bit of {full} differs between ranks {held[other][0]} and {held[i][0]} ({whose}): element {few[0]}"
 
 
-def judge_call(told: Any, at: int, tensors: dict[str, Any], find: Any, double: bool) -> ReplayAnswer:
+def judge_call(told: Any, at: int, tensors: dict[str, Any], find: Any, double: bool) -> ReplayVerdict:
     """Run one call again, and in float64. Raises an error where it cannot be made from what the pack holds."""
     name, then = told["name"], list(values(told["outputs"], tensors))
     if _of_torch(told["module"]):
@@ -133,25 +134,18 @@ def judge_call(told: Any, at: int, tensors: dict[str, Any], find: Any, double: b
     _same_shapes(name, now, then)
     differ = [flips(host_bits(a), host_bits(b), str(a.dtype).removeprefix("torch.")) for a, b in zip(then, now, strict=True)]
     count = sum(found[0] for found in differ)
-    answer = ReplayAnswer(
-        sentence=f"{name}: {sum(t.numel() for t in now)} results have the bits of the training", reproduced=not count
-    )
+    text = f"{name}: {sum(t.numel() for t in now)} results have the bits of the training"
     if count:
         few = next(found[1] for found in differ if found[0])
         if count == 1 and len(few[0].bits) == 1:
-            return ReplayAnswer(
-                "hardware", f"one bit of a result of {name} was flipped in the training: element {few[0]}", False
-            )
-        answer.sentence = f"{name}: {count} results have other bits here than on {told['device']}: element {few[0]}"
+            flip = f"one bit of a result of {name} was flipped in the training: element {few[0]}"
+            return _verdict("hardware", flip, False)
+        text = f"{name}: {count} results have other bits here than on {told['device']}: element {few[0]}"
     if double and not drew:
-        answer.details = [answer.sentence]
-        answer.kind, text = _against_double(then, told, at, tensors, find)
-        answer.sentence = f"{name}: {text}"
-    elif count:
-        answer.kind = "unknown"
-    elif double:
-        answer.details = ["not compared with float64: it draws random numbers"]
-    return answer
+        kind, against = _against_double(then, told, at, tensors, find)
+        return _verdict(kind, f"{name}: {against}", not count, [text])
+    more = ["not compared with float64: it draws random numbers"] if double and not count else []
+    return _verdict("unknown" if count else "none", text, not count, more)
 
 
 def _of_torch(module: Any) -> bool:
@@ -171,17 +165,11 @@ def _against_double(then: Any, told: Any, at: int, tensors: dict[str, Any], find
     if broken is not None:
         return "unknown", f"what it was given was not finite already ({broken.partition('.')[2]}): it comes from before"
     exact = run(told, at, tensors, find, wide=True)
-    shifted = run(told, at, {**tensors, **{n: _nudged(t) for n, t in given.items()}}, find, wide=True)
+    shifted = run(told, at, {**tensors, **{n: nudged(t, 0.5) for n, t in given.items()}}, find, wide=True)
     largest = max((float(t.double().abs().max()) for t in given.values() if t.numel()), default=0.0)
     triples = [one for one in zip(then, exact, shifted, strict=True) if one[0].is_floating_point() and one[0].numel()]
     found = (_of_result(y, r, s, largest) for y, r, s in triples)
     return next(filter(None, found), ("none", "its results are those of float64, within rounding"))
-
-
-def _nudged(t: Any) -> Any:
-    """Return a tensor in float64, each element moved by a random part of its rounding."""
-    draw = torch.randn(t.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    return t.double() * (1 + draw * torch.finfo(t.dtype).eps / 2)
 
 
 def _of_result(y: Any, exact: Any, shifted: Any, largest: float) -> tuple[str, str] | None:
@@ -197,7 +185,7 @@ def _of_result(y: Any, exact: Any, shifted: Any, largest: float) -> tuple[str, s
         return "op", f"{int(bad.sum())} results are not finite, and float64 has {top:.4g}, which {y.dtype} holds"
     size, error = float(exact.norm()), float((y.double() - exact).norm())
     own = float((shifted - exact).norm()) + torch.finfo(y.dtype).eps / 2 * size
-    if error > _OWN * own:
+    if error > MARGIN * own:
         return "op", f"its result is {error / max(own, 1e-300):.3g} times its own rounding away from float64"
     return ("precision", f"rounding alone changes its result by {own / size:.1%}") if own > _LOST * size > 0 else None
 
@@ -215,35 +203,34 @@ def _odd_rows(tensors: dict[str, Any]) -> str:
     return ""
 
 
-def judge(packs: Sequence[tuple[dict[str, Any], dict[str, Any]]], find: Any, double: bool) -> ReplayAnswer:
+def judge(packs: Sequence[tuple[dict[str, Any], dict[str, Any]]], find: Any, double: bool) -> ReplayVerdict:
     """Return the answer of all ranks and calls, the first that is wrong; what was not judged is among its details."""
-    answers: list[ReplayAnswer] = []
+    found: list[ReplayVerdict] = []
     for document, tensors in packs:
         torch.set_num_threads(max(1, min(1024, int(document["threads"]))))  # which decides the order of sums
         row = _odd_rows(tensors) if document["findings"] else ""
         for at, told in enumerate(document["calls"]):
-            answer = attempt(judge_call, told, at, tensors, find, double, otherwise=_failed(told["name"]))
-            if row and answer.kind != "hardware":
-                answer = ReplayAnswer("data", row, answer.reproduced, [answer.sentence, *answer.details])
-            answers.append(answer)
-    lacking = [f"not held: {sentence}" for document, _ in packs for sentence in document["left_out"]]
-    lacking += [f"not judged: {answer.sentence}" for answer in answers if answer.kind == "unknown"]
+            one = attempt(judge_call, told, at, tensors, find, double, otherwise=partial(_failed, told["name"]))
+            if row and one.kind != "hardware":
+                one = _verdict("data", row, one.reproduced, [one.sentence, *one.details])
+            found.append(one)
     order = ("hardware", "data", "op", "precision", "none", "unknown")
-    worst = min(answers, key=lambda answer: order.index(answer.kind), default=ReplayAnswer("unknown", "the pack holds no call"))
-    known = [answer.reproduced for answer in answers if answer.reproduced is not None]
+    worst = min(found, key=lambda one: order.index(one.kind), default=_verdict("unknown", "the pack holds no call"))
+    kind, text, details = worst.kind, worst.sentence, list(worst.details)
     flip = next(_ranks_differ(packs), None)
     if flip is not None:
-        worst = ReplayAnswer("hardware", flip, details=[worst.sentence])
-    elif worst.kind == "none" and len(answers) > 1:
-        worst.sentence = (
-            f"{sum(a.kind == 'none' for a in answers)} of {len(answers)} calls were judged; the first: {worst.sentence}"
-        )
-    whole = bool(answers) and all(answer.kind != "unknown" for answer in answers)
-    return ReplayAnswer(worst.kind, worst.sentence, all(known) if known else None, [*worst.details, *lacking], whole)
+        kind, text, details = "hardware", flip, [text]
+    elif kind == "none" and len(found) > 1:
+        text = f"{sum(one.kind == 'none' for one in found)} of {len(found)} calls were judged; the first: {text}"
+    details += [f"not held: {sentence}" for document, _ in packs for sentence in document["left_out"]]
+    details += [f"not judged: {one.sentence}" for one in found if one.kind == "unknown" and one.sentence != text]
+    known = [one.reproduced for one in found if one.reproduced is not None]
+    whole = bool(found) and all(one.kind != "unknown" for one in found)
+    return _verdict(kind, text, all(known) if known else None, details, whole)
 
 
-def _failed(name: str) -> Callable[[Exception], ReplayAnswer]:
-    return lambda fault: ReplayAnswer("unknown", f"{name} cannot be run again: {fault_text(fault)}")
+def _failed(name: str, fault: Exception) -> ReplayVerdict:
+    return _verdict("unknown", f"{name} cannot be run again: {fault_text(fault)}")
 
 
 def replay(
@@ -256,10 +243,9 @@ def replay(
     """Run what a replay pack holds again, in this process. The pack's own script is not run.
 
     Exit code: 0 the same bits and nothing wrong, 1 other bits within rounding, 2 something is wrong, 3 no answer, or some calls
-    were not judged.
+    that were not judged.
     """
-    answer = judge(read_packs(pack), finder(imports or []), double)
-    code = 2 if answer.kind not in ("none", "unknown") else 3 if not answer.whole else 0 if answer.reproduced else 1
-    text = answer.sentence if answer.kind in ("none", "unknown") else f"{answer.kind}: {answer.sentence}"
-    verdict = ReplayVerdict(code, text, answer.details, answer.kind, answer.reproduced)
+    verdict = judge(read_packs(pack), finder(imports or []), double)
+    if verdict.kind not in ("none", "unknown"):
+        verdict = replace(verdict, sentence=f"{verdict.kind}: {verdict.sentence}")
     return answered(verdict, "replay", str(pack), json, html)
