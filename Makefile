@@ -19,7 +19,7 @@ PIP := $(BIN)/python $(INSTALL)
 CODE_IN_C := $(shell find trainprobe -name '*.c' -o -name '*.h')
 SOURCES := pyproject.toml $(wildcard setup.py) $(CODE_IN_C)
 
-.PHONY: demo test test-all quick test-mindspore test-triton test-foreign test-foreign-all test-oldest test-queries test-wheels wheels release-check gpu-bundle docs sanitize check bench clean
+.PHONY: demo test test-all quick test-mindspore test-triton test-foreign test-foreign-all test-foreign-axolotl test-oldest test-queries test-wheels wheels release-check gpu-bundle docs sanitize check bench clean
 .SILENT:
 # each process would compile again all that it imports: of torch alone that takes longer than the rest of its import
 unexport PYTHONDONTWRITEBYTECODE
@@ -72,6 +72,7 @@ AND_mindspore := -n $(WORKERS) --dist load --pynative free tests/mindspore
 IN_triton := -n $(WORKERS) --dist load -k triton tests/triton_kernels tests/engine/arrays
 IN_foreign := -n $(WORKERS) --dist load tests/foreign
 IN_foreign-all := $(IN_foreign)
+IN_foreign-axolotl := tests/foreign/test_foreign.py
 IN_wheels := -p no:xdist tests/wheels
 IN_queries := -p no:xdist tests/queries
 IN_oldest := -n $(WORKERS) --dist loadscope tests/engine tests/test_observer_effect.py tests/test_gradients.py \
@@ -87,9 +88,10 @@ test-oldest: export TRAINPROBE_PROOFS := .proofs/oldest
 test-triton: export TRITON_INTERPRET := 1
 test-foreign: export TRAINPROBE_FOREIGN := quick
 test-foreign-all: export TRAINPROBE_FOREIGN := all
-test-triton test-foreign test-foreign-all test-queries test-wheels: | $(VENV)/.dev
+test-foreign-axolotl: export TRAINPROBE_FOREIGN := axolotl
+test-triton test-foreign test-foreign-all test-foreign-axolotl test-queries test-wheels: | $(VENV)/.dev
 $(VENVS)/foreign-all/.ready: requirements/foreign.txt
-test-mindspore test-triton test-foreign test-foreign-all test-oldest test-queries test-wheels: test-%: | $(VENV)/.core
+test-mindspore test-triton test-foreign test-foreign-all test-foreign-axolotl test-oldest test-queries test-wheels: test-%: | $(VENV)/.core
 	if $(MAKE) --no-print-directory $(VENVS)/$*/.ready; then \
 	export OMP_NUM_THREADS=1 PATH="$(abspath $(VENVS)/$*)/bin:$$PATH"; status=0; \
 	$(VENVS)/$*/bin/python -m pytest -q $(IN_$*) || status=1; \

@@ -13,7 +13,8 @@ class Program:
     {data}, {site}, {sources} and {here} stand for folders. updates: steps of torch's optimizers that it makes, as counted from
     outside; None where that varies. steps: steps that trainprobe has to record; by default as many. why: why that differs.
     findings: what may be found because it is true: rule, words of the message, reason. threads: losses come in any order.
-    amiss: what trainprobe does not do right yet; the test fails once it does.
+    amiss: what trainprobe does not do right yet; the test fails once it does. own: it needs other releases than the rest, and has
+    an environment of its own, `make test-foreign-NAME`.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Program:
     amiss: str = ""
     environment: dict[str, str] = field(default_factory=dict[str, str])
     path: str = ""  # goes to PYTHONPATH
+    own: bool = False
 
     @property
     def recorded(self) -> int:
@@ -342,6 +344,15 @@ PROGRAMS = (
         " --gradient_accumulation_steps 2 --output_dir out --report_to none --split_dataset_ratio 0 --dataset_num_proc 1"
         " --dataloader_num_workers 0 --save_strategy no",
         updates=10,
+    ),
+    Program(
+        "axolotl",
+        "axolotl==0.19.0",
+        "its command for fine-tuning, over Hugging Face's trainer; accumulation",
+        "-m axolotl.cli.train {here}/axolotl.yaml --base_model={data}/tinylm",
+        updates=10,
+        environment={"AXOLOTL_DO_NOT_TRACK": "1"},
+        own=True,
     ),
     # ---- loops of other packages, called by a short script ----------------------------------------------------------------
     Program(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import random
 import shlex
 import threading
@@ -220,3 +222,45 @@ def test_of_many_series_scalars_and_norms_are_sent_and_the_rest_is_told(tmp_path
         assert all(name.startswith("scalars/") or name.endswith("/norm") for name in numbers)
     (warning,) = few.warnings_made()
     assert "sends 10 of" in warning.message and few.warnings_made() == []
+
+
+def test_the_page_of_a_run_is_an_artifact_of_its_run_in_mlflow(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    import mlflow
+
+    train(tmp_path / "run", "mlflow", nan=True)
+    page = tmp_path / "run" / "report.html"
+    assert main(["report", str(tmp_path / "run"), "--to", "mlflow"]) == 0
+    (run,) = mlflow.search_runs(output_format="list")  # none besides that of the sink
+    assert f"mlflow: artifact trainprobe/report.html of the run {run.info.run_id}" in capsys.readouterr().out
+    assert run.data.metrics["trainprobe/scalars/loss"] and run.info.status == "FINISHED"
+    there = mlflow.artifacts.download_artifacts(run_id=run.info.run_id, artifact_path="trainprobe/report.html")
+    assert Path(there).read_bytes() == page.read_bytes()
+
+
+def test_the_page_of_a_run_is_an_artifact_of_wandb_in_the_group_of_its_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    import wandb
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    from trainprobe.monitor.scalar_logs import wandb as reader
+
+    theirs = wandb.init(project="script", dir=str(tmp_path))
+    train(tmp_path / "a run", "wandb")
+    theirs.finish()
+    assert main(["report", str(tmp_path / "a run"), "--to", "wandb"]) == 0
+    wandb.teardown()  # its process writes the rest
+    begun, logged = [], []
+    for (log,) in reader.find(tmp_path / "a run"):
+        with log.open("rb") as file:
+            records = [Record.FromString(record) for record in reader._records(file, log)]
+        begun += [record.run for record in records if record.HasField("run")]
+        logged += [record.artifact for record in records if record.HasField("artifact")]
+    assert {(run.project, run.run_group) for run in begun} == {("script", theirs.id)}
+    assert len({run.run_id for run in begun}) == 2
+    (artifact,) = logged
+    (entry,) = artifact.manifest.contents
+    digest = base64.b64encode(hashlib.md5((tmp_path / "a run" / "report.html").read_bytes()).digest()).decode()
+    assert (artifact.name, entry.path, entry.digest) == ("trainprobe-a-run", "report.html", digest)

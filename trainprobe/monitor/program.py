@@ -146,14 +146,18 @@ def with_line(finding: Finding, step_data: StepData) -> Finding:
 
 def line_of(site: Site | None, step_data: StepData) -> str:
     """Return "train.py:21: self.norm(x)", the innermost line that is no part of torch; "" where it is not known."""
+    return next(iter(lines_of(site, step_data)), "")
+
+
+def lines_of(site: Site | None, step_data: StepData) -> list[str]:
+    """Return the call stack of a module or an operator as `line_of` writes lines, innermost first, without those of torch."""
     if site is None or site.kind not in ("module", "op"):
-        return ""
+        return []
     called = (c for c in step_data.calls if (c.kind, c.name, c.call, c.phase) == (site.kind, site.name, site.call, "forward"))
     stack = next((call.stack for call in called), -1)
     frames = step_data.stacks[stack] if 0 <= stack < len(step_data.stacks) else ()
     own = (frame for frame in map(_FRAME.match, frames) if frame and "/torch/" not in frame["file"])
-    first = next(own, None)
-    return "" if first is None else f"{first['file']}:{first['line']}: {first['source'].strip()}"
+    return [f"{frame['file']}:{frame['line']}: {frame['source'].strip()}" for frame in own]
 
 
 # ---- the row of a batch that carries a spike, where the feature `loss_rows` looked at the step ----

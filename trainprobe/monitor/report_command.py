@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from enum import Enum
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
@@ -27,6 +29,13 @@ from trainprobe.monitor.two_runs import add_run, departures, first_departure, no
 from trainprobe.monitor.watcher import judge_run
 
 
+class Service(Enum):
+    """Whom `report` can give the page to; the sink of that name sends the run."""
+
+    WANDB = "wandb"
+    MLFLOW = "mlflow"
+
+
 def report(
     folder: Annotated[Path, typer.Argument(help="folder that the run wrote to, or its URL", metavar="RUN", parser=as_given)],
     output: Annotated[
@@ -47,6 +56,7 @@ def report(
     fleet: Annotated[
         bool, typer.Option("--fleet", help="all ranks at once: which differ from their replicas, and when")
     ] = False,
+    to: Annotated[Service | None, typer.Option("--to", help="also give the page to this service, as an artifact")] = None,
     ray: Annotated[bool, typer.Option("--ray", help="--fleet on a Ray cluster whose machines see the same paths")] = False,
 ) -> int:
     """Write one self-contained HTML page of the run in RUN.
@@ -66,6 +76,9 @@ def report(
     view = view_of_run(folder, title, judge, beside, floor, console)
     page = write_page(view, target)
     console.print(f"{page} ({page.stat().st_size / 1e6:.1f} MB)", markup=False)
+    if to is not None:
+        where = import_module(f"trainprobe.engine.storage.sinks.{to.value}").upload(page, folder if folder.is_dir() else home)
+        console.print(f"{to.value}: {where}", markup=False)
     empty = not view.scalars and not view.metrics
     if empty:
         console.print(f"{folder} holds no step that could be judged: the page is empty", markup=False)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import typer
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
@@ -21,6 +22,7 @@ from trainprobe.engine.storage.dumps.findings_file import read_findings
 from trainprobe.engine.storage.dumps.log import read_lines
 from trainprobe.engine.storage.dumps.record_log import decode
 from trainprobe.engine.storage.left_out import damaged_as
+from trainprobe.errors import MissingExtra
 from trainprobe.monitor.findings import all_findings, exit_code
 from trainprobe.monitor.frames import F64, Frame, Series, SeriesTable, frame_of_step
 from trainprobe.monitor.history import History
@@ -84,7 +86,14 @@ class View:
         self._rules, self._left_out = rules_of_run(folder)
         self._watchers: dict[int, Watcher] = {}
         self._seen = LookedAt()
+        self._tail = Tail(folder)
         self.code = 0  # 3 where the record was found to be incomplete, and nothing else
+
+    def look(self, whole: bool = False) -> None:
+        """Take in what was written since the last look. whole: also what is no log that grows."""
+        refresh(self.folder)
+        for frame in self._tail.frames() or (read_frames(self.folder) if whole else ()):
+            self.add(frame)
 
     def add(self, frame: Frame) -> None:
         """Take one step in."""
@@ -93,22 +102,28 @@ class View:
         self.histories.setdefault(rank, History(capacity=1024, selected=lambda t: t.statistic in ("norm", "value"))).add(frame)
         self.judged += self._watchers.setdefault(rank, Watcher(self._rules)).judge(frame)
 
+    def findings(self) -> list[Finding]:
+        """Return what was found until now, causes first."""
+        return [entry.finding for entry in all_findings(read_findings(self.folder), self.judged)]
+
     def render(self) -> Group:
         """Return the view as it is now."""
-        recorded = read_findings(self.folder)
-        found = all_findings(recorded, self.judged)
+        found = self.findings()
+        return Group(*self.numbers(found), _finding_panel(found, self.not_seen()))
+
+    def numbers(self, found: Sequence[Finding]) -> list[RenderableType]:
+        """Return what stands above the findings: the last step, the scalars, and the outliers."""
         short = self._seen.shortfall(self.folder)
-        self.code = 3 if exit_code((entry.finding for entry in found), bool(short)) == 3 else 0
+        self.code = 3 if exit_code(found, bool(short)) == 3 else 0
         steps = [s.last_step for s in self.histories.values() if s.last_step is not None]
         head = Text.assemble(
             (f"{short}   " if short else "", "bold yellow"),
             (origin(self.folder), "bold"),
             f"   last step {max(steps) if steps else '—'}   ranks {len(self.histories)}",
         )
-        panel = _finding_panel([entry.finding for entry in found], self._not_seen())
-        return Group(head, self._scalars(), self._offenders(), panel)
+        return [head, self._scalars(), self._offenders()]
 
-    def _not_seen(self) -> list[str]:
+    def not_seen(self) -> list[str]:
         """Return sentences on what the findings do not speak of."""
         if not self._seen:
             return ["No step was recorded yet."]
@@ -140,10 +155,7 @@ class View:
 
 
 def _finding_panel(findings: list[Finding], not_seen: list[str]) -> Panel:
-    lines = [
-        Text.assemble((f"{f.severity:<8}", _COLOURS[f.severity]), (f.rule, "bold"), f"{_where(f)}: {f.message}")
-        for f in findings[:SHOWN]
-    ]
+    lines = [line_of(finding) for finding in findings[:SHOWN]]
     if len(findings) > SHOWN:
         lines.append(Text(f"and {len(findings) - SHOWN} more: trainprobe judge", style="dim"))
     lines += [Text("nothing found", style="" if not_seen else "green")] if not findings else []
@@ -151,9 +163,13 @@ def _finding_panel(findings: list[Finding], not_seen: list[str]) -> Panel:
     return Panel(Group(*lines), title=f"findings: {len(findings)}", title_align="left", border_style="dim")
 
 
-def _where(finding: Finding) -> str:
+def line_of(finding: Finding) -> Text:
+    """Return a finding as one line."""
     words = place_in_words(finding)
-    return f" ({words})" if words else ""
+    where = f" ({words})" if words else ""
+    return Text.assemble(
+        (f"{finding.severity:<8}", _COLOURS[finding.severity]), (finding.rule, "bold"), f"{where}: {finding.message}"
+    )
 
 
 def spark(values: F64, width: int = 48) -> str:
@@ -176,6 +192,7 @@ def top(
     folder: Annotated[Path, typer.Argument(help="folder that the run writes to, or its URL", metavar="RUN", parser=as_given)],
     once: Annotated[bool, typer.Option("--once", help="print one frame and exit")] = False,
     seconds: Annotated[float, typer.Option("--every", help="seconds between two updates", min=0.1)] = 2.0,
+    keys: Annotated[bool, typer.Option("--keys", help="choose a finding with the arrow keys and see what it leads to")] = False,
 ) -> int:
     """Show the run in RUN live: last step, loss, gradient norm, outliers, findings. Ctrl-C ends it.
 
@@ -183,20 +200,29 @@ def top(
     """
     folder = run_folder(folder)
     console = Console(highlight=False)
-    view, tail = View(folder), Tail(folder)
-    if once or not find_logs(folder):
-        for frame in tail.frames() or read_frames(folder):
-            view.add(frame)
+    view = View(folder)
+    live = bool(find_logs(folder)) and not once
+    view.look(whole=not live)
+    if keys:
+        _by_keys(view, seconds, live)
+        return view.code
+    if not live:
         console.print(view.render())
         return view.code
     try:
-        with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
+        with Live(console=console, screen=console.is_terminal, auto_refresh=False) as shown:
             while True:
-                refresh(folder)
-                for frame in tail.frames():
-                    view.add(frame)
-                live.update(view.render(), refresh=True)
+                shown.update(view.render(), refresh=True)
                 time.sleep(seconds)
+                view.look()
     except KeyboardInterrupt:
         console.print(view.render())
     return view.code
+
+
+def _by_keys(view: View, seconds: float, live: bool) -> None:
+    try:
+        from trainprobe.monitor.top_keys import TopKeys
+    except ImportError:
+        raise MissingExtra("textual", "top", "`trainprobe top --keys`") from None
+    TopKeys(view, seconds if live else None).run()

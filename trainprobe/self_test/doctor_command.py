@@ -44,6 +44,7 @@ EXTRAS = {
     "otlp": "the sink `otlp`, for OpenTelemetry",
     "prometheus": "the sink `prometheus`",
     "mcp": "`mcp`: agents read runs",
+    "top": "`top --keys`: a finding chosen with the arrow keys",
     "serve": "`serve`: the page of a run that goes on",
     "fleet": "`--fleet`: many ranks through DuckDB",
     "remote": "runs behind an address (s3://, gs://, …)",

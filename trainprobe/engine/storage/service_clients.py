@@ -11,10 +11,14 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from trainprobe.engine.core.records import Finding, Place, StepData
-from trainprobe.engine.storage.tagged_numbers import numbers_of
-from trainprobe.errors import MissingExtra
+import orjson
 
+from trainprobe.engine.core.records import Finding, Place, StepData
+from trainprobe.engine.storage.safe_files import read_bounded, write_whole
+from trainprobe.engine.storage.tagged_numbers import numbers_of
+from trainprobe.errors import FormatError, MissingExtra
+
+_MOST_KEPT = 1 << 16  # bytes of what is kept of a service's run
 MOST = 500  # series that a service is sent
 THREAD = "trainprobe-"  # how names of the threads of sinks begin
 _FIRST = ("scalars", "gradients", "activations", "parameters", "optimizer")
@@ -51,6 +55,27 @@ class _OfSinks:
 def sends(place: Place) -> bool:
     """Tell whether this process is the one of its machine that sends."""
     return int(os.environ.get("LOCAL_RANK") or place.rank) == 0
+
+
+def remember_run(folder: Path, sink: str, **where: str | None) -> None:
+    """Keep in a run's folder which run of a service it was sent to. where: what the client needs to find that run again."""
+    write_whole(_kept(folder, sink), orjson.dumps({key: value for key, value in where.items() if value}))
+
+
+def remembered_run(folder: Path, sink: str) -> dict[str, str]:
+    """Return what `remember_run` kept; nothing where the run was not sent. Raises FormatError for a damaged file."""
+    path = _kept(folder, sink)
+    if not path.exists():
+        return {}
+    try:
+        found = orjson.loads(read_bounded(path, _MOST_KEPT))
+    except orjson.JSONDecodeError as error:
+        raise FormatError(f"{path} is damaged ({error}): delete it, and the page goes to a run of its own") from None
+    return {str(key): str(value) for key, value in found.items()} if isinstance(found, dict) else {}
+
+
+def _kept(folder: Path, sink: str) -> Path:
+    return folder / f"sent_to_{sink}.json"
 
 
 def alert_text(finding: Finding, folder: Path) -> str:

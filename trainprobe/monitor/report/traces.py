@@ -1,4 +1,4 @@
-"""What else a run's folder has of a finding: the line of the program, the operator, the dump of that step."""
+"""What else a run's folder has of a finding: the lines of the program, the class of the module, the dump of that step."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from trainprobe.engine.core.guard import attempt
 from trainprobe.engine.core.records import Site, StepData
 from trainprobe.engine.storage.dumps import read
 from trainprobe.engine.storage.dumps.layout import DUMP_FILE, find_dumps
-from trainprobe.monitor.program import line_of
+from trainprobe.monitor.program import lines_of
 
+LINES = 4  # of a call stack
 Dumps = Mapping[int, Mapping[int, Path]]
 
 
@@ -26,9 +27,9 @@ def trace_of(dumps: Dumps, step: int | None, rank: int, site: Site | None) -> li
     if dump is None or not (dump / DUMP_FILE).is_file():
         return []
     step_data = attempt(lambda: _read(dump, (dump / DUMP_FILE).stat().st_mtime_ns), otherwise=lambda _: None)
-    line, kind = ("", "") if step_data is None else (line_of(site, step_data), _class_of(site, step_data))
-    told = [("in the code ", line), ("of class ", kind), ("dump ", f"{dump.parent.name}/{dump.name}")]
-    return [(what, name) for what, name in told if name]
+    lines, kind = ([], "") if step_data is None else (lines_of(site, step_data)[:LINES], _class_of(site, step_data))
+    places = [("called from " if i else "in the code ", line) for i, line in enumerate(lines)]
+    return [*places, *([("of class ", kind)] if kind else []), ("dump ", f"{dump.parent.name}/{dump.name}")]
 
 
 @lru_cache(4)

@@ -7,13 +7,14 @@ thread of its own, so a step does not wait for the network.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from trainprobe.engine.core.records import Finding, Place
 from trainprobe.engine.plan.model import Plan
-from trainprobe.engine.storage.service_clients import SendsNothing, alert_text, client_of
+from trainprobe.engine.storage.service_clients import SendsNothing, alert_text, client_of, remember_run, remembered_run
 from trainprobe.engine.storage.service_thread import ServiceSink
 
 _LEVELS = {"error": "ERROR", "warning": "WARN"}
@@ -46,14 +47,35 @@ def open(folder: Path, plan: Plan, place: Place) -> ServiceSink | SendsNothing:
     if place.rank:
         return SendsNothing()
     theirs = client.run
-    run = client.init(
-        project=theirs.project if theirs else os.environ.get("WANDB_PROJECT") or "trainprobe",
-        entity=theirs.entity if theirs else None,
-        group=(theirs.group or theirs.id) if theirs else os.environ.get("WANDB_RUN_GROUP"),
-        name=f"trainprobe {folder.name}",
+    group = (theirs.group or theirs.id) if theirs else os.environ.get("WANDB_RUN_GROUP")
+    where = {"project": theirs.project, "entity": theirs.entity} if theirs else {}
+    run = _begin(client, folder, f"trainprobe {folder.name}", {**where, "group": group})
+    remember_run(folder, "wandb", project=run.project, entity=where.get("entity"), group=group or run.id)
+    return ServiceSink("wandb", WandbService(run, folder))
+
+
+def upload(page: Path, folder: Path) -> str:
+    """Log the page of the run in `folder` as an artifact, by a run of its own in the same group; return where it is.
+
+    A run that has ended is not begun again: offline, its history would be written over. Raises MissingExtra and FormatError.
+    """
+    (client,) = client_of("wandb", "wandb")
+    run = _begin(client, folder, f"page of {folder.name}", remembered_run(folder, "wandb"))
+    artifact = client.Artifact(f"trainprobe-{re.sub(r'[^0-9A-Za-z_.-]', '-', folder.name)}", type="trainprobe-page")
+    artifact.add_file(str(page), name=page.name)
+    run.log_artifact(artifact)
+    run.finish()
+    return f"artifact {artifact.name.partition(':')[0]} of the project {run.project}"
+
+
+def _begin(client: Any, folder: Path, name: str, where: Mapping[str, str | None]) -> Any:
+    return client.init(
+        project=where.get("project") or os.environ.get("WANDB_PROJECT") or "trainprobe",
+        entity=where.get("entity"),
+        group=where.get("group"),
+        name=name,
         job_type="trainprobe",
         dir=str(folder),
         reinit="create_new",
         settings=client.Settings(console="off", silent=True, x_disable_stats=True),
     )
-    return ServiceSink("wandb", WandbService(run, folder))
