@@ -9,7 +9,7 @@ from typing import Any
 from trainprobe.ckpt_compare.adapters import is_projection
 from trainprobe.ckpt_compare.pairing import find_aliases, hold_the_same
 from trainprobe.ckpt_compare.pieces import LogicalTensor, bottom, origin
-from trainprobe.ckpt_compare.quantised import Undecoded, scheme_of
+from trainprobe.ckpt_compare.quantised import Undecoded, not_compared, scheme_of
 from trainprobe.ckpt_compare.results import TensorRow
 from trainprobe.ckpt_compare.vocabulary import padding_reason
 from trainprobe.engine.geometry.rectangles import Rectangle
@@ -55,16 +55,12 @@ def pair_of(
         x, y = x or tied, y or tied
     hidden = next((scheme_of(t) for t in (x, y) if t.stored and isinstance(bottom(t.pieces[0].source), Undecoded)), "")
     if hidden:
-        return TensorRow(key, "incomplete", x, y, note=_codes(hidden), reason=_codes(hidden))
+        return TensorRow(key, "incomplete", x, y, note=not_compared(hidden), reason=not_compared(hidden))
     box = _common_box(x, y)
     if box is None:
         return TensorRow(key, "shape", x, y, note=f"shapes {list(x.shape)} and {list(y.shape)} are not the same")
     pair = TensorPair(x, y, box, note)
     return pair if x.shape == y.shape else _padded(pair, configs)
-
-
-def _codes(scheme: str) -> str:
-    return f"quantised ({scheme}), not compared"
 
 
 def _undrawn(key: str, side: str) -> str:

@@ -15,6 +15,7 @@ from trainprobe.ckpt_compare.cause import beyond_rounding
 from trainprobe.ckpt_compare.causes import headline
 from trainprobe.ckpt_compare.pairing import Move, layer_sentences
 from trainprobe.ckpt_compare.pieces import KINDS
+from trainprobe.ckpt_compare.quantised import UNDECODED
 from trainprobe.ckpt_compare.results import INCOMPLETE, CheckpointComparison, CheckpointFault, TensorRow
 from trainprobe.ckpt_compare.state import StateRow
 from trainprobe.comparison.verdict import Verdict
@@ -192,6 +193,10 @@ def _details(c: CheckpointComparison, lost: Sequence[TensorRow]) -> list[str]:
     said += [f"{r.key}: {r.verdict}{f', {r.note}' if r.note else ''}" for r in lost[:SAID]]
     if len(lost) > SAID:
         said.append(f"… and {len(lost) - SAID} more tensors that are missing or incomplete")
+    if any(r.note.startswith(UNDECODED) for r in lost):
+        said.append(
+            "weights in a format that is not decoded: dequantise them with the library that wrote them, and compare that"
+        )
     said += _renamed(c.renamed)
     said += _state_sentences(c)
     said += [*c.one_sided, *c.notes]
