@@ -182,6 +182,16 @@ def test_what_one_side_alone_has_beside_its_tensors_is_said(tmp_path, capsys, na
         assert (f"{name} (" in said and f"is in {where} alone" in said) == bool(where), said
 
 
+def test_an_average_of_weights_that_stands_in_the_place_of_the_model_is_named_either_way(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    model, average = ({f"blocks.{i}.w": torch.randn(8, 8, generator=generator) for i in range(4)} for _ in range(2))
+    both = saved(tmp_path / "both.pt", {"state_dict": model, "state_dict_ema": average, "epoch": 3})
+    one, other = saved(tmp_path / "one.pt", model), saved(tmp_path / "other.pt", {"state_dict": average, "epoch": 3})
+    assert judged(one, both).sentence.startswith("incomplete: 4 tensors of state_dict_ema only in B")
+    assert judged(both, other).sentence.startswith("differ: w of B holds w (state_dict_ema) of A (4 tensors)")
+    assert judged(other, both).sentence.startswith("differ: w of A holds w (state_dict_ema) of B (4 tensors)")
+
+
 def written_dcp(folder, held):
     dcp_saved(folder, {"model": held, "epoch": 3})
 

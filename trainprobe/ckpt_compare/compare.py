@@ -81,7 +81,8 @@ def compare(
     compared: tuple[What, ...] = tuple(dict.fromkeys([*kinds, *(r.what for r in state if r.a is not None and r.b is not None)]))
     one_sided = _one_sided(a, b, what, notes)
     mismatches = [Mismatch(r.key, r.a, r.b, r.difference) for r in rows if r.verdict == "differ" and r.a and r.b]
-    apart = {o.key: o.difference for o in mismatches if o.key not in {m.b_key for m in moves}}
+    moved = {m.b_key for m in moves if m.a_key in right}  # what B lacks under its own name is told as a copy
+    apart = {o.key: o.difference for o in mismatches if o.key not in moved}
     every = [r.key for r in rows] if mismatches else ()
     causes = find_causes(mismatches, moves, find_copies(apart, left, right), (left, right), every)
     return CheckpointComparison(
