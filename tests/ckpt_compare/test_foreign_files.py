@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import tarfile
 import zipfile
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from safetensors.torch import save_file
 
 from trainprobe.ckpt_compare.compare import compare, logical
 from trainprobe.ckpt_compare.formats import open_checkpoint
@@ -42,8 +44,20 @@ def made_npz(folder):
     return folder / "a.npz"
 
 
+def made_gzip(folder):
+    (folder / "a.nemo").write_bytes(gzip.compress(b"weights"))
+    return folder / "a.nemo"
+
+
+def made_exported(folder):
+    model = torch.nn.Linear(3, 2).eval()
+    torch.export.save(torch.export.export(model, (torch.ones(1, 3),)), folder / "a.pt2")
+    return folder / "a.pt2"
+
+
 def made_folder(name):
     def make(folder):
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(b"x")
         return folder
 
@@ -56,10 +70,14 @@ REFUSED = {
     made_msgpack: ["a MessagePack file (as Flax writes weights)", "open('a.msgpack', 'rb')"],
     made_npz: ["an archive of NumPy arrays", "dict(numpy.load('a.npz'))"],
     made_folder(".snapshot_metadata"): ["a snapshot of torchsnapshot", "get_state_dict_for_key"],
-    made_folder("_CHECKPOINT_METADATA"): ["a checkpoint of Orbax (JAX)", "StandardCheckpointer"],
+    made_gzip: ["a file that gzip compressed", "tar -xf 'a.nemo'"],
+    made_folder("_METADATA"): ["a checkpoint of Orbax (JAX)", "StandardCheckpointer"],
+    made_folder("_CHECKPOINT_METADATA"): ["a step of an Orbax CheckpointManager", "which has a file _METADATA"],
+    made_folder("100/_CHECKPOINT_METADATA"): ["a folder of steps of an Orbax CheckpointManager", "which has a file _METADATA"],
     made_folder("saved_model.pb"): ["a SavedModel of TensorFlow", "tf.saved_model.load"],
     made_folder("weight.memmap"): ["a memory-mapped TensorDict", "load_memmap"],
     made_folder("a.onnx"): ["an ONNX model", "onnx.load('a.onnx').graph.initializer"],
+    made_exported: ["a program of torch.export", "torch.save(torch.export.load('a.pt2').state_dict, 'out.pt')"],
     made_folder("a.keras"): ["a model of Keras", "load_model('a.keras')"],
 }
 
@@ -77,6 +95,16 @@ def test_keras_weights_are_known_by_their_first_bytes(tmp_path):
     (tmp_path / "a.weights.h5").write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(100))
     with pytest.raises(FormatError, match=r"an HDF5 file \(as Keras writes weights\)"):
         open_checkpoint(tmp_path / "a.weights.h5")
+
+
+def test_what_lies_beside_a_model_and_is_not_read_is_noted(tmp_path):
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    torch.save({"w": torch.zeros(2)}, tmp_path / "pytorch_model.bin")
+    torch.save({"state": {}, "param_groups": []}, tmp_path / "scheduler.pt")
+    (tmp_path / "global_step3").mkdir()
+    torch.save({"w": torch.zeros(2)}, tmp_path / "global_step3" / "mp_rank_00_model_states.pt")
+    said = "not read, as the model is in other files: global_step3/, pytorch_model.bin"
+    assert open_checkpoint(tmp_path).notes == (said,)
 
 
 def test_a_folder_around_one_checkpoint_names_its_file(tmp_path):

@@ -23,7 +23,9 @@ NAME = "model.layers.0.mlp.down_proj"
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_codes_decode_to_what_their_writer_decodes_them_to(name):
-    coded = open_checkpoint(DATA / f"{name}.safetensors")
+    coded = open_checkpoint(
+        next(DATA / f"{name}.{kind}" for kind in ("safetensors", "pt") if (DATA / f"{name}.{kind}").exists())
+    )
     values = open_checkpoint(DATA / f"{name}.values.safetensors")
     made = logical(coded, values)[0].tensors["m.proj.weight"].pieces[0].source.load()
     wanted = load_file(DATA / f"{name}.values.safetensors")["m.proj.weight"]
@@ -67,6 +69,22 @@ def test_eight_bits_of_quanto_are_their_codes_times_their_scales(dtype, most, tm
         assert found.code == code, found.sentence
 
 
+@pytest.mark.parametrize("how", [".weight.{}", "._weight_{}"])
+def test_packed_codes_of_torchao_are_named_and_not_compared(how, tmp_path, capsys):
+    parts = {
+        "qdata": torch.arange(96, dtype=torch.uint8).reshape(12, 8),
+        "scale": torch.ones(12, 1),
+        "zero_point": torch.ones(12, 1),
+    }
+    coded, plain = ({NAME + how.format(k): v for k, v in parts.items()}, {f"{NAME}.weight": torch.ones(12, 16)})
+    for path, state in ((tmp_path / "a.pt", coded), (tmp_path / "b.pt", plain)):
+        torch.save({**state, "bias": torch.ones(3)}, path)
+    assert main(["ckpt-compare", str(tmp_path / "a.pt"), str(tmp_path / "b.pt")]) == 3
+    said = capsys.readouterr().out
+    assert "1 tensor quantised (torchao, packed: its tensors say neither bits nor groups), not compared" in said.splitlines()[0]
+    assert "dequantise them with the library" in said and "values that they stand for" not in said
+
+
 def test_scales_that_were_left_out_are_named(blocks, tmp_path):
     raw = folder(tmp_path / "raw", {f"{NAME}.weight": blocks[1]["weight"].float().bfloat16()})
     found = judged(blocks[0], raw)
@@ -86,7 +104,7 @@ def test_a_note_says_that_values_were_compared_and_the_table_says_how_they_are_s
     assert main(["ckpt-compare", str(blocks[0]), str(plain)]) == 1
     said = capsys.readouterr().out
     assert "float8_e4m3fn with scales/bfloat16" in said
-    assert "1 weights are quantised (float8_e4m3fn with scales): compared by the values that they stand for" in said
+    assert "1 weight is quantised (float8_e4m3fn with scales): compared by the values that they stand for" in said
 
 
 def test_codes_of_one_scheme_on_both_sides_are_held_to_their_last_bit(blocks, tmp_path):

@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from tests.ckpt_compare.verdicts import judged
 from trainprobe.ckpt_compare.formats import open_checkpoint
 from trainprobe.ckpt_compare.storage import torch_archive
+from trainprobe.cli import main
 from trainprobe.engine.compare.number_formats import decode
 from trainprobe.errors import FormatError
 
@@ -170,10 +171,39 @@ def test_what_is_no_tensor_of_a_model_is_compared_too(tmp_path, name, one, other
     assert name in verdict.sentence
 
 
+@pytest.mark.parametrize(("name", "value"), [("temperature", 3.0), ("layer._extra_state", io.BytesIO(b"abc"))])
+def test_what_one_side_alone_has_beside_its_tensors_is_said(tmp_path, capsys, name, value):
+    weights = {"layer.weight": torch.ones(3, 2)}
+    a, b = saved(tmp_path / "a.pt", weights | {name: value}), saved(tmp_path / "b.pt", weights)
+    extra = name.endswith("_extra_state")  # which some versions of a library write, and others do not
+    for command, code, where in (([a, b], 3, "A"), ([b, a], 3, "B"), ([a, b, "--ignore", name], 0, "")):
+        assert main(["ckpt-compare", *map(str, command)]) == (0 if extra else code)
+        said = capsys.readouterr().out
+        assert (f"{name} (" in said and f"is in {where} alone" in said) == bool(where), said
+
+
+def test_an_average_of_weights_that_stands_in_the_place_of_the_model_is_named_either_way(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    model, average = ({f"blocks.{i}.w": torch.randn(8, 8, generator=generator) for i in range(4)} for _ in range(2))
+    both = saved(tmp_path / "both.pt", {"state_dict": model, "state_dict_ema": average, "epoch": 3})
+    one, other = saved(tmp_path / "one.pt", model), saved(tmp_path / "other.pt", {"state_dict": average, "epoch": 3})
+    assert judged(one, both).sentence.startswith("incomplete: 4 tensors of state_dict_ema only in B")
+    assert judged(both, other).sentence.startswith("differ: w of B holds w (state_dict_ema) of A (4 tensors)")
+    assert judged(other, both).sentence.startswith("differ: w of A holds w (state_dict_ema) of B (4 tensors)")
+
+
 def written_dcp(folder, held):
+    dcp_saved(folder, {"model": held, "epoch": 3})
+
+
+def written_bare_dcp(folder, held):
+    dcp_saved(folder, {**held, "epoch": 3})
+
+
+def dcp_saved(folder, held):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save({"model": held, "epoch": 3}, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+        dcp.save(held, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
 
 
 def written_bin(folder, held):
@@ -189,7 +219,7 @@ def written_deepspeed(folder, held):
     saved(folder / "mp_rank_00_model_states.pt", {"module": held, **more})
 
 
-@pytest.mark.parametrize("write", [written_dcp, written_bin, written_deepspeed])
+@pytest.mark.parametrize("write", [written_dcp, written_bare_dcp, written_bin, written_deepspeed])
 @pytest.mark.parametrize(("name", "one", "other"), [BESIDE["a number"], BESIDE["bytes of a layer of FP8"]])
 def test_each_format_compares_what_is_no_tensor_of_a_model(tmp_path, name, one, other, write):
     weights = {"layer.weight": torch.ones(3, 2)}

@@ -182,6 +182,10 @@ class Part(nn.Module):
         return self.head(x + self.mlp(x.to(self.mlp[0].weight.dtype)).float()).square().mean()  # pyright: ignore
 
 
+_SCALES = {"twice": 2.0, "scaled": 2.0**16, "unscaled": 2.0**32, "overflow": float("inf")}
+_TAKEN = "; where the optimizer takes them, none is"
+
+
 def part(folder, how: str = "", **plan) -> str:
     torch.manual_seed(0)
     model = Part()
@@ -194,13 +198,16 @@ def part(folder, how: str = "", **plan) -> str:
     if how == "frozen":
         model.head.bias.requires_grad_(False)
     generator = torch.Generator().manual_seed(3)
+    scale = _SCALES.get(how, 1.0)
     with trainprobe.watch(model, optimizer, output=folder, console=False, **plan) as probe:
         for _ in range(2):
             x = torch.randn(8, 16, generator=generator)
             with probe.step():
                 optimizer.zero_grad()
                 loss = model(x)
-                (loss * 2 if how == "twice" else loss).backward()
+                (loss * scale if scale != 1 else loss).backward()
+                for each in model.parameters() if how == "unscaled" else ():
+                    each.grad /= scale  # pyright: ignore[reportOperatorIssue]
                 optimizer.step()
     return str(folder)
 
@@ -209,6 +216,9 @@ def part(folder, how: str = "", **plan) -> str:
     ("how", "code", "said"),
     [
         ("twice", 2, "grad_output.0 is twice as large in B"),
+        ("scaled", 2, "grad_output.0 is 65536 times as large in B, as by a loss scale of 2^16"),
+        ("unscaled", 2, "grad_output.0 is 4294967296 times as large in B, as by a loss scale of 2^32"),
+        ("overflow", 2, "grad_output.0: NaN or infinities in B alone"),
         ("frozen", 2, "head.bias has no gradient in B"),
         ("half", 1, "mlp is float32 in A and float16 in B"),
         ("last bit", 2, "Module.head.Linear.forward.0 (step 0, micro-batch 0, rank 0): the weights differ"),
@@ -216,13 +226,22 @@ def part(folder, how: str = "", **plan) -> str:
 )
 def test_a_cause_is_said_in_the_first_line(tmp_path, capsys, how, code, said):
     plan = {"level": "L0", "summary": "both", "step": [0], "monitor": {"parameters": True, "gradients": True}}
-    plan = {name: of for name, of in plan.items() if name != "monitor" or how in ("frozen", "twice")}
+    plan = {name: of for name, of in plan.items() if name != "monitor" or how == "frozen" or how in _SCALES}
     a, b = part(tmp_path / "a", **plan), part(tmp_path / "b", how, **plan)
     capsys.readouterr()
     assert main(["dump-compare", a, b]) == code
     lines = capsys.readouterr().out.splitlines()
     assert said in lines[0], lines[0]
-    assert how != "twice" or "all 8 gradients of parameters are twice as large in B" in lines[1], lines[1]
+    every = {"twice": "twice as large in B", "scaled": "loss scale of 2^16", "unscaled": f"loss scale of 2^32{_TAKEN}"}
+    assert how not in every or re.search(f"all 8 gradients of parameters are .*{re.escape(every[how])}", lines[1]), lines[1]
+
+
+def test_scaled_gradients_are_told_where_the_scaling_has_no_partner(tmp_path, capsys):
+    plan = {"level": "mix", "summary": "both", "step": [0]}
+    a, b = part(tmp_path / "a", **plan), part(tmp_path / "b", "scaled", **plan)
+    capsys.readouterr()
+    code, first = main(["dump-compare", a, b]), capsys.readouterr().out.splitlines()[0]
+    assert code != 0 and "65536 times as large in B, as by a loss scale of 2^16" in first, (code, first)
 
 
 def test_weights_that_a_step_before_has_rounded_are_no_other_weights(tmp_path, capsys):

@@ -20,13 +20,14 @@ from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor, What
 from trainprobe.ckpt_compare.quantised_layouts import decoded, hide_codes
 from trainprobe.ckpt_compare.renames import follow_renames, under_names_of_a
 from trainprobe.ckpt_compare.results import CheckpointComparison, CheckpointFault, RowVerdict, TensorRow
-from trainprobe.ckpt_compare.state import compare_state
+from trainprobe.ckpt_compare.state import EXTRA, compare_state
 from trainprobe.ckpt_compare.tasks import Advance, MeasureTask, Runner, TaskOutcome, run, tasks_of
 from trainprobe.ckpt_compare.tensor_pairs import TensorPair, pair_of, shared_values
 from trainprobe.ckpt_compare.transforms import QKV_ROWS
 from trainprobe.engine.compare.difference import Difference
 from trainprobe.engine.compare.rounding import agreement_of
 from trainprobe.engine.compare.uncollected import uncollected
+from trainprobe.engine.core.words import counted
 from trainprobe.engine.geometry.rectangles import Rectangle
 
 _Q = ".attention.q.weight"
@@ -78,9 +79,10 @@ def compare(
         renamed = (*renamed, *followed)
     state = compare_state(a.state, b.state)
     compared: tuple[What, ...] = tuple(dict.fromkeys([*kinds, *(r.what for r in state if r.a is not None and r.b is not None)]))
-    one_sided = _one_sided(a, b, what)
+    one_sided = _one_sided(a, b, what, notes)
     mismatches = [Mismatch(r.key, r.a, r.b, r.difference) for r in rows if r.verdict == "differ" and r.a and r.b]
-    apart = {o.key: o.difference for o in mismatches if o.key not in {m.b_key for m in moves}}
+    moved = {m.b_key for m in moves if m.a_key in right}  # what B lacks under its own name is told as a copy
+    apart = {o.key: o.difference for o in mismatches if o.key not in moved}
     every = [r.key for r in rows] if mismatches else ()
     causes = find_causes(mismatches, moves, find_copies(apart, left, right), (left, right), every)
     return CheckpointComparison(
@@ -98,14 +100,21 @@ def _measured(
     return [_row(key, pairs[key], coverages[key], results[key]) for key in pairs], faults
 
 
-def _one_sided(a: Checkpoint, b: Checkpoint, what: Sequence[What]) -> tuple[str, ...]:
-    """Say which kinds of content that were asked for, and are no tensors, only one side holds."""
+def _one_sided(a: Checkpoint, b: Checkpoint, what: Sequence[What], notes: list[str]) -> tuple[str, ...]:
+    """Say which content that was asked for, and is no tensor, only one side holds; note what a format may not write."""
     asked = [kind for kind in what if kind not in ("weights", "optimizer")]
-    return tuple(
+    lacking = [
         f"{kind}: only in {'A' if a.state.get(kind) else 'B'}"
         for kind in asked
         if bool(a.state.get(kind)) != bool(b.state.get(kind))
-    )
+    ]
+    held = [c.state.get("weights", {}) for c in (a, b)] if "weights" in what else [{}, {}]
+    for side, mine, other in (("A", *held), ("B", *reversed(held))):
+        if names := sorted((name for name in mine if name not in other), key=lambda name: name.endswith(EXTRA)):
+            more = f" and {counted(len(names) - 1, 'more value')} are" if len(names) > 1 else " is"
+            every = a.format == b.format and not names[0].endswith(EXTRA)  # other formats hold tensors alone
+            (lacking if every else notes).append(f"{names[0]} ({repr(mine[names[0]])[:40]}){more} in {side} alone")
+    return tuple(lacking)
 
 
 def _common_content(a: Checkpoint, b: Checkpoint, what: Sequence[What], notes: list[str]) -> tuple[list[What], set[str]]:

@@ -39,6 +39,9 @@ _BEGINNINGS = {
     ),
     b"\x89HDF\r\n\x1a\n": _arrays("{w.path: w.numpy() for w in model.weights}", "an HDF5 file (as Keras writes weights)"),
     b"\x93NUMPY": _arrays("{'it': numpy.load(FILE)}", "a single NumPy array"),
+    b"\x1f\x8b": _ForeignKind(
+        "a file that gzip compressed", "unpack it (tar -xf FILE, or gunzip FILE), and compare what was in it"
+    ),
 }
 _ENDINGS = {
     ".keras": _arrays("{w.path: w.numpy() for w in keras.saving.load_model(FILE).weights}", "a model of Keras"),
@@ -48,18 +51,22 @@ _ENDINGS = {
         "a MessagePack file (as Flax writes weights)",
     ),
     ".npz": _arrays("dict(numpy.load(FILE))", "an archive of NumPy arrays"),
+    ".pt2": _saved("torch.export.load(FILE).state_dict", "a program of torch.export"),
     ".pdparams": _arrays("{k: v.numpy() for k, v in paddle.load(FILE).items()}", "a file of PaddlePaddle"),
 }
+_ITEM = "point to the folder of one of its items, which has a file _METADATA (such as default, below the number of a step)"
 _FOLDERS = {  # a name in the folder → what the folder is
     ".snapshot_metadata": _saved("torchsnapshot.Snapshot(FILE).get_state_dict_for_key('model')", "a snapshot of torchsnapshot"),
-    "_CHECKPOINT_METADATA": _arrays(
+    "_METADATA": _arrays(
         "flax.traverse_util.flatten_dict(orbax.checkpoint.StandardCheckpointer().restore(os.path.abspath(FILE)), sep='.')",
         "a checkpoint of Orbax (JAX)",
     ),
+    "_CHECKPOINT_METADATA": _ForeignKind("a step of an Orbax CheckpointManager (JAX)", _ITEM),
+    "*/_CHECKPOINT_METADATA": _ForeignKind("a folder of steps of an Orbax CheckpointManager (JAX)", _ITEM),
     "saved_model.pb": _arrays("{v.name: v.numpy() for v in tf.saved_model.load(FILE).variables}", "a SavedModel of TensorFlow"),
     "*.memmap": _saved("tensordict.TensorDict.load_memmap(FILE).to_dict()", "a memory-mapped TensorDict"),
 }
-_WEIGHTS = (".ckpt", ".pt", ".pth", ".bin", ".safetensors", ".h5", ".distcp")
+WEIGHTS = (".ckpt", ".pt", ".pth", ".bin", ".safetensors", ".h5", ".distcp")
 _MEMBERS = 1000  # of an archive that are looked at
 
 
@@ -80,7 +87,7 @@ def _refuse_file(file: Path) -> None:
     known = next((kind for start, kind in _BEGINNINGS.items() if head.startswith(start)), _ENDINGS.get(file.suffix))
     if known is not None:
         raise _refusal(file, known)
-    inside = [name for name in _members(file, head) if name.endswith(_WEIGHTS)]
+    inside = [name for name in _members(file, head) if name.endswith(WEIGHTS)]
     if inside:
         command = f"unzip {file.name} -d folder" if head.startswith(b"PK") else f"tar -xf {file.name} -C folder"
         what = f"an archive with {', '.join(inside[:3])}{' …' if len(inside) > 3 else ''} in it"

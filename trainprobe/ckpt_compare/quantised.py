@@ -25,6 +25,7 @@ from trainprobe.errors import FormatError
 View = Literal["values", "units", "scales", "zeros", "halves"]
 F32 = npt.NDArray[np.float32]
 FLOAT32 = number_format("float32")
+UNDECODED = "quantised"  # how what is said of codes begins that are not decoded
 SLACK = 0.02  # of half a gap: scales were rounded as well when the codes were chosen
 MISFITS = (ValueError, IndexError, KeyError, TypeError, OverflowError, ZeroDivisionError, RecursionError)
 LEAST = 0.12  # gaps: what is rounded lies anywhere between two levels, which is 0.29 of a gap
@@ -99,7 +100,12 @@ class Undecoded:
 
     def load(self) -> Array:
         """Raise FormatError."""
-        raise FormatError(f"quantised ({self.scheme}), not compared")
+        raise FormatError(not_compared(self.scheme))
+
+
+def not_compared(scheme: str) -> str:
+    """Return what is said of codes that are not decoded."""
+    return f"{UNDECODED} ({scheme}), not compared"
 
 
 def scheme_of(tensor: LogicalTensor | None) -> str:

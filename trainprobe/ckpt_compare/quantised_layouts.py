@@ -1,8 +1,9 @@
 """The layouts in which quantised weights are written, and the tensors of a checkpoint that make one weight together.
 
-FP8 and int8 codes with scales of blocks, rows or tensors (DeepSeek-V3, compressed-tensors, ModelOpt, LLM.int8); packed integers
-of compressed-tensors, GPTQ and AWQ; bitsandbytes' NF4 and FP4; MXFP4 and NVFP4. Bits are packed as a little-endian stream
-unless a layout says otherwise. What each writer does was held against the writer's own library (docs/ckpt_compare.md).
+FP8 and int8 codes with scales of blocks, rows or tensors (DeepSeek-V3, compressed-tensors, ModelOpt, LLM.int8); packed
+integers of compressed-tensors, GPTQ and AWQ; bitsandbytes' NF4 and FP4; MXFP4 and NVFP4; torchao's 8 bits. Bits are
+packed as a little-endian stream unless a layout says otherwise. What each writer does was held against the writer's own
+library (docs/ckpt_compare.md).
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor, Problem, Source, Turned, whole
+from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor, Problem, Source, Turned, bottom, whole
 from trainprobe.ckpt_compare.quantised import MISFITS, Quantised, Undecoded, scheme_of
 from trainprobe.ckpt_compare.quantised_codes import Blockwise, EightBits, Fp4, Grouped, PackedIntegers
+from trainprobe.engine.core.words import counted
 from trainprobe.engine.geometry.rectangles import Point
 from trainprobe.errors import FormatError
 
@@ -103,12 +105,20 @@ _LAYOUTS = (
     _CodeLayout("quanto", ".weight._data", ".weight", {"scales": ".weight._scale"}, _eight_bits),
     _CodeLayout("quanto, 2 or 4 bits", ".weight._data._data", ".weight",
             {"scales": ".weight._scale", "zeros": ".weight._shift"}, _undecoded),
+    _CodeLayout("torchao", ".weight.qdata", ".weight", {"scales": ".weight.scale", "zeros": ".weight.zero_point"}, _eight_bits),
+    _CodeLayout("torchao", "._weight_qdata", ".weight", {"scales": "._weight_scale", "zeros": "._weight_zero_point"},
+            _eight_bits),
+    _CodeLayout("torchao, packed", ".weight.qdata", ".weight",
+            {"scales": ".weight.scale", "zeros": ".weight.zero_point"}, _undecoded),
+    _CodeLayout("torchao, packed", "._weight_qdata", ".weight",
+            {"scales": "._weight_scale", "zeros": "._weight_zero_point"}, _undecoded),
     _CodeLayout("fp8", "", "", {"scales": "_scale_inv"}, _eight_bits),
     _CodeLayout("8 bits", "", "", {"scales": "_scale", "zeros": "_zero_point"}, _eight_bits),
 )  # fmt: skip
 _CODES = {
     "compressed-tensors": {"int32", "uint8"}, "gptq": {"int32"}, "mxfp4": {"uint8"}, "bitsandbytes": {"uint8"},
     "nvfp4": {"uint8"}, "llm.int8": {"int8"}, "quanto": _EIGHT_BITS, "quanto, 2 or 4 bits": {"uint8"},
+    "torchao": _EIGHT_BITS, "torchao, packed": {"int32", "uint8"},
     "fp8": _EIGHT_BITS, "8 bits": _EIGHT_BITS,
 }  # fmt: skip
 _STORED = {"int32", "uint8", *_EIGHT_BITS}
@@ -150,8 +160,15 @@ def decoded(checkpoint: Checkpoint, other: Checkpoint) -> Checkpoint:
     also = set() if kept_too else {k for k in held if k.endswith(_ACTIVATIONS)}
     used |= also
     kept = {k: t for k, t in checkpoint.tensors.items() if t.slot or t.name not in used}
-    schemes = sorted({scheme_of(t) for t in made.values()})
-    notes = [f"{len(made)} weights are quantised ({', '.join(schemes)}): compared by the values that they stand for"]
+    read = [scheme_of(t) for t in made.values() if not isinstance(bottom(t.pieces[0].source), Undecoded)]
+    notes = (
+        [
+            f"{counted(len(read), 'weight')} {'is' if len(read) == 1 else 'are'} quantised ({', '.join(sorted(set(read)))}): "
+            "compared by the values that they stand for"
+        ]
+        if read
+        else []
+    )
     if also:
         notes.append(f"{len(also)} scales of activations are left out, such as {min(also)}: they are no part of a weight")
     return replace(

@@ -8,6 +8,8 @@ from typing import Any
 
 from trainprobe.ckpt_compare.pieces import KINDS, What
 
+EXTRA = "_extra_state"  # what a module adds to its state dict; some versions of a library write none
+
 
 @dataclass(frozen=True, slots=True)
 class StateRow:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,8 +10,8 @@ from typing import Any
 from trainprobe.ckpt_compare.adapters import is_projection
 from trainprobe.ckpt_compare.pairing import find_aliases, hold_the_same
 from trainprobe.ckpt_compare.pieces import LogicalTensor, bottom, origin
-from trainprobe.ckpt_compare.quantised import Undecoded, scheme_of
-from trainprobe.ckpt_compare.results import TensorRow
+from trainprobe.ckpt_compare.quantised import Undecoded, not_compared, scheme_of
+from trainprobe.ckpt_compare.results import RowVerdict, TensorRow
 from trainprobe.ckpt_compare.vocabulary import padding_reason
 from trainprobe.engine.geometry.rectangles import Rectangle
 
@@ -50,21 +51,20 @@ def pair_of(
         if tied is None or _lost(key, shared, configs["AB".index(side)]):
             own = "whose configuration says" if configs["AB".index(side)].get("tied") is False else "as the other side shows"
             note = f"lost in {side}, {own} that it is not tied to the embedding" if tied is not None else _undrawn(key, side)
-            return TensorRow(key, "only in A" if y is None else "only in B", x, y, note=note)
+            verdict: RowVerdict = "only in A" if y is None else "only in B"
+            section = re.search(r" \((.+)\)(?:#|$)", key)  # of a second model in one file
+            reason = f"of {section[1]} {verdict}" if section is not None else ""
+            return TensorRow(key, verdict, x, y, note=note, reason=reason)
         note = f"{side} stores it once, as {tied.key}"
         x, y = x or tied, y or tied
     hidden = next((scheme_of(t) for t in (x, y) if t.stored and isinstance(bottom(t.pieces[0].source), Undecoded)), "")
     if hidden:
-        return TensorRow(key, "incomplete", x, y, note=_codes(hidden), reason=_codes(hidden))
+        return TensorRow(key, "incomplete", x, y, note=not_compared(hidden), reason=not_compared(hidden))
     box = _common_box(x, y)
     if box is None:
         return TensorRow(key, "shape", x, y, note=f"shapes {list(x.shape)} and {list(y.shape)} are not the same")
     pair = TensorPair(x, y, box, note)
     return pair if x.shape == y.shape else _padded(pair, configs)
-
-
-def _codes(scheme: str) -> str:
-    return f"quantised ({scheme}), not compared"
 
 
 def _undrawn(key: str, side: str) -> str:

@@ -12,17 +12,24 @@ from trainprobe.ckpt_compare.verdict import TOLERATED
 
 
 def selected(checkpoint: Checkpoint, only: Sequence[str], ignore: Sequence[str]) -> Checkpoint:
-    """Keep the tensors whose logical name or key matches a pattern of `only` (all where there is none) and none of `ignore`.
+    """Keep what has a logical name or key that matches a pattern of `only` (all where there is none) and none of `ignore`.
 
     Patterns are those of a shell: `layers.*.mlp.*`. What an optimizer holds for a tensor goes by `NAME#exp_avg`, or by NAME.
     """
 
     if not only and not ignore:
         return checkpoint
-    kept = {k: t for k, t in checkpoint.tensors.items() if (not only or _matches(k, only)) and not _matches(k, ignore)}
+
+    def wanted(name: str) -> bool:
+        return (not only or _matches(name, only)) and not _matches(name, ignore)
+
+    kept = {k: t for k, t in checkpoint.tensors.items() if wanted(k)}
+    state = {**checkpoint.state}
+    if "weights" in state:
+        state["weights"] = {k: v for k, v in state["weights"].items() if wanted(k)}
     options = " and ".join(option for option, given in (("--only", only), ("--ignore", ignore)) if given)
     said = f"{options} left out {len(checkpoint.tensors) - len(kept)} of {len(checkpoint.tensors)} tensors"
-    return replace(checkpoint, tensors=kept, notes=(*checkpoint.notes, said))
+    return replace(checkpoint, tensors=kept, state=state, notes=(*checkpoint.notes, said))
 
 
 def _matches(key: str, patterns: Sequence[str]) -> bool:
@@ -31,7 +38,11 @@ def _matches(key: str, patterns: Sequence[str]) -> bool:
 
 def unmatched(patterns: Sequence[str], checkpoints: Sequence[Checkpoint]) -> dict[str, str]:
     """Return the patterns that match no tensor of any checkpoint, each with a hint where it matches a name in the files."""
-    return {p: _hint(p, checkpoints) for p in patterns if not any(_matches(k, [p]) for c in checkpoints for k in c.tensors)}
+    return {
+        p: _hint(p, checkpoints)
+        for p in patterns
+        if not any(_matches(k, [p]) for c in checkpoints for k in (*c.tensors, *c.state.get("weights", ())))
+    }
 
 
 def _hint(pattern: str, checkpoints: Sequence[Checkpoint]) -> str:

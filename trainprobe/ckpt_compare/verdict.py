@@ -15,6 +15,7 @@ from trainprobe.ckpt_compare.cause import beyond_rounding
 from trainprobe.ckpt_compare.causes import headline
 from trainprobe.ckpt_compare.pairing import Move, layer_sentences
 from trainprobe.ckpt_compare.pieces import KINDS
+from trainprobe.ckpt_compare.quantised import UNDECODED
 from trainprobe.ckpt_compare.results import INCOMPLETE, CheckpointComparison, CheckpointFault, TensorRow
 from trainprobe.ckpt_compare.state import StateRow
 from trainprobe.comparison.verdict import Verdict
@@ -35,6 +36,7 @@ def _judged(c: CheckpointComparison) -> tuple[int, str, list[str]]:
     lost = [r for r in c.rows if r.verdict in INCOMPLETE]
     rounding = [r for r in c.rows if r.verdict == "rounding"]
     state = [s for s in c.state if s.what in c.counted and not s.equal]
+    state.sort(key=lambda s: s.path.startswith("initial_"))  # what an optimizer began with follows from what it has
     severe = [f for f in c.faults if f.severe]
     copies = [f for f in c.faults if not f.severe]
     details = _details(c, lost)
@@ -82,14 +84,18 @@ def _differ_sentence(c: CheckpointComparison, differ: Sequence[TensorRow], copie
         share = _share(worst)
         cause = headline(c.causes, {r.key: r for r in differ})
         first = f"{cause}. {len(differ)}" if cause else len(differ)
-        besides = "".join(f"; also, {said}" for said in _lost([r for r in c.rows if r.verdict in INCOMPLETE]))
+        lacking = _lost([r for r in c.rows if r.verdict in INCOMPLETE])
+        besides = "".join(f"; also, {said}" for said in [*lacking, *map(_unequal, state[:1])])
         return (
             f"differ: {first} of {len(c.rows)} tensors; worst is {worst.key}: {what}, {share}, largest{place}{where}{besides}"
         )
     if copies:
         return f"differ: {copies} tensor{'s' if copies > 1 else ''} whose copies inside one checkpoint disagree"
-    first = state[0]
-    return f"differ: all compared tensors agree, but {first.what} {first.path} is {first.a!r} in A and {first.b!r} in B"
+    return f"differ: all compared tensors agree, but {_unequal(state[0])}"
+
+
+def _unequal(row: StateRow) -> str:
+    return f"{row.what} {row.path} is {row.a!r} in A and {row.b!r} in B"
 
 
 def _share(row: TensorRow) -> str:
@@ -192,6 +198,10 @@ def _details(c: CheckpointComparison, lost: Sequence[TensorRow]) -> list[str]:
     said += [f"{r.key}: {r.verdict}{f', {r.note}' if r.note else ''}" for r in lost[:SAID]]
     if len(lost) > SAID:
         said.append(f"… and {len(lost) - SAID} more tensors that are missing or incomplete")
+    if any(r.note.startswith(UNDECODED) for r in lost):
+        said.append(
+            "weights in a format that is not decoded: dequantise them with the library that wrote them, and compare that"
+        )
     said += _renamed(c.renamed)
     said += _state_sentences(c)
     said += [*c.one_sided, *c.notes]

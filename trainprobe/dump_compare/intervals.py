@@ -44,7 +44,7 @@ _SUMS_IN_SINGLE = 2.0**-20  # relative: by how much sums that were taken in floa
 SUMS = 2.0**-44  # relative: statistics of a whole that was added up of those of its parts in float64 are no nearer
 SAME = Interval(0.0, 0.0, "bits")
 _EQUAL = Interval(0.0, 0.0, "values")
-_NONFINITE = Interval(math.inf, math.inf, "statistics", "NaN or infinities on one side alone")
+_NONFINITE = Interval(math.inf, math.inf, "statistics", "other NaN or infinities in A than in B")
 _OTHER_BITS = Interval(0.0, math.inf, "bits", "the bits differ, and there are no statistics that say how far")
 _NOTHING = Interval(0.0, math.inf, "nothing", "neither dump holds anything to compare")
 OTHER_ORDER = Interval(
@@ -89,11 +89,14 @@ def intervals(a: Side, left: Sequence[Value], b: Side, right: Sequence[Value]) -
         outcome[as_near & (same_bits == 0)] = _HAS_OTHER_ORDER
     outcome[(same_bits > 0) | (sizes == 0)] = _IS_SAME  # of a tensor without elements there is nothing to differ
     measured = outcome == _IS_MEASURED
+    finite = [_all_finite(side) for side in (mine, theirs)]
     found: list[Interval] = list(map(_FIXED.__getitem__, np.where(measured, 0, outcome).tolist()))
     known: dict[tuple[float, float], Interval] = {}  # what one call gives, others are given: one object for all of them
     ends_of_each = zip(low[measured].tolist(), high[measured].tolist(), strict=True)
     for i, ends in zip(np.flatnonzero(measured).tolist(), ends_of_each, strict=True):
         found[i] = known.get(ends) or known.setdefault(ends, Interval(*ends, "statistics"))
+    for i in np.flatnonzero(outcome == _IS_NONFINITE).tolist():
+        found[i] = found[i]._replace(note=_where_nonfinite(finite[0][i], finite[1][i]))
     for i in np.flatnonzero(~alike).tolist():
         x, y = left[i], right[i]
         if tuple(x.shape) != tuple(y.shape):
@@ -165,7 +168,8 @@ def _by_elements(x: npt.NDArray[Any] | None, y: npt.NDArray[Any] | None) -> tupl
     if not found.relative_l2 <= _OTHER_LOWEST or found.misplaced:  # NaN too
         found = _beside_lowest(x, y) or found
     if found.misplaced:
-        return Interval(math.inf, math.inf, "values", "NaN or infinities on one side alone"), None
+        ends = [bool(np.isfinite(side).all()) for side in (x, y)]
+        return Interval(math.inf, math.inf, "values", _where_nonfinite(*ends)), None
     far = found.relative_l2
     return Interval(far, far, "values", _order(x, y) if far > _OTHER_LOWEST else ""), found.at if far else None
 
@@ -267,6 +271,16 @@ def _look_beside_masks(
     measured = filled & (change > 0)
     outcome[measured] = _IS_MEASURED
     low[measured], high[measured] = (far / root)[measured], far[measured]
+
+
+def _all_finite(side: Columns) -> Bools:
+    """Return where each statistic that a side has is finite."""
+    return np.all([~there | np.isfinite(x) for x, there in side.statistics.values()], axis=0)
+
+
+def _where_nonfinite(a: bool, b: bool) -> str:
+    """Return which side holds NaN or infinities, where both do not hold the same. a, b: whether a side is finite."""
+    return _NONFINITE.note if a == b else f"NaN or infinities in {'B' if a else 'A'} alone"
 
 
 def _alike_where_not_finite(x: F64, y: F64) -> Bools:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from trainprobe.dump_compare.distances import Distance
 from trainprobe.dump_compare.first_difference import is_apart
 from trainprobe.dump_compare.judge import Judged, Outcome, enclosing
 from trainprobe.dump_compare.one_sided import side_alone
@@ -57,18 +58,33 @@ def scaled_gradients(rank: Compared, judged: Judged) -> list[str]:
 def _about_factor(rank: Compared, judged: Judged) -> list[str]:
     """Return of how many gradients of parameters one side has those of the other times the number of the first place."""
     first = next((value for value in judged.values if value.factor), None)
-    kinds = {one.call.kind for one in rank.calls if one.call.phase == "backward"}
-    kind = "state" if "state" in kinds else "parameter"  # as the optimizer sees them, or as they reached the modules
-    gradients = [
-        value
-        for one in rank.calls
-        if one.call.kind == kind and one.call.phase == "backward"
-        for value in one.values
-        if value.result and value.interval.evidence != "absent"
-    ]
-    same = [value for value in gradients if first is not None and abs(value.factor / first.factor - 1) < 0.02]
-    whole = "all" if len(same) == len(gradients) else f"{len(same)} of"
-    return [f"{whole} {len(gradients)} gradients of parameters are {times(same[0])}"] if same else []
+    if first is None:
+        return []
+    optimizers = _gradients(rank, "state")
+    for gradients in (optimizers, _gradients(rank, "parameter")):
+        same = [value for value in gradients if abs(value.factor / first.factor - 1) < 0.02]
+        if same:
+            whole = "all" if len(same) == len(gradients) else f"{len(same)} of"
+            unscaled = "; where the optimizer takes them, none is" if optimizers and gradients is not optimizers else ""
+            return [f"{whole} {len(gradients)} gradients of parameters are {times(same[0], gradients=True)}{unscaled}"]
+    return []
+
+
+def about_scale(ranks: Sequence[Compared]) -> list[str]:
+    """Return by what number all gradients of one side are larger, of a rank where they share one."""
+    for rank in ranks:
+        gradients = _gradients(rank, "parameter")
+        if gradients and (factor := gradients[0].factor) and all(abs(value.factor / factor - 1) < 0.02 for value in gradients):
+            return [
+                f"all {len(gradients)} gradients of parameters are {times(gradients[0], gradients=True)} (step {rank.at.step})"
+            ]
+    return []
+
+
+def _gradients(rank: Compared, kind: str) -> list[Distance]:
+    """Return gradients of parameters: as the optimizer sees them (`state`), or as they reached the modules (`parameter`)."""
+    calls = (one for one in rank.calls if one.call.kind == kind and one.call.phase == "backward")
+    return [value for one in calls for value in one.values if value.result and value.interval.evidence != "absent"]
 
 
 def about_missing(missing: Sequence[tuple[Compared, Judged]]) -> list[str]:

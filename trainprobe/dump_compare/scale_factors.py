@@ -51,9 +51,15 @@ def _far_apart(one: Judged) -> Iterator[tuple[Judged, int, Value, Value]]:
             yield one, i, left[slot], right[slot]
 
 
-def times(value: Distance) -> str:
-    """Return how many times as large a value is on one side, in words."""
+def times(value: Distance, gradients: bool = False) -> str:
+    """Return how many times as large a value is on one side, in words; a power of two from 32 on as a loss scale.
+
+    gradients: whether the value is a gradient, whatever its slot.
+    """
     size, side = (abs(value.factor), "B") if abs(value.factor) >= 1 else (1 / abs(value.factor), "A")
     sign = ", with the other sign" if value.factor < 0 else ""
-    many = f"{size:.4g}" if size >= 100 else f"{size:.3g}"
-    return f"{'twice' if abs(size - 2) < 0.02 else f'{many} times'} as large in {side}{sign}"
+    power = round(math.log2(size))
+    scale = power >= 5 and abs(size / 2**power - 1) < 0.01
+    many = str(2**power) if scale else f"{size:.4g}" if size >= 100 else f"{size:.3g}"
+    by = f", as by a loss scale of 2^{power}" if scale and (gradients or value.slot.startswith("grad")) else ""
+    return f"{'twice' if abs(size - 2) < 0.02 else f'{many} times'} as large in {side}{sign}{by}"

@@ -20,6 +20,7 @@ from trainprobe.dump_compare.remarks import (
     about_missing,
     about_ranks,
     about_rounding,
+    about_scale,
     about_unread,
     hints,
     scaled_gradients,
@@ -99,7 +100,7 @@ def _judge_runs(ranks: Sequence[Compared], missing: Sequence[str]) -> DumpsVerdi
         )
         return DumpsVerdict(3, "; ".join([said, *arguments]), details, None, counts)
     details = [*arguments, *details]
-    because = list(dict.fromkeys(cause for rank in ranks for cause in causes(rank.calls)))
+    because = [*dict.fromkeys(cause for rank in ranks for cause in causes(rank.calls)), *about_scale(ranks)]
     unread = any(rank.unread for rank in ranks)
     if missing or alone or unread:
         agrees = _ROUNDING if counts["rounding"] + counts["carried"] else "all that both dumps hold agrees"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainprobe.ckpt_compare.adapters import drawn_from
+from trainprobe.ckpt_compare.foreign_files import WEIGHTS
 from trainprobe.ckpt_compare.formats.plain_torch import arrays, values_of
 from trainprobe.ckpt_compare.names import in_model_order
 from trainprobe.ckpt_compare.optimizer_names import name_states, optimizer_states
@@ -67,6 +68,7 @@ def open(path: Path) -> Checkpoint:
     if path.is_dir():
         tensors += _trainer_files(folder, {t.name: t.shape for t in tensors}, state, notes)
         tensors += _further_adapters(path, problems)
+        notes += _not_read(path, {piece.file for t in tensors for piece in t.pieces})
     if config:
         state["args"] = flat(config)
     return Checkpoint(
@@ -82,6 +84,20 @@ def open(path: Path) -> Checkpoint:
         problems=tuple(problems),
         notes=tuple(notes),
     )
+
+
+def _not_read(folder: Path, read: set[str]) -> list[str]:
+    """Note files and folders of tensors that lie beside the model and are no part of what was read."""
+    known = {*read, "training_args.bin", "optimizer.pt", "scheduler.pt"}
+    left = [p.name for p in _with_tensors(folder) if p.name not in known and not p.name.startswith("rng_state")]
+    left += [
+        f"{p.name}/" for p in folder.iterdir() if p.is_dir() and not (p / "adapter_config.json").exists() and _with_tensors(p)
+    ]
+    return [f"not read, as the model is in other files: {', '.join(sorted(left)[:6])}"] if left else []
+
+
+def _with_tensors(folder: Path) -> list[Path]:
+    return [p for p in folder.iterdir() if p.suffix in (*WEIGHTS, ".tar") and p.is_file()]
 
 
 def _further_adapters(folder: Path, problems: list[Problem]) -> list[LogicalTensor]:

@@ -173,4 +173,6 @@ def _protobuf(file: Path) -> Mapping[str, Held]:
 
 
 def _piece(source: Source, file: Path, name: str, offset: tuple[int, ...] | None = None) -> Piece:
-    return Piece(offset if offset is not None else (0,) * len(source.shape), source, f"{file.parent.name}/{file.name}: {name}")
+    return Piece(
+        offset if offset is not None else (0,) * len(source.shape), source, f"{Path(file.parent.name) / file.name}: {name}"
+    )

@@ -15,6 +15,7 @@ from trainprobe.ckpt_compare.optimizer_names import is_array, name_states, optim
 from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor, gather, whole
 from trainprobe.ckpt_compare.plain_state import digest, flat, plain
 from trainprobe.ckpt_compare.saved_objects import as_state_dicts
+from trainprobe.ckpt_compare.state import EXTRA
 from trainprobe.ckpt_compare.storage import remarks, torch_archive
 from trainprobe.ckpt_compare.storage.inert_pickle import PickledBytes, Thing, runs_code
 from trainprobe.ckpt_compare.storage.mapped import HeldArray, read_text
@@ -26,7 +27,6 @@ OPTIMIZER_KEYS = ("optimizer", "optim", "optimizer_state_dict", "optimizer_state
 SCHEDULER_KEYS = ("scheduler", "lr_scheduler", "lr_schedulers", "lr_scheduler_state_dict", "scheduler_state_dict")
 LIGHTNING = b"pytorch-lightning_version"  # a key in each file that Lightning writes
 ITERATION_KEYS = ("iteration", "step", "global_step", "epoch", "iter", "steps")
-EXTRA = "_extra_state"  # what a module adds to its state dict
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)\.")
 
 
@@ -102,12 +102,13 @@ def values_of(model: Any, path: str = "") -> dict[str, Any]:
         name = f"{path}{key}"
         if isinstance(value, Mapping):
             found |= values_of(value, f"{name}.")
-        elif beside and key not in ITERATION_KEYS and _is_plain(value):
+        elif beside and key not in ITERATION_KEYS and is_plain(value):
             found[clean(name)] = plain(value)
     return found
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
+    """Return whether a value beside tensors is a number, a text, bytes, or a list of numbers and texts."""
     if isinstance(value, (list, tuple)):
         return all(isinstance(v, (bool, int, float, str)) for v in value)  # pyright: ignore[reportUnknownVariableType]
     return isinstance(value, (bool, int, float, str, bytes, PickledBytes))

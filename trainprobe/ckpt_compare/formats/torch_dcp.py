@@ -14,10 +14,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from trainprobe.ckpt_compare.formats.plain_torch import EXTRA
+from trainprobe.ckpt_compare.formats.plain_torch import ITERATION_KEYS, is_plain
 from trainprobe.ckpt_compare.optimizer_names import is_array, one_or_all, scalar
 from trainprobe.ckpt_compare.pieces import Array, Checkpoint, LogicalTensor, Piece, Problem, file_name, origin
 from trainprobe.ckpt_compare.plain_state import flat
+from trainprobe.ckpt_compare.state import EXTRA
 from trainprobe.ckpt_compare.storage import dcp_metadata, torch_archive
 from trainprobe.ckpt_compare.storage.mapped import Mapped, inside
 from trainprobe.engine.compare.number_formats import NumberFormat
@@ -193,13 +194,15 @@ def open(path: Path) -> Checkpoint:
             continue
         of_model = key.startswith(prefix) if prefix else "." in key and key.partition(".")[0] in modules
         of_model = (of_model or key.endswith(EXTRA)) and not pattern.fullmatch(key)
-        name = _WRAPPERS.sub("", key.removeprefix(prefix)) if of_model else key
         try:
-            found = {f"{name}.{k}".rstrip("."): v for k, v in flat(load_object(place)).items()}
+            value = load_object(place)
         except FormatError as error:
             problems.append(Problem(key, str(error)))
-        else:
-            (values if of_model else settings).update(found)
+            continue
+        of_model |= not prefix and "." not in key and key not in ITERATION_KEYS and is_plain(value)
+        name = _WRAPPERS.sub("", key.removeprefix(prefix)) if of_model else key
+        found = {f"{name}.{k}".rstrip("."): v for k, v in flat(value).items()}
+        (values if of_model else settings).update(found)
     state: dict[str, dict[str, Any]] = {"args": settings, **({"weights": values} if values else {})}
     if steps:
         state["optimizer"] = {"step": one_or_all(sorted(steps))}

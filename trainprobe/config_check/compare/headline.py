@@ -66,6 +66,7 @@ def _is_explained(effect: PackFinding, all_of_them: Sequence[PackFinding]) -> bo
 def _explains(cause: PackFinding, effect: PackFinding) -> bool:
     if (
         cause is effect
+        or (cause.topic.startswith("package") and LEVELS.index(cause.level) < LEVELS.index(effect.level))
         or cause.topic == effect.topic
         or cause.topic.startswith("missing")
         or cause.topic.startswith("captured")

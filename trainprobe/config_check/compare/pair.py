@@ -35,7 +35,10 @@ def absent(name: str, columns: tuple[str, ...], bench: Pack, cmp: Pack) -> Check
         asked = name in bench.captures and name in cmp.captures
         missing = (PackFinding("warning", f"{name}: captured on neither side", f"missing {name}"),) if asked else ()
         return Check(name, columns, findings=missing, compared=False)
-    side = CMP if has[0] else BENCH
+    side, lacking = (CMP, cmp) if has[0] else (BENCH, bench)
+    if bench.origin != cmp.origin and lacking.origin != "trainprobe":
+        text = f"{name}: not compared, as the pack of {lacking.origin} holds none"
+        return Check(name, columns, findings=(PackFinding("note", text, f"{name} of another tool"),), compared=False)
     text = f"{name}: missing in {side}, so it could not be compared"
     finding = PackFinding("error", text, f"missing {name}", ("mode",))  # in evaluation mode there are no micro-steps
     return Check(name, columns, findings=(finding,), compared=False)
