@@ -3,7 +3,7 @@
 Relation, for steps of n ≥ 2 backward passes whose losses all have the same plain factors 1/d right before backward: n is not
 twice among these divisors d, one division upon the other, unless what they divide is a sum of several terms. And where
 n was the divisor at an audited step before, a step of another number of passes does not have that divisor still. Floor: 1e-6
-of the divisor. Reported as a warning. What is divided by tokens, by nothing, or what was multiplied by the divisor is not judged.
+of the divisor. Reported as a warning. What is divided by tokens, or by nothing, is not judged. A factor undoes its inverse.
 Usually caused by a loop that divides the loss and hands it to an engine that divides too (DeepSpeed, Accelerate, Lightning),
 which makes the gradient n times too small; and by the last, incomplete group of micro-batches of an epoch, whose update is
 smaller than that of all others by its share.
