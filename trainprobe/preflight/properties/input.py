@@ -24,7 +24,7 @@ def examine(subject: Subject) -> Line:
     if unused:
         return broken(f"{unused[0]} is not used: rows that are given that of another row have the same outputs")
     told = [f"{', '.join(batch.paths[i] for i in content)} used"] if content else []
-    if twins := _twins([batch.leaves[i] for i in content]):
+    if not batch.grouped and (twins := _twins([batch.leaves[i] for i in content])):  # nodes of a graph may be alike
         told.append(f"rows {twins[0][0]} and {twins[0][1]} of the batch are the same")
         if len({row for pair in twins for row in pair}) * 2 >= batch.rows:  # else drawn twice by chance, as replays are
             return broken(told[-1])
@@ -32,7 +32,8 @@ def examine(subject: Subject) -> Line:
         told.append(f"{float((mask == 0).double().mean()):.0%} padding")
     if (labels := batch.text_labels) is not None:
         told.append(f"{float((labels == batch.ignored).double().mean()):.0%} of the targets ignored")
-    return holds(", ".join(told)) if told else not_applicable("no tensor of the batch has content besides its labels")
+    why = batch.grouped or "no tensor of the batch has content besides its labels"
+    return holds(", ".join(told)) if told else not_applicable(why)
 
 
 def content_of(batch: Batch) -> list[int]:
