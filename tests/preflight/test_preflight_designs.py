@@ -64,8 +64,8 @@ def test_edges_of_a_graph_keep_their_rows():
         def forward(self, x, edge_index):
             return self.out(x.index_add(0, edge_index[1], x[edge_index[0]]))
 
-    x, y = pictures()
-    batch = {"x": x, "edge_index": torch.tensor([[0, 1, 2, 6, 6], [1, 2, 3, 7, 5]]), "y": y}
+    (x, y), edges = pictures(), torch.tensor([[0, 1, 2, 6, 6], [1, 2, 3, 7, 5]])
+    batch = {"x": x, "edge_index": edges, "edge_index_1": edges, "pos_edge_label_index": edges, "y": y}
     report = trainprobe.preflight(
         lambda m, b: cross_entropy(m(b["x"], b["edge_index"]), b["y"]), Graph(), batch, only=["split", "rows"], seconds=600
     )

@@ -29,6 +29,7 @@ _NAMES = {
     "types": r"token_type_ids",
     "tokens": r"(.*_)?(input_ids|tokens?|idx|ids|xs?|inputs?|src)",
 }
+_EDGES = r".*edges?_?(label_)?index(_\d+)?|edges(_\d+)?"  # [2, edges]
 
 
 class Batch:
@@ -46,6 +47,7 @@ class Batch:
         sizes = Counter(len(x) for x in self.leaves if isinstance(x, Tensor) and x.dim() and not _is_sparse(x) and len(x))
         if not sizes:
             raise UsageError(f"the batch is a {type(tree).__name__} without a tensor: {TELL}")
+        sizes.subtract(2 for path in self.paths if re.fullmatch(_EDGES, path.split(".")[-1]))
         self.time = self._time_first()
         self.rows = self.time[1] if self.time else max(sizes, key=lambda size: (sizes[size], size))
         self._turned = {i: self.leaves[i].shape for i, x in enumerate(self.leaves) if self.time and isinstance(x, Tensor)}
