@@ -64,14 +64,45 @@ def test_edges_of_a_graph_keep_their_rows():
         def forward(self, x, edge_index):
             return self.out(x.index_add(0, edge_index[1], x[edge_index[0]]))
 
-    x, y = pictures()
-    batch = {"x": x, "edge_index": torch.tensor([[0, 1, 2, 6, 6], [1, 2, 3, 7, 5]]), "y": y}
+    (x, y), edges = pictures(), torch.tensor([[0, 1, 2, 6, 6], [1, 2, 3, 7, 5]])
+    batch = {"x": x, "edge_index": edges, "edge_index_1": edges, "pos_edge_label_index": edges, "y": y}
     report = trainprobe.preflight(
         lambda m, b: cross_entropy(m(b["x"], b["edge_index"]), b["y"]), Graph(), batch, only=["split", "rows"], seconds=600
     )
     assert [(line.status, "edge_index names rows by their numbers" in line.text) for line in report.lines] == [
         ("not applicable", True)
     ] * 2
+
+
+@pytest.mark.parametrize("kind", ["coo", "csr"])
+def test_a_sparse_adjacency_keeps_its_rows(kind):
+    """As GCNs have it: pygcn, and gcn2_cora.py of PyTorch Geometric."""
+    x, y = pictures()
+    dense = (torch.rand(8, 8, generator=torch.Generator().manual_seed(0)) < 0.5).float()
+    adjacency = dense.to_sparse() if kind == "coo" else dense.to_sparse_csr()
+
+    class Graph(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.out = nn.Linear(5, 3)
+
+        def forward(self, x, adjacency):
+            return torch.sparse.mm(adjacency, self.out(x))
+
+    report = trainprobe.preflight(
+        lambda m, b: cross_entropy(m(b["x"], b["adjacency"]), b["y"]),
+        Graph(),
+        {"x": x, "adjacency": adjacency, "y": y},
+        only=["split", "rows", "gradient", "input"],
+        seconds=600,
+    )
+    assert [(line.name, line.status) for line in report.lines] == [
+        ("split", "not applicable"),
+        ("rows", "not applicable"),
+        ("gradient", "holds"),
+        ("input", "holds"),
+    ], report
+    assert all("adjacency is a sparse matrix" in line.text for line in report.lines[:2]), report
 
 
 def test_a_gradient_that_is_rounding_alone_need_move_nothing():

@@ -90,6 +90,9 @@ class Micro:
 
     def checked(self) -> Micro:
         """Return this where the loss of the loop is what comes out when it is made again. Raises UsageError."""
+        given = (x for c in self.calls if isinstance(c.function, nn.Module) for x in tree_flatten((c.args, c.kwargs))[0])
+        if (hiding := next(filter(_hides_tensors, given), None)) is not None:
+            raise UsageError(f"the model is given a {type(hiding).__name__}, which hides its tensors: {TELL}")
         before = random_states()
         put_random_states(self.random)
         with torch.no_grad():
@@ -312,6 +315,15 @@ def _scaled(call: Call, batch: dict[str, Tensor]) -> tuple[Made, float, float] |
     if not isinstance(number, int | float) or not number or (_SCALES[name] and made[0] is not call.args[0]):
         return None
     return made[0], 1 / number if _SCALES[name] else float(number), 1.0
+
+
+def _hides_tensors(x: Any, deepest: int = 4) -> bool:
+    """Tell whether an argument is an object of another class that holds tensors, as a batch of graphs is."""
+    if isinstance(x, Tensor | nn.Module) or not deepest:
+        return False
+    held = [*(x if isinstance(x, dict) else getattr(x, "__dict__", {})).values()]
+    found = any(isinstance(item, Tensor) and not isinstance(item, nn.Parameter) for item in held)
+    return found or any(_hides_tensors(item, deepest - 1) for item in held)
 
 
 def tensors_of(x: Any) -> list[Tensor]:

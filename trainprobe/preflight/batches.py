@@ -29,6 +29,7 @@ _NAMES = {
     "types": r"token_type_ids",
     "tokens": r"(.*_)?(input_ids|tokens?|idx|ids|xs?|inputs?|src)",
 }
+_EDGES = r".*edges?_?(label_)?index(_\d+)?|edges(_\d+)?"  # [2, edges]
 
 
 class Batch:
@@ -43,14 +44,16 @@ class Batch:
         self.ignored = -100
         self.paths = [_name(path) for path, _ in flat]
         self.leaves = [leaf for _, leaf in flat]
-        sizes = Counter(len(x) for x in self.leaves if isinstance(x, Tensor) and x.dim() and len(x))
+        sizes = Counter(len(x) for x in self.leaves if isinstance(x, Tensor) and x.dim() and not _is_sparse(x) and len(x))
         if not sizes:
             raise UsageError(f"the batch is a {type(tree).__name__} without a tensor: {TELL}")
+        sizes.subtract(2 for path in self.paths if re.fullmatch(_EDGES, path.split(".")[-1]))
         self.time = self._time_first()
         self.rows = self.time[1] if self.time else max(sizes, key=lambda size: (sizes[size], size))
         self._turned = {i: self.leaves[i].shape for i, x in enumerate(self.leaves) if self.time and isinstance(x, Tensor)}
         self.leaves = [x if i not in self._turned else self.rows_first(x) for i, x in enumerate(self.leaves)]
-        self.by_row = [i for i, x in enumerate(self.leaves) if isinstance(x, Tensor) and x.dim() and x.shape[0] == self.rows]
+        tensors = [(i, x) for i, x in enumerate(self.leaves) if isinstance(x, Tensor) and x.dim() and not _is_sparse(x)]
+        self.by_row = [i for i, x in tensors if x.shape[0] == self.rows]
 
     def _time_first(self) -> tuple[int, int] | None:
         """Return (time, rows) where labels of whole numbers are the tokens one place further along the first dimension."""
@@ -138,6 +141,8 @@ class Batch:
     def grouped(self) -> str:
         """Why rows cannot be told from each other: a tensor has one element for several of them; "" where none has."""
         others = [i for i, x in enumerate(self.leaves) if isinstance(x, Tensor) and x.dim() and i not in self.by_row]
+        if (sparse := next((i for i in others if _is_sparse(self.leaves[i])), None)) is not None:
+            return f"{self.paths[sparse]} is a sparse matrix, which names rows by their numbers"
         edges = (i for i in others if self.leaves[i].shape[0] == 2 == self.leaves[i].dim() and not _is_float(self.leaves[i]))
         if (graph := next((i for i in edges if 2 < int(self.leaves[i].max()) + 1 <= self.rows), None)) is not None:
             return f"{self.paths[graph]} names rows by their numbers, as edges of a graph do"
@@ -222,6 +227,10 @@ def joined(micros: list[Any]) -> Any:
 
 def _is_float(x: Any) -> bool:
     return x.is_floating_point() or x.is_complex()
+
+
+def _is_sparse(x: Tensor) -> bool:
+    return x.layout != torch.strided
 
 
 def _plain(tree: Any) -> Any:

@@ -143,7 +143,7 @@ def test_a_loss_that_loop_and_engine_divide_is_found(tmp_path, how):
     assert not messages or "4 micro-batches was divided by 4 twice" in messages[0]
 
 
-@pytest.mark.parametrize("divisor", ["all", "its own"])
+@pytest.mark.parametrize("divisor", ["all", "its own", "all, and multiplied before"])
 def test_the_last_incomplete_group_of_micro_batches_is_found_where_it_is_divided_by_all(tmp_path, divisor):
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
@@ -153,7 +153,10 @@ def test_the_last_incomplete_group_of_micro_batches_is_found_where_it_is_divided
         optimizer.zero_grad()
         count = 3 if step % 5 == 4 else 4
         for _ in range(count):
-            (model(torch.randn(8, 3)).square().mean() / (4 if divisor == "all" else count)).backward()
+            loss = model(torch.randn(8, 3)).square().mean()
+            if divisor == "all, and multiplied before":  # Accelerate's example for language models
+                loss = loss / count * 4
+            (loss / (count if divisor == "its own" else 4)).backward()
         optimizer.step()
 
     rules, messages = watched(tmp_path, model, optimizer, body, 26)

@@ -69,6 +69,8 @@ class Reordered(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         aten = torch.ops.aten
+        if any(isinstance(x, torch.Tensor) and x.layout != torch.strided for x in args):
+            return func(*args, **(kwargs or {}))  # a sparse matrix cannot be turned
         if func in (aten.mm.default, aten.bmm.default):
             args = (args[0].flip(-1), args[1].flip(-2), *args[2:])
         elif func in (aten.addmm.default, aten.baddbmm.default):

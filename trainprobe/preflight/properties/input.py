@@ -27,7 +27,7 @@ def examine(subject: Subject) -> Line:
     if unused:
         return broken(f"{unused[0]} is not used: rows that are given that of another row have the same outputs")
     told = [f"{', '.join(batch.paths[i] for i in content)} used"] if content else []
-    groups = _equal_rows([batch.leaves[i] for i in content])
+    groups = [] if batch.grouped else _equal_rows([batch.leaves[i] for i in content])  # nodes of a graph may be alike
     if twins := [rows for rows in groups if len(rows) > 1]:
         told.append(f"rows {twins[0][0]} and {twins[0][1]} of the batch are the same")
         drawn = len({len(rows) for rows in groups}) > 2  # once, twice, three times: with replacement, as replays are
@@ -38,7 +38,8 @@ def examine(subject: Subject) -> Line:
     if (labels := batch.text_labels) is not None:
         told.append(f"{float((labels == batch.ignored).double().mean()):.0%} of the targets ignored")
     told += [text for text in (_text(batch), _order()) if text]
-    return holds(", ".join(told)) if told else not_applicable("no tensor of the batch has content besides its labels")
+    why = batch.grouped or "no tensor of the batch has content besides its labels"
+    return holds(", ".join(told)) if told else not_applicable(why)
 
 
 def _text(batch: Batch) -> str:

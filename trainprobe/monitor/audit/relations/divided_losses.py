@@ -3,7 +3,7 @@
 Relation, for steps of n ≥ 2 backward passes whose losses all have the same plain factors 1/d right before backward: n is not
 twice among these divisors d, one division upon the other, unless what they divide is a sum of several terms. And where
 n was the divisor at an audited step before, a step of another number of passes does not have that divisor still. Floor: 1e-6
-of the divisor. Reported as a warning. What is divided by tokens, or by nothing, is not judged.
+of the divisor. Reported as a warning. What is divided by tokens, or by nothing, is not judged. A factor undoes its inverse.
 Usually caused by a loop that divides the loss and hands it to an engine that divides too (DeepSpeed, Accelerate, Lightning),
 which makes the gradient n times too small; and by the last, incomplete group of micro-batches of an epoch, whose update is
 smaller than that of all others by its share.
@@ -61,8 +61,14 @@ def divisors_of(evidence: Evidence) -> tuple[int, ...]:
         return ()
     if any(other.factors != scaled[0].factors for other in scaled):
         return ()
-    divisors = [1 / factor for factor in scaled[0].factors if 0 < factor < 1]
+    factors = scaled[0].factors
+    divisors = [1 / factor for factor in factors if 0 < factor < 1 and not _undone(factor, factors)]
     return tuple(round(d) for d in divisors if round(d) >= 2 and abs(d - round(d)) <= _FLOOR * d)
+
+
+def _undone(factor: float, factors: tuple[float, ...]) -> bool:
+    """Tell whether another factor takes this one back, as loops do before an engine that divides."""
+    return any(abs(factor * other - 1) <= _FLOOR for other in factors)
 
 
 def remember(evidence: Evidence) -> int:
