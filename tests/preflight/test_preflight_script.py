@@ -629,9 +629,62 @@ def of_experts(own):
     optimizer.step()
 
 
+def of_statistics(own):
+    """As ACKTR: a first backward pass is for statistics of the optimizer, and cleared; that optimizer steps another one."""
+
+    class Natural(torch.optim.Optimizer):
+        def __init__(self, parameters):
+            super().__init__(parameters, {})
+            self.inner = torch.optim.SGD(self.param_groups[0]["params"], lr=0.01)
+
+        def step(self, closure=None):
+            self.inner.step()
+
+    model = nn.Linear(4, 2)
+    optimizer = Natural(model.parameters())
+    out = model(torch.randn(6, 4))
+    model.zero_grad()
+    (out - (out + torch.randn(6, 2)).detach()).square().mean().backward(retain_graph=True)
+    optimizer.zero_grad()
+    loss = (out - torch.randn(6, 2)).square().mean()
+    own.append(loss.item())
+    loss.backward()
+    optimizer.step()
+
+
+def of_two_heads(own):
+    """As InfoGAN: the generator's loss reaches one head of the critic; a third optimizer holds both models for another loss."""
+    generator, critic, heads = nn.Linear(4, 6), nn.Linear(6, 6), nn.ModuleList([nn.Linear(6, 1), nn.Linear(6, 2)])
+
+    class Critic(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.heads = critic, heads
+
+        def forward(self, x):
+            return [head(self.body(x).relu()) for head in self.heads]
+
+    judge = Critic()
+    optimizer = torch.optim.SGD(generator.parameters(), lr=0.01)
+    others = [torch.optim.Adam(judge.parameters()), torch.optim.Adam([*judge.parameters(), *generator.parameters()])]
+    loss = (judge(generator(torch.randn(6, 4)))[0] - 1).square().mean()
+    own.append(loss.item())
+    loss.backward()
+    optimizer.step()
+    others.clear()
+
+
 @pytest.mark.parametrize(
     ("loop", "by_design"),
-    [(of_critic, []), (of_preferences, []), (of_halves, []), (of_triplets, []), (of_experts, ["split"])],
+    [
+        (of_statistics, []),
+        (of_two_heads, []),
+        (of_critic, []),
+        (of_preferences, []),
+        (of_halves, []),
+        (of_triplets, []),
+        (of_experts, ["split"]),
+    ],
 )
 def test_a_healthy_loop_of_another_form_has_nothing_broken(loop, by_design):
     training, optimizers, _ = learnt(loop)

@@ -25,18 +25,24 @@ from trainprobe.preflight.training import Training, mean_over_ranks
 
 
 class _Engine:
-    """Autograd's engine, which Megatron calls by itself. seen: is given the tensors of each backward before that runs."""
+    """Autograd's engine, which Megatron calls by itself.
 
-    def __init__(self, engine: Any, seen: Callable[[Any], None]) -> None:
-        self._engine, self._seen = engine, seen
+    seen: is given the tensors of each backward before that runs, and whether it keeps the graph. ran: is called behind it.
+    """
+
+    def __init__(self, engine: Any, seen: Callable[[Any, bool], None], ran: Callable[[], None]) -> None:
+        self._engine, self._seen, self._ran = engine, seen, ran
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
     def run_backward(self, tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("accumulate_grad"):
-            self._seen(tensors)
-        return self._engine.run_backward(tensors, *args, **kwargs)
+        if not kwargs.get("accumulate_grad"):
+            return self._engine.run_backward(tensors, *args, **kwargs)
+        self._seen(tensors, bool(args[1:2] and args[1]))
+        out = self._engine.run_backward(tensors, *args, **kwargs)
+        self._ran()
+        return out
 
 
 class FirstUpdate:
@@ -52,10 +58,12 @@ class FirstUpdate:
         self.micros: list[Micro | Exception] = []
         self._found: list[Found] = []
         self._before: list[tuple[Tensor, Tensor]] = []  # two of the weights as they were at the first backward
+        self._trained: dict[int, nn.Module] = {}  # the models that were called before a backward pass
+        self._filled = False  # whether the last one has left gradients
         self._over = False
 
     def __enter__(self) -> FirstUpdate:
-        engine: Any = _Engine(torch.autograd.Variable._execution_engine, self._backward)
+        engine: Any = _Engine(torch.autograd.Variable._execution_engine, self._backward, self._ran)
         self._replaced = Replaced(torch.autograd.Variable, "_execution_engine", engine)
         self._hook = register_optimizer_step_pre_hook(self._steps)
         self._call = nn.modules.module.register_module_forward_pre_hook(self._called)
@@ -81,16 +89,29 @@ class FirstUpdate:
         if not self._found or self._found[-1].call != found.call or len(self._found) == len(self.micros):
             self._found.append(found)
 
-    def _backward(self, tensors: Any) -> None:
+    def _backward(self, tensors: Any, again: bool) -> None:
+        """See the loss of a backward pass. again: its graph is kept, so that another loss may depend on the same calls."""
         loss = next(iter(tensors), None)
         if self._over or not isinstance(loss, Tensor) or loss.numel() != 1:
             return
+        if self._filled and not self._is_filled():
+            self.micros.clear()  # what earlier passes left was cleared: they were for something else than the update
+            self._found.clear()
+        self._trained.update((id(module), module) for module in self._tape.modules)
         if not self._before:
             trained = [p for module in self._tape.modules for p in module.parameters() if p.requires_grad]
             self._before = [(p, p.detach().clone()) for p in (*trained[:1], *trained[-1:])]
         self.micros.append(attempt(self._tape.micro, loss, otherwise=lambda fault: fault))
         del self._found[len(self.micros) :]
-        self._tape.forget()
+        if not again:
+            self._tape.forget()
+
+    def _ran(self) -> None:
+        self._filled = not self._over and self._is_filled()
+
+    def _is_filled(self) -> bool:
+        """Tell whether a weight of the models has a gradient in its `grad`; DeepSpeed and Megatron keep theirs elsewhere."""
+        return any(p.grad is not None and bool(p.grad.any()) for module in self._trained.values() for p in module.parameters())
 
     def _steps(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         if self._over:
@@ -131,6 +152,11 @@ class FirstUpdate:
         return _of_loop([micro if optimizer is None else micro.checked() for micro in micros])
 
 
+def _inner(optimizers: list[Any]) -> set[int]:
+    """Return the ids of the optimizers that another one steps, as K-FAC and Lookahead do."""
+    return {id(x) for o in optimizers for x in vars(o).values() if isinstance(x, torch.optim.Optimizer)}
+
+
 def _holders(training: Training, first: Any) -> list[Any]:
     """Return the optimizer that steps and all others that hold parameters of a model; what wraps one of them is not counted.
 
@@ -140,9 +166,14 @@ def _holders(training: Training, first: Any) -> list[Any]:
     if first is not None and training.copied and ours.isdisjoint(id(p) for g in first.param_groups for p in g["params"]):
         found = []
     gc.collect()
-    for optimizer in live_optimizers():
+    inner = _inner(every := live_optimizers())
+    for optimizer in every:
         groups = optimizer.param_groups
-        if all(groups is not other.param_groups for other in found) and any(id(p) in ours for g in groups for p in g["params"]):
+        if (
+            id(optimizer) not in inner
+            and all(groups is not other.param_groups for other in found)
+            and any(id(p) in ours for g in groups for p in g["params"])
+        ):
             found.append(optimizer)
     return found
 

@@ -42,10 +42,6 @@ class Made:
     call: int
     place: int
 
-    def since(self, begin: int) -> Made:
-        """Return the same on a tape that begins with a later call."""
-        return Made(self.call - begin, self.place)
-
 
 class Given(str):
     """The name of a tensor of the batch."""
@@ -63,11 +59,21 @@ class Call:
     cast: tuple[str, torch.dtype] | None
     wrapper: Any = None
 
-    def since(self, begin: int, names: dict[Given, Given]) -> Call:
-        """Return the same on a tape that begins with a later call. names: what tensors of the batch are called there."""
+    def needs(self) -> set[int]:
+        """Return the numbers of the calls whose results this one is given."""
+        return {x.call for x in tree_flatten((self.args, self.kwargs))[0] if isinstance(x, Made)}
+
+    def may_write(self) -> bool:
+        """Tell whether this may change what it is given, or the state of a generator."""
+        name = getattr(self.function, "__name__", "")
+        in_place = f"{name.rstrip('_')}_" == name or name == "__setitem__" or (name.startswith("__i") and name != "__invert__")
+        return isinstance(self.function, nn.Module) or in_place or "out" in self.kwargs or name in RANDOM or "drop" in name
+
+    def among(self, places: dict[int, int], names: dict[Given, Given]) -> Call:
+        """Return the same on a tape of fewer calls. places: number → number there; names: of tensors of the batch."""
 
         def there(x: Any) -> Any:
-            return x.since(begin) if isinstance(x, Made) else names.get(x, x) if isinstance(x, Given) else x
+            return Made(places[x.call], x.place) if isinstance(x, Made) else names.get(x, x) if isinstance(x, Given) else x
 
         args, kwargs = tree_map(there, (self.args, self.kwargs))
         return Call(self.function, args, kwargs, self.cast, self.wrapper)
@@ -157,6 +163,7 @@ class Tape(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        func, args = _of_any_rows(func, args)
         if self._depth == 0 and torch.is_grad_enabled() and (made := tensors_of(out)):
             if self._knows(args, kwargs):
                 self._record(func, args, kwargs or {}, out)
@@ -170,39 +177,51 @@ class Tape(TorchFunctionMode):
         return list(self._modules.values())
 
     def micro(self, loss: Tensor) -> Micro:
-        """Return what led to a loss, and begin a new micro-batch. Raises UsageError where that was not seen."""
+        """Return what led to a loss. Raises UsageError where that was not seen."""
         made = self._made.get(id(loss))
-        begin, (place, lost) = 0 if made is None else self._first_needed(made.call), self._lost
-        if made is None or (lost and place >= begin):
+        kept, (place, lost) = [] if made is None else self._kept(made.call), self._lost
+        if made is None or (lost and place >= kept[0]):
             why = lost or "no call of a model was seen that it comes from"
             raise UsageError(f"the loss of this loop cannot be made again, {why}: {TELL}")
-        random = self._random[max(place for place in self._random if place <= begin)]
-        names = self._renamed(begin) if begin else {}
-        calls = [call.since(begin, names) for call in self._calls[begin:]]
-        batch = {names[name]: self._batch[name] for name in names} if begin else self._batch
+        random = self._random[max(place for place in self._random if place <= kept[0])]
+        calls, names = [self._calls[number] for number in kept], self._renamed(kept)
+        places = {number: place for place, number in enumerate(kept)}
+        calls = [call.among(places, names) for call in calls]
+        batch = {name: self._batch[before] for before, name in names.items()}
         called = {id(call.function) for call in calls}
         modules = [module for module in self.modules if id(module) in called]
-        found = Micro(calls, made.since(begin), batch, loss.detach().clone(), random, modules=modules)
+        found = Micro(calls, Made(places[made.call], made.place), batch, loss.detach().clone(), random, modules=modules)
         while (scaled := _scaled(calls[found.loss.call], found.batch)) is not None:
             found.loss, number, loss_scale = scaled
             found.scale *= number
             found.value /= loss_scale
-        self.forget()
         return found
 
-    def _first_needed(self, last: int) -> int:
-        """Return the number of the first call that a call depends on; those before it acted or sampled, and trained nothing."""
-        needed = {last}
-        for number in range(last, -1, -1):
-            if number in needed:
-                call = self._calls[number]
-                needed |= {x.call for x in tree_flatten((call.args, call.kwargs))[0] if isinstance(x, Made)}
-        return min(needed)
+    def _kept(self, last: int) -> list[int]:
+        """Return the numbers of the calls that are made again for the result of one, ascending.
 
-    def _renamed(self, begin: int) -> dict[Given, Given]:
-        """Return name → name without what earlier calls were given, of the tensors that the calls from one on are given."""
+        Those before the first that it depends on acted or sampled, and trained nothing. Of the others those are left out that
+        it does not depend on, but for what may write or draw: modules and functions in place.
+        """
+        needed = self._needed({last})
+        sound = set[int]()  # what depends on nothing before the first of them
+        for number in range(min(needed), last):
+            if all(before in sound for before in self._calls[number].needs()):
+                sound.add(number)
+        return sorted(self._needed({last, *(number for number in sound if self._calls[number].may_write())}))
+
+    def _needed(self, numbers: set[int]) -> set[int]:
+        """Return the numbers of these calls and of all on which they depend."""
+        found, waiting = set[int](), set(numbers)
+        while waiting:
+            found.add(number := waiting.pop())
+            waiting |= self._calls[number].needs() - found
+        return found
+
+    def _renamed(self, kept: list[int]) -> dict[Given, Given]:
+        """Return name → name without what other calls were given, of the tensors that these calls are given."""
         found: dict[Given, Given] = {}
-        for call in self._calls[begin:]:
+        for call in (self._calls[number] for number in kept):
             for name in (x for x in tree_flatten((call.args, call.kwargs))[0] if isinstance(x, Given) and x not in found):
                 plain = name if (start := name.rpartition("_")[0]) not in self._batch else start
                 taken = [other for other in found.values() if other == plain or other.startswith(f"{plain}_")]
@@ -245,7 +264,8 @@ class Tape(TorchFunctionMode):
     def _record(self, function: Any, args: Any, kwargs: Any, output: Any, wrapper: Any = None, unnamed: str = "input") -> None:
         with torch._C.DisableTorchFunction():
             names = _names(function, args, kwargs)
-            told, named = tree_map(lambda x: self._told(x, names, unnamed), (tuple(args), dict(kwargs)))
+            learns = isinstance(function, nn.Module) and any(True for _ in function.parameters())
+            told, named = tree_map(lambda x: self._told(x, names, unnamed, learns), (tuple(args), dict(kwargs)))
             for place, tensor in enumerate(tensors_of(output)):
                 self._made[id(tensor)] = Made(len(self._calls), place)
                 self._held.append(tensor)
@@ -253,8 +273,8 @@ class Tape(TorchFunctionMode):
             cast = (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
             self._calls.append(Call(function, told, named, cast, wrapper))
 
-    def _told(self, x: Any, names: dict[int, str], unnamed: str) -> Any:
-        """Return what stands on the tape for an argument. unnamed: the name of one that has none of its own."""
+    def _told(self, x: Any, names: dict[int, str], unnamed: str, learns: bool) -> Any:
+        """Return what stands on the tape for an argument. unnamed: name of one that has none. learns: a model is given it."""
         if not isinstance(x, Tensor):
             return x
         if id(x) in self._made:
@@ -264,6 +284,9 @@ class Tape(TorchFunctionMode):
         if x.is_leaf and x.requires_grad:  # its gradient is asked for, as by a penalty
             with torch.no_grad():
                 self._record(_with_gradient, (x.detach(),), {}, x, unnamed=names.get(id(x), unnamed))
+            return self._made[id(x)]
+        if not learns and id(x) not in self._names and (rows := self._numbered(x)) is not None:
+            self._record(_row_numbers, (rows,), {}, x)
             return self._made[id(x)]
         if self._is_from_rows(x):
             self._record(*self._sources[id(x)][:4], unnamed=names.get(id(x), unnamed))
@@ -278,6 +301,12 @@ class Tape(TorchFunctionMode):
             self._batch[name] = x.detach().clone()
             self._held.append(x)
         return Given(self._names[id(x)])
+
+    def _numbered(self, x: Tensor) -> Tensor | None:
+        """Return a tensor of the batch whose rows a tensor numbers from 0, as to pick a value of each row; else None."""
+        if x.dim() != 1 or len(x) < 2 or x.dtype != torch.int64 or not torch.equal(x, torch.arange(len(x), device=x.device)):
+            return None
+        return next((t for t in self._held if len(t.shape) and len(t) == len(x) and id(t) in self._names), None)
 
     def _is_input(self, x: Tensor) -> bool:
         """Tell whether a leaf that requires a gradient has rows, and is no weight of an optimizer."""
@@ -298,6 +327,24 @@ class Tape(TorchFunctionMode):
         if x.shape[:1] == first[:1]:
             return any(t.shape == first and not t.is_floating_point() for t in given) and x.shape != first
         return any(t.shape[:1] == first[:1] or self._is_from_rows(t, deepest - 1) for t in given)
+
+
+def _of_any_rows(function: Any, args: Any) -> tuple[Any, Any]:
+    """Return a call that leaves the first dimension as it is, also where the number of rows is another."""
+    if getattr(function, "__name__", "") not in ("view", "reshape") or len(args) < 2 or not isinstance(args[0], Tensor):
+        return function, args
+    shape = args[1] if isinstance(args[1], list | tuple) else args[1:]
+    if not args[0].dim() or not shape or isinstance(shape[0], torch.dtype) or shape[0] != args[0].shape[0]:
+        return function, args
+    return _reshaped, (args[0], tuple(shape[1:]))
+
+
+def _reshaped(x: Tensor, rest: tuple[int, ...]) -> Tensor:
+    return x.reshape(len(x), *rest)
+
+
+def _row_numbers(rows: Tensor) -> Tensor:
+    return torch.arange(len(rows), device=rows.device)
 
 
 def _with_gradient(*rows: Tensor) -> Tensor:

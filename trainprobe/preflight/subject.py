@@ -20,6 +20,7 @@ from trainprobe.engine.core.guard import attempt
 from trainprobe.engine.free_memory import free_memory
 from trainprobe.engine.training_guard import TrainingGuard
 from trainprobe.errors import UsageError
+from trainprobe.integrations.live_modules import held_by
 from trainprobe.preflight.batches import Batch
 
 Step = Callable[[Any, Any], Any]
@@ -49,7 +50,7 @@ class Seen:
     gap: their distance from those of the step as it is. logits: the last output with rows through which the loss has a
     gradient; slope: that gradient. names: function of torch → calls; dtypes: function → those of its results; made: elements of
     these. reductions: operation between the logits and the loss → dtype of its result. outputs: (module, its first tensor with
-    rows), in order of the calls, where asked for. calls: modules that ran.
+    rows), in order of the calls, where asked for. calls: modules that ran; learns: those that ran with gradients enabled.
     """
 
     loss: float
@@ -62,6 +63,7 @@ class Seen:
     reductions: dict[str, torch.dtype] = field(default_factory=dict)
     outputs: list[tuple[str, Tensor]] = field(default_factory=list)
     calls: set[str] = field(default_factory=set)
+    learns: set[str] = field(default_factory=set)
     logits: Tensor | None = None
     slope: Tensor | None = None
 
@@ -81,6 +83,7 @@ class Subject:
         self.names = {id(module): name or "the model" for name, module in model.named_modules()}
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.of_other_losses = 0  # parameters of optimizers that this loss gives nothing to
+        self.of_this_loss = list[set[int]]()  # what each of the optimizers holds that step for it
         self.rows_run = Counter[str]()  # property → rows that were run for it
         self.now = "at the start"
         self.base = Seen(0.0)
@@ -102,23 +105,35 @@ class Subject:
             self.draws = ", ".join(sorted(RANDOM & self.base.names.keys())) or "outside of torch's functions"
 
     def _leave_other_losses(self) -> None:
-        """Test no parameter of an optimizer for another loss, as that of a generator is while its critic is trained."""
+        """Test no parameter of an optimizer for another loss, as that of a generator is while its critic is trained.
+
+        So are the heads of a critic that the loss of its generator does not reach: none of that model is in the optimizer that
+        steps, and some is in another.
+        """
         given = {id(self.parameters[name]) for name in self.base.gradients}
-        held = [{id(p) for group in o.param_groups for p in group["params"]} for o in self.optimizers]
+        held = [held_by(o) for o in self.optimizers]
         others = {one for ids in held[1:] if ids.isdisjoint(given) for one in ids - held[0]}
+        for root in self.model if isinstance(self.model, nn.ModuleList) and held else ():
+            if held[0].isdisjoint(own := {id(p) for p in root.parameters()}):
+                others |= own & set().union(*held) - given
         kept = {name: p for name, p in self.parameters.items() if id(p) not in others}
         self.of_other_losses, self.parameters = len(self.parameters) - len(kept), kept
+        self.of_this_loss = [ids for ids in held if ids.isdisjoint(others)]
 
     def _leave_copies(self) -> None:
-        """Test no parameter of a copy, as an average of the weights is: nothing calls it, and no optimizer has it."""
+        """Test no parameter that no optimizer has of a copy, as an average of the weights is, or of a teacher.
+
+        Nothing calls a copy, and a teacher is called with gradients disabled.
+        """
         if self.parameters.keys() == self.base.gradients.keys():
             return
-        held = {id(p) for o in self.optimizers for group in o.param_groups for p in group["params"]}
+        held = set().union(*map(held_by, self.optimizers))
         modules = {name: dict(module.named_parameters()) for name, module in self.model.named_modules() if name}
         called = [own for name, own in modules.items() if own and name in self.base.calls]
         for name, own in modules.items():
             reached = any(f"{name}.{key}" in self.base.gradients or id(p) in held for key, p in own.items())
-            if own and not reached and any(_are_equal(own, other) for other in called):
+            taught = bool(held) and name in self.base.calls - self.base.learns
+            if own and not reached and (taught or any(_are_equal(own, other) for other in called)):
                 copied = {f"{name}.{key}" for key in own}
                 self.parameters = {key: p for key, p in self.parameters.items() if key not in copied}
 
@@ -204,7 +219,7 @@ class Subject:
         gap = apart(self.base.gradients, gradients) if backward and kept is None else 0.0
         known = abs(value) * torch.finfo(loss.dtype).eps, dict(quiet.names), quiet.dtypes, quiet.made, reductions
         held = {} if kept is None else kept(gradients)
-        return Seen(value, held, gap, *known, watch.outputs, watch.calls, *watch.last())
+        return Seen(value, held, gap, *known, watch.outputs, watch.calls, watch.learns, *watch.last())
 
     def accumulate(self, step: Step, micros: list[Batch]) -> tuple[float | None, dict[str, Tensor]]:
         """Run the micro-batches as the trainer does: the loss that it reports and the gradients that it leaves."""
@@ -250,13 +265,15 @@ class _Watch:
     def __init__(self, names: dict[int, str], batch: Batch, keep: bool) -> None:
         self._names, self._batch, self._keep, self._over = names, batch, keep, False
         self._last: Tensor | None = None
-        self.outputs, self.calls = list[tuple[str, Tensor]](), set[str]()
+        self.outputs, self.calls, self.learns = list[tuple[str, Tensor]](), set[str](), set[str]()
 
     def returned(self, module: nn.Module, _: Any, output: Any) -> None:
         if self._over:
             return
         name = self._names.get(id(module), "")
         self.calls.add(name)
+        if torch.is_grad_enabled():
+            self.learns.add(name)
         found = _main_tensor(output, self._batch)
         if found is not None and self._keep and name:
             self.outputs.append((name, self._batch.rows_first(found.detach()).clone()))

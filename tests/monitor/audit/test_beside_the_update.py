@@ -125,7 +125,10 @@ def test_a_part_without_gradients_in_evaluation_mode_or_left_out_of_the_optimize
     model = Parts(0.0)
     model.body[1].eval()
     rules, _ = found(tmp_path / "b", model, optimizer=torch.optim.SGD(model.head.parameters(), lr=0.1))
-    assert rules == [("ownership", 0)]  # it is trainable, and no optimizer holds it
+    assert rules == []  # as a body whose head is probed, or a teacher in the model, whatever requires_grad says
+    model.quiet = False
+    rules, _ = found(tmp_path / "c", model, optimizer=torch.optim.SGD(model.head.parameters(), lr=0.1))
+    assert rules[0] == ("ownership", 0)
 
 
 @pytest.mark.parametrize(

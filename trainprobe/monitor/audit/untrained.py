@@ -1,22 +1,25 @@
-"""Parameters that the training leaves alone: frozen ones, copies of a module, and moving averages."""
+"""Parameters that the training leaves alone: frozen ones, copies of a module, moving averages, and teachers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from trainprobe.monitor.audit.evidence import Evidence
+from trainprobe.monitor.audit.facts.calls import TrainingCalls
 
 
 def untrained_parameters(evidence: Evidence) -> frozenset[str]:
     """Return the parameters that nothing here trains: frozen ones, which an optimizer leaves as they are if it holds them, and
-    those of a copy beside a trained module, which no optimizer holds and no loss reaches.
+    those that no optimizer holds and no loss reaches, of a copy beside a trained module or of a teacher. A teacher runs with
+    gradients disabled.
     """
     seen, parameters = evidence.tensors, evidence.model.parameters
     idle = [p for p in parameters if p.trainable and p.owned is False and (p.name, "grad") not in seen]
     unused = {p.name for p in idle}
     trained = {name: p.shape for p in parameters if p.trainable and p.name not in unused for name in p.names}
     copies = _copies({name: p.shape for p in idle for name in p.names}, trained) if idle and trained else ()
-    return frozenset(p.name for p in parameters if not p.trainable or p.name in copies)
+    taught = {p.name for p in idle if p.name.rpartition(".")[0] in evidence.of(TrainingCalls).asked}
+    return frozenset(p.name for p in parameters if not p.trainable or p.name in copies or p.name in taught)
 
 
 _Shapes = Mapping[str, tuple[int, ...]]  # by name of a parameter

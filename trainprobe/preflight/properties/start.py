@@ -9,6 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from trainprobe.engine.capture.step_modes import Quiet
 from trainprobe.engine.core.words import and_more
+from trainprobe.integrations.live_modules import held_by
 from trainprobe.preflight import layers
 from trainprobe.preflight.properties.causality import targets_of
 from trainprobe.preflight.report import Line, broken, by_design, holds
@@ -75,10 +76,11 @@ def _unreached(subject: Subject) -> Line | None:
 def _optimizers(subject: Subject) -> Line | None:
     if not subject.optimizers:
         return None
-    held = Counter(x for o in subject.optimizers for x in {id(p) for group in o.param_groups for p in group["params"]})
-    outside = [name for name, p in subject.parameters.items() if id(p) not in held]
+    every = set().union(*map(held_by, subject.optimizers))
+    outside = [name for name, p in subject.parameters.items() if id(p) not in every]
     if outside:
         return broken(f"no optimizer holds {and_more(outside)}", count=len(outside))
+    held = Counter(number for ids in subject.of_this_loss for number in ids)
     twice = [name for name, p in subject.parameters.items() if held[id(p)] > 1]
     return broken(f"two optimizers hold {and_more(twice)}", count=len(twice)) if twice else None
 

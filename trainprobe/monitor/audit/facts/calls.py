@@ -39,6 +39,8 @@ class TrainingCalls:
     """A forward drew random numbers."""
     evaluations: tuple[Evaluation, ...] = ()
     """Forwards in evaluation mode since the last audited step."""
+    asked: frozenset[str] = frozenset()
+    """Modules that ran in the step only with gradients disabled, as a teacher does."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,7 @@ class ModelCalls(Observer):
         self.fingerprints: tuple[int, ...] = ()
         self.within = 0
         self.called: dict[int, bool] = {}  # id of each module that ran in training → whether with gradients enabled
+        self._asked: dict[int, bool] = {}  # the same of each that ran in the step, in any mode
         self._roots: dict[int, int] = {}  # id of module → how many wrappers stand around it
         self.names: dict[int, str] = {}  # id of each module of the model → its name
         self._tape: Tape | None = None
@@ -87,7 +88,7 @@ class ModelCalls(Observer):
         self._tape = self._audited.tape
         self._reports = {event: self._audited.observers.hears(event) for event in _OF_MODULES}
         self.batches, self._resting, self.bypassed, self.drawn = [], [], False, False
-        self.called = {}
+        self.called, self._asked = {}, {}
         self._depth = self.within = 0
         self._install()
 
@@ -122,6 +123,7 @@ class ModelCalls(Observer):
             {self.names[key]: enabled for key, enabled in self.called.items() if key in self.names},
             self.drawn,
             self._take_evaluations(),
+            frozenset(self.names[key] for key, enabled in self._asked.items() if key in self.names and not enabled),
         )
 
     def late(self) -> TrainingCalls | None:
@@ -173,6 +175,8 @@ class ModelCalls(Observer):
             return self._look_inside(original, module, args, kwargs)
         if not self._audited.asleep and in_training(module):
             self.called[id(module)] = self.called.get(id(module), False) or torch.is_grad_enabled()
+        if self._tape is not None:
+            self._asked[id(module)] = self._asked.get(id(module), False) or torch.is_grad_enabled()
         if self._tape is None or self._audited.asleep or id(module) not in self.names:
             return self._call_root(original, module, args, kwargs)
         if self._reports["module_called"] and in_training(module):

@@ -1,11 +1,11 @@
 """The optimizer owns every trainable parameter of the model.
 
 Relation: the optimizers step every parameter object of the model that requires a gradient. Excepted are parameters that other
-ranks of the replica group step and hand over, parameters that the program updates by hand within the step, and a copy of a
-trained module that gets no gradient, such as a moving average. Tolerance none. A parameter has a master weight if an optimizer
-holds a tensor of its shape and a different dtype. If an optimizer holds no parameter and nothing that resembles one, nothing is
-known. Parameters in a plain list or dict of a module are not registered. Such a parameter is reported if it has a gradient and
-no optimizer holds it.
+ranks of the replica group step and hand over, parameters that the program updates by hand within the step, a copy of a trained
+module that gets no gradient, such as a moving average, and a teacher, which runs with gradients disabled. Tolerance none. A
+parameter has a master weight if an optimizer holds a tensor of its shape and a different dtype. If an optimizer holds no
+parameter and nothing that resembles one, nothing is known. Parameters in a plain list or dict of a module are not registered.
+Such a parameter is reported if it has a gradient and no optimizer holds it.
 Usually caused by parameters that were replaced (moved, cast, resized, wrapped) after the optimizer was made (accelerate issue
 2665), by a part of the model that is missing from the parameter groups, or by a list in place of `nn.ModuleList`.
 """
