@@ -292,6 +292,36 @@ def test_a_loss_that_is_not_finite():
     assert [found.name for found in report.broken] == ["start"] and report.verdict.code == 2
 
 
+def test_rows_of_which_the_model_is_given_several_are_not_judged():
+    """As the points along the rays of a field: the loop made them before the model, and what it made is no row."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1))
+    batch = {"points": torch.randn(24, 5), "depths": torch.rand(6, 4), "rays": torch.rand(6, 3), "target": torch.rand(6)}
+
+    def rendered(m, b):
+        weights = (m(b["points"]).reshape(6, 4) * b["depths"]).softmax(-1)
+        return ((weights * b["depths"]).sum(-1) - b["target"]).square().mean()
+
+    found = trainprobe.preflight(rendered, model, batch, only=["rows", "input"], seconds=600)
+    why = "points has 24 rows, 4 for each of the batch"
+    assert [(line.status, line.text) for line in found.lines] == [("not applicable", why)] * 2
+
+
+def test_gradients_that_are_all_zero_are_told_and_nothing_is_called_sound():
+    """As of a field whose densities are all below zero: the picture is white whatever the weights are."""
+    model = nn.Sequential(nn.Linear(5, 4), nn.ReLU())
+    nn.init.constant_(model[0].bias, -50.0)
+
+    def white(m, batch):
+        return (m(batch[0]).sum(1) - batch[1]).square().mean()
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    report = trainprobe.preflight(white, model, (torch.rand(6, 5), torch.rand(6)), optimizer=optimizer, seconds=600)
+    told = {line.name: (line.status, line.text) for line in report.lines}
+    assert told["start"] == ("BROKEN", "the gradients of all 2 parameters are zero on this batch: nothing is trained")
+    assert {status for name, (status, _) in told.items() if name not in ("start", "determinism")} == {"not applicable"}
+
+
 def test_determinism():
     class Counting(nn.Module):
         def __init__(self):

@@ -674,10 +674,43 @@ def of_two_heads(own):
     others.clear()
 
 
+def of_moved_centre(own):
+    """As DINO and MoCo: the pass itself moves the centre of the loss and the momentum encoder, and a queue of it."""
+
+    class Student(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.student, self.teacher = nn.Linear(4, 6), nn.Linear(4, 6).requires_grad_(False)
+
+        def forward(self, x):
+            with torch.no_grad():
+                self.teacher.weight.data = 0.5 * self.teacher.weight.data + 0.5 * self.student.weight.data
+                target = self.teacher(x)
+            return self.student(x), target
+
+    class Loss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("centre", torch.zeros(6))
+
+        def forward(self, student, teacher):
+            loss = -((teacher - self.centre).softmax(-1) * student.log_softmax(-1)).sum(-1).mean()
+            self.centre = 0.1 * self.centre + 0.9 * 40 * teacher.mean(0)
+            return loss
+
+    model, criterion = Student(), Loss()
+    optimizer = torch.optim.SGD(model.student.parameters(), lr=0.01)
+    loss = criterion(*model(torch.randn(6, 4)))
+    own.append(loss.item())
+    loss.backward()
+    optimizer.step()
+
+
 @pytest.mark.parametrize(
     ("loop", "by_design"),
     [
         (of_statistics, []),
+        (of_moved_centre, []),
         (of_two_heads, []),
         (of_critic, []),
         (of_preferences, []),

@@ -77,6 +77,31 @@ def test_a_training_goes_on_with_the_same_bits():
     assert same(trained(lambda *_: None), trained(check))
 
 
+def test_what_the_loss_keeps_outside_of_the_model_stays_too():
+    class Centred(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.calls = 0
+            self.register_buffer("centre", torch.zeros(3))
+            self.register_buffer("queue", torch.zeros(3))
+
+        def forward(self, out, target):
+            self.calls += 1
+            self.queue += out.detach().mean(0)
+            self.centre = 0.9 * self.centre + 0.1 * out.detach().mean(0)
+            return nn.functional.cross_entropy(out - self.centre, target)
+
+    model, optimizer, (x, target) = made()
+    criterion = Centred()
+    criterion(model(x), target).backward()
+    before = [criterion.centre.clone(), criterion.queue.clone(), criterion.calls]
+    report = trainprobe.preflight(lambda m, b: criterion(m(b[0]), b[1]), model, (x, target), optimizer=optimizer, seconds=600)
+    assert report.passes > 10
+    assert torch.equal(criterion.centre, before[0])
+    assert torch.equal(criterion.queue, before[1])
+    assert criterion.calls == before[2]
+
+
 @pytest.mark.parametrize("fault", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("call", [1, 2, 5, 9])
 def test_the_same_where_the_step_fails(call, fault):

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_map
 
 from trainprobe.engine.core.guard import all_of
@@ -16,7 +17,11 @@ from trainprobe.engine.state_guard import StateGuard, put_random_states, random_
 
 
 class TrainingGuard(StateGuard):
-    """The state of a model and its optimizers. `rewind` goes back to it and may be called often."""
+    """The state of a model and its optimizers. `rewind` goes back to it and may be called often.
+
+    Also kept are the buffers of modules that are called within the block and are none of the model's, such as the centre of a
+    loss: as they are when one is called first.
+    """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Any] = ()) -> None:
         super().__init__([model], on_host=True)
@@ -25,25 +30,39 @@ class TrainingGuard(StateGuard):
         self._groups = [[dict(group) for group in o.param_groups] for o in optimizers]
         self._entries = [{p: dict(held) for p, held in o.state.items()} for o in optimizers]
         self._modes = _modes()
+        self._known = {id(module) for module in self._modules}
+        self._beside: list[StateGuard] = []
 
     def __enter__(self) -> TrainingGuard:
         super().__enter__()
         self.clear_gradients()
+        self._hook = register_module_forward_pre_hook(self._called)
         return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._hook.remove()
+        super().__exit__(*error)
+
+    def _called(self, module: nn.Module, _: Any) -> None:
+        if id(module) not in self._known:
+            self._known |= {id(inner) for inner in module.modules()}
+            self._beside.append(StateGuard([module], parameters=False, on_host=True).__enter__())
 
     def rewind(self, attributes: bool = True) -> None:
         """Set everything but the gradients to what it was. attributes: what is no tensor of the model's state too.
 
         Without attributes also the generators that modules hold stay as they are: no checkpoint has them.
         """
-        self.put_tensors()
-        self.put_attributes(attributes)
+        for guard in (self, *self._beside):
+            guard.put_tensors()
+            guard.put_attributes(attributes)
         self.put_random() if attributes else put_random_states(self._random[0])
         _set_modes(self._modes)
 
     def put_back(self) -> None:
         """Set everything to what it was, gradients and optimizers too."""
-        all_of((super().put_back, self._put_optimizers, self.put_random, lambda: _set_modes(self._modes)))
+        beside = [guard.put_back for guard in self._beside]
+        all_of((super().put_back, *beside, self._put_optimizers, self.put_random, lambda: _set_modes(self._modes)))
 
     def gradients(self) -> dict[int, Tensor]:
         """Return id of a parameter → the gradient that it had when the block began."""

@@ -150,6 +150,16 @@ class Batch:
         return "" if found is None else f"{self.paths[found]} has {len(self.leaves[found])} rows for {self.rows} of the batch"
 
     @property
+    def several(self) -> str:
+        """Which tensor has several elements for each row, so that the other tensors alone say little; "" where none has."""
+        others = (i for i, x in enumerate(self.leaves) if isinstance(x, Tensor) and x.dim() and i not in self.by_row)
+        found = next((i for i in others if len(self.leaves[i]) > self.rows and len(self.leaves[i]) % self.rows == 0), None)
+        if found is None:
+            return ""
+        count = len(self.leaves[found])
+        return f"{self.paths[found]} has {count} rows, {count // self.rows} for each of the batch"
+
+    @property
     def text_labels(self) -> Tensor | None:
         """The labels where they stand beside the tokens, [rows, time]."""
         tokens, labels = self.of("tokens"), self.of("labels")

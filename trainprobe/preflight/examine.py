@@ -91,6 +91,8 @@ def _tested(name: str, subject: Subject, end: float) -> Line:
     if not base.finite:
         what = "a gradient is not finite" if isfinite(base.loss) else f"the loss is {base.loss}"
         line = broken(what) if name == "start" else not_applicable(what)
+    elif subject.still and name not in ("start", "determinism"):
+        line = not_applicable("all gradients of this batch are zero: see start")
     elif subject.twice > UNREPEATABLE < subject.floors[0] and name not in ("start", "determinism", "update"):
         line = not_applicable(f"two runs of this step from one state differ by {subject.floors[0]:.1%}: see determinism")
     elif time.monotonic() > end:

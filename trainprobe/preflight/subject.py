@@ -138,6 +138,11 @@ class Subject:
                 self.parameters = {key: p for key, p in self.parameters.items() if key not in copied}
 
     @cached_property
+    def still(self) -> bool:
+        """Whether every gradient is zero, so that nothing that is changed can show."""
+        return bool(self.base.gradients) and not any(bool(g.any()) for g in self.base.gradients.values())
+
+    @cached_property
     def floors(self) -> tuple[float, float, float]:
         """What another order of sums changes, relative: gradients, loss, logits. It is run where it is asked for first."""
         again = attempt(lambda: self.run(modes=Reordered()), otherwise=lambda _: None) or self.run(self.batch.reversed())

@@ -24,6 +24,8 @@ def examine(subject: Subject) -> Line:
         return not_applicable("the batch has one row")
     content = content_of(batch)
     unused = [batch.paths[i] for i in content if _is_unused(subject, i)]
+    if unused and batch.several:
+        return not_applicable(batch.several)
     if unused:
         return broken(f"{unused[0]} is not used: rows that are given that of another row have the same outputs")
     told = [f"{', '.join(batch.paths[i] for i in content)} used"] if content else []

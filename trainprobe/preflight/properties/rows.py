@@ -21,8 +21,8 @@ def examine(subject: Subject) -> Line:
     if subject.draws:
         return not_applicable(f"the step draws random numbers ({subject.draws}), other ones for each row")
     if not subject.order_is_free and subject.differs(turned := subject.run(subject.batch.reversed())):
-        if batch.grouped:
-            return not_applicable(batch.grouped)
+        if why := batch.grouped or batch.several:
+            return not_applicable(why)
         half = batch.rows // 2
         pairs = [*range(half - 1, -1, -1), *range(batch.rows - 1, half - 1, -1)]
         if batch.rows % 2 == 0 < half - 1 and not subject.differs(subject.run(batch.take(pairs))):

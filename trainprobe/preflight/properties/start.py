@@ -65,6 +65,8 @@ def _ties(subject: Subject) -> Line | None:
 
 
 def _unreached(subject: Subject) -> Line | None:
+    if subject.still:
+        return broken(f"the gradients of all {len(subject.parameters)} parameters are zero on this batch: nothing is trained")
     without = [name for name in subject.parameters if name not in subject.base.gradients]
     if not without:
         return None
