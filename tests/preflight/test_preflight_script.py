@@ -647,9 +647,67 @@ def of_two_heads(own):
     others.clear()
 
 
+def of_chosen(own):
+    """As C51: numbers read from a shape and numbers of the rows choose the values of the actions, which agents act by, too."""
+    net, critic = nn.Linear(3, 2 * 5), nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def value(x, action):
+        shares = net(x).view(len(x), 2, 5).softmax(-1)
+        return shares[torch.arange(len(x)), action]
+
+    for _ in range(3):
+        value(torch.randn(1, 3), torch.tensor([0]))
+    x = torch.randn(6, 3)
+    loss = -(torch.rand(6, 5).softmax(-1) * value(x, torch.randint(0, 2, (6,))).log()).sum(-1).mean()
+    critic(x).clamp(max=torch.rand(6, 1)).mean()  # is looked at and has no part in the loss
+    own.append(loss.item())
+    loss.backward()
+    optimizer.step()
+
+
+def of_teacher(own):
+    """As a wrapper for distillation: the teacher is a part of the model, and no optimizer has it."""
+
+    class Distilled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.student, self.teacher = nn.Linear(4, 3), nn.Linear(4, 3)
+
+        def forward(self, x, target):
+            out = self.student(x)
+            with torch.no_grad():
+                taught = self.teacher(x).softmax(-1)
+            return cross_entropy(out, target) + cross_entropy(out, taught)
+
+    model = Distilled()
+    optimizer = torch.optim.SGD(model.student.parameters(), lr=0.1)
+    loss = model(torch.randn(6, 4), torch.randint(0, 3, (6,)))
+    own.append(loss.item())
+    loss.backward()
+    optimizer.step()
+
+
+def of_actor_and_critic(own):
+    """As A2C: the advantage, of which the critic is a part, weighs log-probabilities and is detached."""
+    actor, critic = nn.Linear(4, 3), nn.Linear(4, 1)
+    optimizer = torch.optim.SGD([*actor.parameters(), *critic.parameters()], lr=0.01)
+    x = torch.randn(6, 4)
+    policy = torch.distributions.Categorical(logits=actor(x))
+    advantage = torch.randn(6, 1) - critic(x)
+    scores = policy.log_prob(torch.randint(0, 3, (6,)))
+    loss = advantage.square().mean() - (advantage.detach().squeeze(1) * scores).mean()
+    own.append(loss.item())
+    loss.backward()
+    optimizer.step()
+
+
 @pytest.mark.parametrize(
     ("loop", "by_design"),
     [
+        (of_chosen, []),
+        (of_teacher, []),
+        (of_actor_and_critic, ["gradient"]),
         (of_statistics, []),
         (of_two_heads, []),
         (of_critic, []),

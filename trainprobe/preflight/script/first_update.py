@@ -199,4 +199,4 @@ def _of_loop(micros: list[Micro]) -> Training:
     of_torch = all(isinstance(x, nn.parallel.DistributedDataParallel) for x in wrappers)
     shared = None if not wrappers else together if of_torch else mean_over_ranks(model, partial(step, model))
     batches = [micro.batch for micro in micros]
-    return Training(loss, step if several else None, model, batches, shared, copied=not of_torch)
+    return Training(loss, step if several else None, model, batches, shared, copied=not of_torch, scored=first.scored)
