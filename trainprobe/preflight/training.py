@@ -54,7 +54,8 @@ def _of_policy(line: Line) -> Line:
     """Return what is said of a property where a detached advantage weighs log-probabilities: its slope is not autograd's."""
     if line.name != "gradient" or line.status != BROKEN:
         return line
-    return replace(line, status=BY_DESIGN, text=f"a part of a loss of log-probabilities is detached: {line.text}")
+    told = line.text.partition(";")[0]
+    return replace(line, status=BY_DESIGN, text=f"the loop detaches a part of a loss of log-probabilities: {told}")
 
 
 def unwrapped(model: Any) -> Any:
