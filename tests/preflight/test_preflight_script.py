@@ -456,6 +456,7 @@ def test_a_script_that_fails_before_its_first_update(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 3 and "ZeroDivisionError" in done.stderr, done.stderr
     assert "train.py failed without an update" in done.stderr
+    assert "guard.py" not in done.stderr and "runpy" not in done.stderr
 
 
 def test_labels_that_were_written_since_are_taken_as_they_are():
