@@ -703,9 +703,24 @@ def of_actor_and_critic(own):
     optimizer.step()
 
 
+def of_temperature(own):
+    """As SAC: the first to step is the optimizer of a temperature, which is no parameter of a model."""
+    actor, heat = nn.Linear(4, 2), torch.zeros(1, requires_grad=True)
+    optimizers = [torch.optim.Adam([heat], lr=0.01), torch.optim.SGD(actor.parameters(), lr=0.01)]
+    chances = actor(torch.randn(6, 4)).log_softmax(1)
+    (-heat * (chances + 1).detach()).mean().backward()
+    optimizers[0].step()
+    optimizers[1].zero_grad()
+    loss = actor(torch.randn(6, 4)).square().mean()
+    own.append(loss.item())
+    loss.backward()
+    optimizers[1].step()
+
+
 @pytest.mark.parametrize(
     ("loop", "by_design"),
     [
+        (of_temperature, []),
         (of_chosen, []),
         (of_teacher, []),
         (of_actor_and_critic, ["gradient"]),
