@@ -741,6 +741,21 @@ def test_a_healthy_loop_of_another_form_has_nothing_broken(loop, by_design):
     assert loop is not of_critic or "4 parameters belong to the optimizer of another loss" in str(report)
 
 
+def test_the_value_of_an_action_is_no_logit_of_a_class():
+    """The gradient of a learner of values is negative for the action that was taken and for no other."""
+
+    def loop(own):
+        net = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        values = net(torch.randn(8, 4)).gather(1, torch.randint(0, 2, (8, 1)))
+        nn.functional.smooth_l1_loss(values, torch.full((8, 1), 50.0)).backward()
+        optimizer.step()
+
+    training, optimizers, _ = learnt(loop)
+    (start,) = answers(training, optimizers, seconds=600, only=["start"]).lines
+    assert start.status == "holds" and "uniform" not in start.text, start
+
+
 def test_a_word_that_is_no_option_is_not_taken_for_a_launcher():
     with pytest.raises(UsageError, match="--html is no option of `trainprobe preflight`"):
         preflight_script(["--html", "page.html", "train.py"])
