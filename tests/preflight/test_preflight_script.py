@@ -483,6 +483,7 @@ def test_a_script_that_fails_before_its_first_update(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 3 and "ZeroDivisionError" in done.stderr, done.stderr
     assert "train.py failed without an update" in done.stderr
+    assert "guard.py" not in done.stderr and "runpy" not in done.stderr
 
 
 def test_labels_that_were_written_since_are_taken_as_they_are():
@@ -706,9 +707,82 @@ def of_moved_centre(own):
     optimizer.step()
 
 
+def of_chosen(own):
+    """As C51: numbers read from a shape and numbers of the rows choose the values of the actions, which agents act by, too."""
+    net, critic = nn.Linear(3, 2 * 5), nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def value(x, action):
+        shares = net(x).view(len(x), 2, 5).softmax(-1)
+        return shares[torch.arange(len(x)), action]
+
+    for _ in range(3):
+        value(torch.randn(1, 3), torch.tensor([0]))
+    x = torch.randn(6, 3)
+    loss = -(torch.rand(6, 5).softmax(-1) * value(x, torch.randint(0, 2, (6,))).log()).sum(-1).mean()
+    critic(x).clamp(max=torch.rand(6, 1)).mean()  # is looked at and has no part in the loss
+    own.append(loss.item())
+    loss.backward()
+    optimizer.step()
+
+
+def of_teacher(own):
+    """As a wrapper for distillation: the teacher is a part of the model, and no optimizer has it."""
+
+    class Distilled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.student, self.teacher = nn.Linear(4, 3), nn.Linear(4, 3)
+
+        def forward(self, x, target):
+            out = self.student(x)
+            with torch.no_grad():
+                taught = self.teacher(x).softmax(-1)
+            return cross_entropy(out, target) + cross_entropy(out, taught)
+
+    model = Distilled()
+    optimizer = torch.optim.SGD(model.student.parameters(), lr=0.1)
+    loss = model(torch.randn(6, 4), torch.randint(0, 3, (6,)))
+    own.append(loss.item())
+    loss.backward()
+    optimizer.step()
+
+
+def of_actor_and_critic(own):
+    """As A2C: the advantage, of which the critic is a part, weighs log-probabilities and is detached."""
+    actor, critic = nn.Linear(4, 3), nn.Linear(4, 1)
+    optimizer = torch.optim.SGD([*actor.parameters(), *critic.parameters()], lr=0.01)
+    x = torch.randn(6, 4)
+    policy = torch.distributions.Categorical(logits=actor(x))
+    advantage = torch.randn(6, 1) - critic(x)
+    scores = policy.log_prob(torch.randint(0, 3, (6,)))
+    loss = advantage.square().mean() - (advantage.detach().squeeze(1) * scores).mean()
+    own.append(loss.item())
+    loss.backward()
+    optimizer.step()
+
+
+def of_temperature(own):
+    """As SAC: the first to step is the optimizer of a temperature, which is no parameter of a model."""
+    actor, heat = nn.Linear(4, 2), torch.zeros(1, requires_grad=True)
+    optimizers = [torch.optim.Adam([heat], lr=0.01), torch.optim.SGD(actor.parameters(), lr=0.01)]
+    chances = actor(torch.randn(6, 4)).log_softmax(1)
+    (-heat * (chances + 1).detach()).mean().backward()
+    optimizers[0].step()
+    optimizers[1].zero_grad()
+    loss = actor(torch.randn(6, 4)).square().mean()
+    own.append(loss.item())
+    loss.backward()
+    optimizers[1].step()
+
+
 @pytest.mark.parametrize(
     ("loop", "by_design"),
     [
+        (of_temperature, []),
+        (of_chosen, []),
+        (of_teacher, []),
+        (of_actor_and_critic, ["gradient"]),
         (of_statistics, []),
         (of_moved_centre, []),
         (of_two_heads, []),
@@ -725,6 +799,21 @@ def test_a_healthy_loop_of_another_form_has_nothing_broken(loop, by_design):
     assert (report.broken, [line.name for line in report.lines if line.status == "by design"]) == ([], by_design), str(report)
     assert not [str(line) for line in report.lines if "could not be tested" in str(line)]
     assert loop is not of_critic or "4 parameters belong to the optimizer of another loss" in str(report)
+
+
+def test_the_value_of_an_action_is_no_logit_of_a_class():
+    """The gradient of a learner of values is negative for the action that was taken and for no other."""
+
+    def loop(own):
+        net = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        values = net(torch.randn(8, 4)).gather(1, torch.randint(0, 2, (8, 1)))
+        nn.functional.smooth_l1_loss(values, torch.full((8, 1), 50.0)).backward()
+        optimizer.step()
+
+    training, optimizers, _ = learnt(loop)
+    (start,) = answers(training, optimizers, seconds=600, only=["start"]).lines
+    assert start.status == "holds" and "uniform" not in start.text, start
 
 
 def test_a_word_that_is_no_option_is_not_taken_for_a_launcher():

@@ -167,3 +167,33 @@ def test_sparse_gradients_stay_as_they_are():
         return [*states, *(p.detach().clone() for p in model.parameters())]
 
     assert all(map(torch.equal, run(False), run(True)))
+
+
+def test_what_an_optimizer_gathers_by_hooks_is_given_back():
+    """As K-FAC gathers the statistics of layers, which its step needs in the dtype of the weights."""
+
+    class Natural(torch.optim.SGD):
+        def __init__(self, model: nn.Linear) -> None:
+            super().__init__(model.parameters(), lr=0.01)
+            self.squares: dict[nn.Module, torch.Tensor] = {}
+            model.register_forward_pre_hook(self._gather)
+
+        def _gather(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+            if module in self.squares and self.squares[module].dtype == args[0].dtype:
+                self.squares[module] += args[0].detach().T @ args[0].detach()
+            else:
+                self.squares[module] = args[0].detach().T @ args[0].detach()
+
+        def step(self, closure=None):
+            for group in self.param_groups:
+                group["params"][0].grad @= torch.linalg.pinv(next(iter(self.squares.values())) + torch.eye(4))
+            return super().step()
+
+    model = nn.Linear(4, 3)
+    optimizer, batch = Natural(model), (torch.randn(6, 4), torch.randint(0, 3, (6,)))
+    loss(model, batch)
+    before = optimizer.squares[model]
+    bits = before.clone()
+    report = trainprobe.preflight(loss, model, batch, optimizer=optimizer, only=["gradient", "update"], seconds=600)
+    assert [line.status for line in report.lines] == ["holds", "holds"], report
+    assert optimizer.squares == {model: before} and torch.equal(before, bits)

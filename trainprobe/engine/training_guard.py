@@ -29,6 +29,7 @@ class TrainingGuard(StateGuard):
         self._optimizers = [(o, _copied(o.state_dict()), dict(o.__dict__)) for o in optimizers]
         self._groups = [[dict(group) for group in o.param_groups] for o in optimizers]
         self._entries = [{p: dict(held) for p, held in o.state.items()} for o in optimizers]
+        self._gathered = [(held, _kept(held)) for o in optimizers for held in vars(o).values() if _is_gathered(o, held)]
         self._modes = _modes()
         self._known = {id(module) for module in self._modules}
         self._beside: list[StateGuard] = []
@@ -56,13 +57,15 @@ class TrainingGuard(StateGuard):
         for guard in (self, *self._beside):
             guard.put_tensors()
             guard.put_attributes(attributes)
+        self._put_gathered()
         self.put_random() if attributes else put_random_states(self._random[0])
         _set_modes(self._modes)
 
     def put_back(self) -> None:
         """Set everything to what it was, gradients and optimizers too."""
         beside = [guard.put_back for guard in self._beside]
-        all_of((super().put_back, *beside, self._put_optimizers, self.put_random, lambda: _set_modes(self._modes)))
+        ours = (super().put_back, *beside, self._put_optimizers, self._put_gathered, self.put_random)
+        all_of((*ours, lambda: _set_modes(self._modes)))
 
     def gradients(self) -> dict[int, Tensor]:
         """Return id of a parameter → the gradient that it had when the block began."""
@@ -86,6 +89,14 @@ class TrainingGuard(StateGuard):
         for parameter in self._parameters_of_model:
             parameter.grad = None
 
+    def _put_gathered(self) -> None:
+        for held, kept in self._gathered:
+            held.clear()
+            for key, (value, bits) in kept.items():
+                held[key] = value
+                if isinstance(value, Tensor):
+                    value.data.copy_(bits)
+
     def _put_optimizers(self) -> None:
         for (optimizer, kept, attributes), groups, entries in zip(self._optimizers, self._groups, self._entries, strict=True):
             optimizer.__dict__.clear()
@@ -100,6 +111,15 @@ class TrainingGuard(StateGuard):
                     if isinstance(value, Tensor):
                         value.data.copy_(bits[name])
                 optimizer.state[parameter] = held
+
+
+def _is_gathered(optimizer: Any, held: Any) -> bool:
+    """Tell whether an optimizer gathers tensors in a dictionary of its own from hooks on modules, as K-FAC does."""
+    return type(held) is dict and held is not optimizer.state and held is not optimizer.defaults
+
+
+def _kept(held: dict[Any, Any]) -> dict[Any, tuple[Any, Any]]:
+    return {key: (value, _copied(value)) for key, value in held.items()}
 
 
 def _copied(tree: Any) -> Any:

@@ -23,6 +23,8 @@ from trainprobe.preflight.batches import TELL
 from trainprobe.preflight.subject import differentiate
 from trainprobe.preflight.training import Training, mean_over_ranks
 
+_FEW = 16  # numbers of an optimizer that has no parameter of a model
+
 
 class _Engine:
     """Autograd's engine, which Megatron calls by itself.
@@ -135,8 +137,18 @@ class FirstUpdate:
         held = [] if optimizer is None else [p.grad for group in optimizer.param_groups for p in group["params"]]
         if self._over or not (self.micros or any(g is not None and bool(g.any()) for g in held)):
             return  # as where an optimizer only makes its state
+        if optimizer is not None and self._is_beside(optimizer):
+            for seen in (self.micros, self._found, self._before):
+                seen.clear()
+            return
         self.__exit__(None, None, None)
         self._ends(lambda: self._learnt(optimizer))
+
+    def _is_beside(self, optimizer: Any) -> bool:
+        """Tell whether an optimizer steps a few numbers beside the models, as the temperature of SAC, and none of theirs."""
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        models = {id(p) for module in self._trained.values() for p in module.parameters()}
+        return bool(models) and sum(p.numel() for p in held) <= _FEW and models.isdisjoint(map(id, held))
 
     def _learnt(self, optimizer: Any) -> tuple[Training, list[Any]]:
         training = self._training(optimizer)
@@ -199,4 +211,4 @@ def _of_loop(micros: list[Micro]) -> Training:
     of_torch = all(isinstance(x, nn.parallel.DistributedDataParallel) for x in wrappers)
     shared = None if not wrappers else together if of_torch else mean_over_ranks(model, partial(step, model))
     batches = [micro.batch for micro in micros]
-    return Training(loss, step if several else None, model, batches, shared, copied=not of_torch)
+    return Training(loss, step if several else None, model, batches, shared, copied=not of_torch, scored=first.scored)

@@ -20,11 +20,14 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.capture.step_modes import RANDOM
 from trainprobe.engine.core.guard import attempt
+from trainprobe.engine.core.live_objects import with_subclasses
 from trainprobe.engine.state_guard import put_random_states, random_states
 from trainprobe.errors import UsageError
 from trainprobe.integrations.live_modules import held_by, live_optimizers
+from trainprobe.integrations.loop_rows import of_any_rows, row_numbers, with_gradient
 from trainprobe.preflight.batches import TELL
 from trainprobe.preflight.training import unwrapped
 
@@ -84,7 +87,8 @@ class Call:
 class Micro:
     """One forward pass of the loop, up to the tensor whose backward was called, its value. random: before its first call.
 
-    scale: the number that the loss was multiplied by. state: (buffers or parameters of a module, name, what it was before).
+    scale: the number that the loss was multiplied by. scored: whether the loop detached a part of a loss of log-probabilities.
+    state: (buffers or parameters of a module, name, what it was before).
     """
 
     calls: list[Call]
@@ -95,6 +99,7 @@ class Micro:
     state: Sequence[tuple[dict[str, Any], str, Any]] = ()
     scale: float = 1.0
     modules: list[nn.Module] = field(default_factory=list)
+    scored: bool = False
 
     def checked(self) -> Micro:
         """Return this where the loss of the loop is what comes out when it is made again. Raises UsageError."""
@@ -163,22 +168,34 @@ class Tape(TorchFunctionMode):
         self._first: torch.Size | None = None  # shape of what a model was given first, or again with other rows
         self._opened: Any = None  # the model that was given it
         self._state = dict[int, list[tuple[dict[str, Any], str, Any]]]()  # id of a module → what it held before its first call
+        self._scored = False  # whether the log-probability of anything was taken
 
     def __enter__(self) -> Any:
         self._handles = [
             register_module_forward_pre_hook(self._enters),
             register_module_forward_hook(self._leaves, with_kwargs=True, always_call=True),
         ]
+        kinds = [kind for kind in with_subclasses(Distribution) if "log_prob" in vars(kind)]
+        self._replaced = [Replaced(kind, "log_prob", self._scores(vars(kind)["log_prob"])) for kind in kinds]
         return super().__enter__()
 
     def __exit__(self, *exc: Any) -> None:
         for handle in self._handles:
             handle.remove()
+        for replaced in self._replaced:
+            replaced.back()
         super().__exit__(*exc)
+
+    def _scores(self, original: Any) -> Any:
+        def log_prob(distribution: Any, *args: Any, **kwargs: Any) -> Any:
+            self._scored = True
+            return original(distribution, *args, **kwargs)
+
+        return log_prob
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        func, args = _of_any_rows(func, args)
+        func, args = of_any_rows(func, args)
         if self._depth == 0 and torch.is_grad_enabled() and (made := tensors_of(out)):
             if self._knows(args, kwargs):
                 self._record(func, args, kwargs or {}, out)
@@ -205,15 +222,9 @@ class Tape(TorchFunctionMode):
         batch: dict[str, Tensor] = {name: self._batch[before] for before, name in names.items()}
         called = {id(call.function) for call in calls}
         modules = [module for module in self.modules if id(module) in called]
-        found = Micro(
-            calls,
-            Made(places[made.call], made.place),
-            batch,
-            loss.detach().clone(),
-            random,
-            [*chain(*self._state.values())],
-            modules=modules,
-        )
+        state = [*chain(*self._state.values())]
+        found = Micro(calls, Made(places[made.call], made.place), batch, loss.detach().clone(), random, state, modules=modules)
+        found.scored = self._scored and any(getattr(call.function, "__name__", "") == "detach" for call in calls)
         while (scaled := _scaled(calls[found.loss.call], found.batch)) is not None:
             found.loss, number, loss_scale = scaled
             found.scale *= number
@@ -286,9 +297,18 @@ class Tape(TorchFunctionMode):
     def _knows(self, args: Any, kwargs: Any) -> bool:
         return any(id(t) in self._made for t in tensors_of((args, kwargs or {})))
 
-    def _record(self, function: Any, args: Any, kwargs: Any, output: Any, wrapper: Any = None, unnamed: str = "input") -> None:
+    def _record(
+        self,
+        function: Any,
+        args: Any,
+        kwargs: Any,
+        output: Any,
+        wrapper: Any = None,
+        unnamed: str = "input",
+        names: dict[int, str] | None = None,
+    ) -> None:
         with torch._C.DisableTorchFunction():
-            names = _names(function, args, kwargs)
+            names = _names(function, args, kwargs) if names is None else names
             learns = isinstance(function, nn.Module) and any(True for _ in function.parameters())
             told, named = tree_map(lambda x: self._told(x, names, unnamed, learns), (tuple(args), dict(kwargs)))
             for place, tensor in enumerate(tensors_of(output)):
@@ -307,11 +327,10 @@ class Tape(TorchFunctionMode):
         if isinstance(x, nn.Parameter) or (x.is_leaf and x.requires_grad and not self._is_input(x)):
             return x
         if x.is_leaf and x.requires_grad:  # its gradient is asked for, as by a penalty
-            with torch.no_grad():
-                self._record(_with_gradient, (x.detach(),), {}, x, unnamed=names.get(id(x), unnamed))
+            self._record(with_gradient, (leaf := x.detach(),), {}, x, names={id(leaf): names.get(id(x), unnamed)})
             return self._made[id(x)]
         if not learns and id(x) not in self._names and (rows := self._numbered(x)) is not None:
-            self._record(_row_numbers, (rows,), {}, x)
+            self._record(row_numbers, (rows,), {}, x)
             return self._made[id(x)]
         if self._is_from_rows(x):
             self._record(*self._sources[id(x)][:4], unnamed=names.get(id(x), unnamed))
@@ -354,28 +373,6 @@ class Tape(TorchFunctionMode):
         return any(t.shape[:1] == first[:1] or self._is_from_rows(t, deepest - 1) for t in given)
 
 
-def _of_any_rows(function: Any, args: Any) -> tuple[Any, Any]:
-    """Return a call that leaves the first dimension as it is, also where the number of rows is another."""
-    if getattr(function, "__name__", "") not in ("view", "reshape") or len(args) < 2 or not isinstance(args[0], Tensor):
-        return function, args
-    shape = args[1] if isinstance(args[1], list | tuple) else args[1:]
-    if not args[0].dim() or not shape or isinstance(shape[0], torch.dtype) or shape[0] != args[0].shape[0]:
-        return function, args
-    return _reshaped, (args[0], tuple(shape[1:]))
-
-
-def _reshaped(x: Tensor, rest: tuple[int, ...]) -> Tensor:
-    return x.reshape(len(x), *rest)
-
-
-def _row_numbers(rows: Tensor) -> Tensor:
-    return torch.arange(len(rows), device=rows.device)
-
-
-def _with_gradient(*rows: Tensor) -> Tensor:
-    return rows[0].detach().requires_grad_()
-
-
 def _untrained(module: nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
     """Return copies of what the passes of a module may write: (where it is held, name, copy).
 
@@ -384,7 +381,7 @@ def _untrained(module: nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
     inside, trained = list(module.modules()), sum(p.numel() for p in module.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in module.parameters() if not p.requires_grad) <= trained
     kept = list[tuple[dict[str, Any], str, Any]]()
-    for held in (held for m in inside for held in (m._buffers, m._parameters) if isinstance(held, dict)):
+    for held in (vars(m).get(kind, {}) for m in inside for kind in ("_buffers", "_parameters")):
         for name, x in ((name, x) for name, x in held.items() if x is not None and not x.requires_grad):
             if isinstance(x, nn.Parameter) and frozen:
                 kept.append((held, name, nn.Parameter(x.detach().clone(), requires_grad=False)))

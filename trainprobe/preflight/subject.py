@@ -20,8 +20,8 @@ from trainprobe.engine.core.guard import attempt
 from trainprobe.engine.free_memory import free_memory
 from trainprobe.engine.training_guard import TrainingGuard
 from trainprobe.errors import UsageError
-from trainprobe.integrations.live_modules import held_by
 from trainprobe.preflight.batches import Batch
+from trainprobe.preflight.tested_parameters import leave_copies, leave_other_losses
 
 Step = Callable[[Any, Any], Any]
 Gradients = Mapping[str, Tensor]
@@ -95,47 +95,14 @@ class Subject:
         """Run the step as it is, and once more from what a checkpoint would bring back."""
         self.base = self.run(kept=dict)
         drawn = self.guard.drawn()
-        self._leave_other_losses()
-        self._leave_copies()
+        leave_other_losses(self)
+        leave_copies(self)
         if not self.base.finite:
             return
         again = self.run(rewind=False)
         self.twice, self.repeats = again.gap, again.gap == 0 and again.loss == self.base.loss
         if drawn and self.differs(self.run(seed=1)):
             self.draws = ", ".join(sorted(RANDOM & self.base.names.keys())) or "outside of torch's functions"
-
-    def _leave_other_losses(self) -> None:
-        """Test no parameter of an optimizer for another loss, as that of a generator is while its critic is trained.
-
-        So are the heads of a critic that the loss of its generator does not reach: none of that model is in the optimizer that
-        steps, and some is in another.
-        """
-        given = {id(self.parameters[name]) for name in self.base.gradients}
-        held = [held_by(o) for o in self.optimizers]
-        others = {one for ids in held[1:] if ids.isdisjoint(given) for one in ids - held[0]}
-        for root in self.model if isinstance(self.model, nn.ModuleList) and held else ():
-            if held[0].isdisjoint(own := {id(p) for p in root.parameters()}):
-                others |= own & set().union(*held) - given
-        kept = {name: p for name, p in self.parameters.items() if id(p) not in others}
-        self.of_other_losses, self.parameters = len(self.parameters) - len(kept), kept
-        self.of_this_loss = [ids for ids in held if ids.isdisjoint(others)]
-
-    def _leave_copies(self) -> None:
-        """Test no parameter that no optimizer has of a copy, as an average of the weights is, or of a teacher.
-
-        Nothing calls a copy, and a teacher is called with gradients disabled.
-        """
-        if self.parameters.keys() == self.base.gradients.keys():
-            return
-        held = set().union(*map(held_by, self.optimizers))
-        modules = {name: dict(module.named_parameters()) for name, module in self.model.named_modules() if name}
-        called = [own for name, own in modules.items() if own and name in self.base.calls]
-        for name, own in modules.items():
-            reached = any(f"{name}.{key}" in self.base.gradients or id(p) in held for key, p in own.items())
-            taught = bool(held) and name in self.base.calls - self.base.learns
-            if own and not reached and (taught or any(_are_equal(own, other) for other in called)):
-                copied = {f"{name}.{key}" for key in own}
-                self.parameters = {key: p for key, p in self.parameters.items() if key not in copied}
 
     @cached_property
     def still(self) -> bool:
@@ -425,11 +392,3 @@ def apart(a: Gradients, b: Gradients) -> float:
         x, y = (gradients.get(name, none) for gradients in (a, b))
         gap += float((x.double() - y.double()).square().sum())
     return gap**0.5 / max(size, 1e-30) if isfinite(gap) and isfinite(size) else float("inf")
-
-
-def _are_equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    """Tell whether two modules have parameters of the same names and numbers, of which some are no constants."""
-    if one is other or one.keys() != other.keys() or any(a.shape != other[key].shape for key, a in one.items()):
-        return False
-    drawn = any(bool((p != p.flatten()[:1]).any()) for p in one.values())
-    return drawn and all(torch.equal(a, other[key]) for key, a in one.items())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from trainprobe.engine.core.guard import attempt, fault_text
 from trainprobe.engine.core.log_lines import say as log
 from trainprobe.preflight.batches import joined
 from trainprobe.preflight.examine import preflight
-from trainprobe.preflight.report import Report
+from trainprobe.preflight.report import BROKEN, BY_DESIGN, Line, Report
 
 
 @dataclass(slots=True)
@@ -23,7 +23,8 @@ class Training:
     """What a preflight is given: see `trainprobe.preflight`. micros: the micro-batches of the first update.
 
     together: runs micro-batches of this rank while the other ranks run theirs, and leaves the gradients of the update; None
-    where it was not seen how ranks share them. copied: whether the optimizer may hold copies of the parameters.
+    where it was not seen how ranks share them. copied: whether the optimizer may hold copies of the parameters. scored: whether
+    the loop detaches a part of a loss of log-probabilities, as an advantage is.
     """
 
     loss: Callable[[Any, Any], Any]
@@ -32,6 +33,7 @@ class Training:
     micros: list[Any]
     together: Callable[[list[Any]], Any] | None = None
     copied: bool = False
+    scored: bool = False
 
 
 def tested(training: Training, optimizers: list[Any], **options: Any) -> Report:
@@ -39,12 +41,21 @@ def tested(training: Training, optimizers: list[Any], **options: Any) -> Report:
     micros, count = training.micros, len(training.micros) if training.step else 1
     test = partial(preflight, training.loss, training.model, optimizer=optimizers, **options)
     if len(micros) == 1:
-        return test(micros[0], step=training.step, micro_batches=1)
+        report = test(micros[0], step=training.step, micro_batches=1)
+        return replace(report, lines=[_of_policy(line) for line in report.lines]) if training.scored else report
     whole = attempt(lambda: test(joined(micros), step=training.step, micro_batches=count), otherwise=fault_text)
     if not isinstance(whole, str):
         return whole
     log(f"the loss of {len(micros)} micro-batches in one cannot be made ({whole}): one is tested", severity="warning")
     return test(micros[0])
+
+
+def _of_policy(line: Line) -> Line:
+    """Return what is said of a property where a detached advantage weighs log-probabilities: its slope is not autograd's."""
+    if line.name != "gradient" or line.status != BROKEN:
+        return line
+    told = line.text.partition(";")[0]
+    return replace(line, status=BY_DESIGN, text=f"the loop detaches a part of a loss of log-probabilities: {told}")
 
 
 def unwrapped(model: Any) -> Any:

@@ -53,10 +53,14 @@ def _given_targets(subject: Subject) -> Line | None:
     return holds("no target reaches its own prediction")
 
 
+_BALANCED = 0.02  # of a sum, in 16 bits
+
+
 def targets_of(seen: Seen) -> tuple[Tensor, Tensor] | None:
     """Return the class that each row of logits is trained to, [...], and where it is; None where the loss is another.
 
-    The gradient of a cross entropy with respect to logits is negative for the target and for nothing else.
+    The gradient of a cross entropy with respect to logits is negative for the target and for nothing else, and its sum is 0.
+    With respect to probabilities or their logarithms it is of the target alone, as that of the value of an action is.
     """
     if seen.logits is None or seen.slope is None or seen.logits.shape[-1] < 2:
         return None
@@ -65,7 +69,14 @@ def targets_of(seen: Seen) -> tuple[Tensor, Tensor] | None:
     if not bool(used.any()):
         return None
     lone = ((slope < 0).sum(-1) == 1)[used].double().mean()
-    return (slope.argmin(-1), used) if lone > MOST else None
+    balanced = float(slope[used].sum(-1).abs().mean()) < _BALANCED * float(slope[used].abs().sum(-1).mean())
+    return (slope.argmin(-1), used) if lone > MOST and (balanced or _are_shares(seen.logits[used].double())) else None
+
+
+def _are_shares(x: Tensor) -> bool:
+    """Tell whether rows are probabilities or their logarithms."""
+    totals = (x.sum(-1), x.logsumexp(-1).exp())
+    return any(float((total - 1).abs().mean()) < _BALANCED for total in totals)
 
 
 def shift_of(seen: Seen, tokens: Tensor) -> int | None:

@@ -139,8 +139,11 @@ def _run(script: str, is_module: bool) -> str:
 
 
 def _told_fault(fault: Exception) -> str:
-    """Show what the script itself raised."""
-    traceback.print_exception(fault)
+    """Show what the script itself raised, from its own lines on."""
+    below, ours = fault.__traceback__, (str(Path(__file__).parents[2]), "<frozen runpy>")
+    while below is not None and below.tb_next is not None and below.tb_frame.f_code.co_filename.startswith(ours):
+        below = below.tb_next
+    traceback.print_exception(fault.with_traceback(below))
     return "failed"
 
 
