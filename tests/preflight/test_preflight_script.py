@@ -76,6 +76,24 @@ def of_model(own):
     optimizer.step()
 
 
+def of_an_attribute(own):
+    """As llama2.c's train.py reads the loss, and loops with experts the term of balance."""
+
+    class Keeps(Text):
+        def forward(self, idx, targets=None):
+            logits, self.last_loss = super().forward(idx, targets)
+            self.embed.balance = logits.square().mean()
+            return logits
+
+    model = Keeps()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(*tokens())
+    loss = model.last_loss / 4 + 0.01 * model.embed.balance
+    own.append(loss.detach().clone())
+    loss.backward()
+    optimizer.step()
+
+
 def of_criterion(own):
     model, criterion = Text(), nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -153,7 +171,9 @@ def of_gradient_penalty(own):
     optimizer.step()
 
 
-@pytest.mark.parametrize("loop", [of_model, of_criterion, of_counted_targets, of_two_models, of_closure, of_gradient_penalty])
+@pytest.mark.parametrize(
+    "loop", [of_model, of_an_attribute, of_criterion, of_counted_targets, of_two_models, of_closure, of_gradient_penalty]
+)
 def test_the_loss_is_that_of_the_loop_to_the_bit(loop):
     training, optimizers, own = learnt(loop)
     assert len(training.micros) == len(optimizers) == 1
