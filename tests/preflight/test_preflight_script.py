@@ -76,6 +76,24 @@ def of_model(own):
     optimizer.step()
 
 
+def of_an_attribute(own):
+    """As llama2.c's train.py reads the loss, and loops with experts the term of balance."""
+
+    class Keeps(Text):
+        def forward(self, idx, targets=None):
+            logits, self.last_loss = super().forward(idx, targets)
+            self.embed.balance = logits.square().mean()
+            return logits
+
+    model = Keeps()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(*tokens())
+    loss = model.last_loss / 4 + 0.01 * model.embed.balance
+    own.append(loss.detach().clone())
+    loss.backward()
+    optimizer.step()
+
+
 def of_criterion(own):
     model, criterion = Text(), nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -169,7 +187,16 @@ def of_distribution(own):
     optimizer.step()
 
 
-LOOPS = [of_model, of_criterion, of_counted_targets, of_two_models, of_closure, of_gradient_penalty, of_distribution]
+LOOPS = [
+    of_model,
+    of_an_attribute,
+    of_criterion,
+    of_counted_targets,
+    of_two_models,
+    of_closure,
+    of_gradient_penalty,
+    of_distribution,
+]
 
 
 @pytest.mark.parametrize("loop", LOOPS)

@@ -145,7 +145,7 @@ class Micro:
             args, kwargs = (tree_map(value, part) for part in (call.args, call.kwargs))
             with torch.autocast(*call.cast) if call.cast is not None else nullcontext():
                 out = ((call.wrapper if wrapped else None) or call.function)(*args, **kwargs)
-            results.append(tensors_of(out))
+            results.append([*tensors_of(out), *_kept_by(call.function)])
         return results[self.loss.call][self.loss.place]
 
 
@@ -314,6 +314,10 @@ class Tape(TorchFunctionMode):
             for place, tensor in enumerate(tensors_of(output)):
                 self._made[id(tensor)] = Made(len(self._calls), place)
                 self._held.append(tensor)
+            for place, tensor in enumerate(_kept_by(function), len(tensors_of(output))):
+                if tensor.requires_grad and id(tensor) not in self._made:
+                    self._made[id(tensor)] = Made(len(self._calls), place)
+                    self._held.append(tensor)
             kind = next((t.device.type for t in tensors_of(output)), "cpu")
             cast = (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
             self._calls.append(Call(function, told, named, cast, wrapper))
@@ -401,6 +405,12 @@ def _scaled(call: Call, batch: dict[str, Tensor]) -> tuple[Made, float, float] |
     if not isinstance(number, int | float) or not number or (_SCALES[name] and made[0] is not call.args[0]):
         return None
     return made[0], 1 / number if _SCALES[name] else float(number), 1.0
+
+
+def _kept_by(function: Any) -> list[Tensor]:
+    """Return the tensors that a module keeps as attributes: a loss is read there that it does not return."""
+    modules = function.modules() if isinstance(function, nn.Module) else ()
+    return [x for module in modules for x in vars(module).values() if isinstance(x, Tensor)]
 
 
 def _hides_tensors(x: Any, deepest: int = 4) -> bool:
