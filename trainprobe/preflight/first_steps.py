@@ -1,10 +1,11 @@
-"""What is told of the first steps of a training: whether gradients are clipped, and the learning rates of the schedules."""
+"""What is told of the first steps of a training: clipped gradients, the loss scale, the learning rates of the schedules."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
 
+import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from trainprobe.engine.core.guard import attempt
@@ -16,12 +17,17 @@ SHOWN = 1, 2, 5, 10, 100, 1000  # steps of a schedule
 
 
 def remarks(subject: Subject) -> Iterator[str]:
-    """Yield a sentence for gradients that lie in the model and are clipped, and one for each schedule of its optimizers."""
+    """Yield a sentence of gradients that lie in the model and are clipped, of each scaler, of each schedule in use."""
     given, base = subject.guard.gradients(), subject.base.gradients
     held = {name: given[id(p)] for name, p in subject.parameters.items() if id(p) in given}
     norm, own = dot(held, held) ** 0.5, dot(base, base) ** 0.5
     if 0 < norm < own and relative(norm, float(f"{norm:.2g}")) < CLIPPED:
         yield f"gradients are clipped to the norm {norm:.2g}, from about {own:.3g}"
+    top = max((float(g.abs().max()) for g in base.values()), default=0.0) / torch.finfo(torch.float16).max
+    for scaler in instances_of(with_subclasses(torch.amp.GradScaler)):
+        if scaler.is_enabled():
+            scale = scaler.get_scale()
+            yield f"with the loss scale {scale:.6g} the largest gradient is {scale * top:.2g} times what float16 holds"
     optimizers = set(map(id, subject.optimizers))
     every = [s for s in instances_of(with_subclasses(LRScheduler)) if id(getattr(s, "optimizer", None)) in optimizers]
     inner = {id(part) for scheduler in every for part in getattr(scheduler, "_schedulers", ())}
