@@ -105,7 +105,17 @@ def token_means_weighted_by_samples(broken: bool) -> Trial:
     return trial(lambda micro, micros: 1 / learnt(micro) / len(micros), broken, 1, 3)
 
 
-@thread("ml-explore/mlx-lm#1413", "split", "count alike, in the whole batch they count by targets")
+@thread("allenai/open-instruct#1728", "split", "0.556, 5 times")
+def mean_of_each_micro_batch(broken: bool) -> Trial:
+    return trial(lambda micro, micros: 1 / learnt(micro) / len(micros), broken, 9, 1)
+
+
+@thread("huggingface/transformers#34191", "split", "factor 4, the 4 micro-batches")
+def loss_of_its_own_that_the_trainer_does_not_divide(broken: bool) -> Trial:
+    return trial(lambda micro, micros: right(micro, micros) * len(micros), broken, 9, 2, 6, 4, micro_batches=4)
+
+
+@thread("ml-explore/mlx-lm#1544", "split", "count alike, in the whole batch they count by targets")
 def means_divided_by_the_number_of_micro_batches(broken: bool) -> Trial:
     return trial(lambda micro, micros: 1 / learnt(micro) / len(micros), broken, 9, 2, 6, 4, micro_batches=4)
 

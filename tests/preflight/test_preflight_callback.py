@@ -46,10 +46,13 @@ def trainer_of_transformers(folder, preflight):
     return callback, model, logged
 
 
-def trainer_of_lightning(folder, preflight):
+def trainer_of_lightning(folder, preflight, crashes=()):
+    """crashes: numbers of the calls of the training step that fail."""
     import lightning
 
     from trainprobe.integrations.lightning import ProbeCallback
+
+    calls = []
 
     class Network(lightning.LightningModule):
         def __init__(self):
@@ -58,6 +61,9 @@ def trainer_of_lightning(folder, preflight):
             self.seen = []
 
         def training_step(self, batch):
+            calls.append(1)
+            if len(calls) in crashes:
+                raise RuntimeError("planted")
             loss = cross_entropy(self.net(batch[0]), batch[1])
             self.log("loss", loss, on_epoch=True, on_step=False)
             return loss
@@ -91,3 +97,15 @@ def test_the_training_that_follows_has_the_same_bits(tmp_path, capfd, train):
     report = callback.preflight.report
     assert {line.name: line.status for line in report.lines}["split"] in ("holds", "by design"), str(report)
     assert report.broken == [] and report.verdict.sentence in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("crashes", [range(7, 9), range(5, 12)])
+def test_the_same_where_properties_crash(tmp_path, crashes):
+    """The first two calls are the training's own, and so are the last two; those between are of the preflight."""
+    ended = []
+    for preflight in (False, True):
+        callback, model, logged = trainer_of_lightning(tmp_path, preflight, crashes if preflight else ())
+        ended.append(([t.tolist() for t in model.state_dict().values()], logged, states()))
+    assert ended[0] == ended[1]
+    crashed = [line.name for line in callback.preflight.report.lines if "planted" in line.text]
+    assert crashed[0] == "split" and len(crashed) == (1 if len(crashes) == 2 else 6), callback.preflight.report

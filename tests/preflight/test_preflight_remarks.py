@@ -132,6 +132,16 @@ def test_gradients_that_were_clipped_and_the_rates_of_the_schedule():
     assert rates == {step: pytest.approx(expected[step - 1], rel=5e-3) for step in (1, 2, 5, 10, 100, 1000)}
 
 
+def test_a_loss_scale_that_is_too_large_for_float16_is_told():
+    model, (x, y), scaler = network(), pictures(), torch.amp.GradScaler("cpu", init_scale=2.0**20)
+    classified(model, (x, y)).backward()
+    times = max(float(p.grad.abs().max()) for p in model.parameters()) * 2**20 / 65504
+    model.zero_grad()
+    told = line("update", classified, model, (x, y), optimizer=torch.optim.SGD(model.parameters(), lr=0.1)).text
+    assert f"with the loss scale 1.04858e+06 the largest gradient is {times:.2g} times what float16 holds" in told
+    del scaler
+
+
 def test_a_row_of_padding_alone_and_one_without_targets_are_told_apart():
     def loss(mean_by):
         def mean(model, batch):

@@ -1,10 +1,12 @@
-"""What is told of the first steps of a training: whether gradients are clipped, and the learning rates of the schedules."""
+"""What is told of the first steps of a training: clipped gradients, the loss scale, the learning rates of the schedules."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
 
+import torch
+from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from trainprobe.engine.core.guard import attempt
@@ -16,23 +18,38 @@ SHOWN = 1, 2, 5, 10, 100, 1000  # steps of a schedule
 
 
 def remarks(subject: Subject) -> Iterator[str]:
-    """Yield a sentence for gradients that lie in the model and are clipped, and one for each schedule of its optimizers."""
+    """Yield a sentence of gradients that lie in the model and are clipped, of each scaler, of each schedule in use."""
     given, base = subject.guard.gradients(), subject.base.gradients
     held = {name: given[id(p)] for name, p in subject.parameters.items() if id(p) in given}
     norm, own = dot(held, held) ** 0.5, dot(base, base) ** 0.5
     if 0 < norm < own and relative(norm, float(f"{norm:.2g}")) < CLIPPED:
         yield f"gradients are clipped to the norm {norm:.2g}, from about {own:.3g}"
-    optimizers = set(map(id, subject.optimizers))
-    every = [s for s in instances_of(with_subclasses(LRScheduler)) if id(getattr(s, "optimizer", None)) in optimizers]
-    inner = {id(part) for scheduler in every for part in getattr(scheduler, "_schedulers", ())}
-    kept = [(scheduler, dict(vars(scheduler))) for scheduler in every]
-    for scheduler in every:
-        if id(scheduler) not in inner and not isinstance(scheduler, ReduceLROnPlateau):
-            rates = attempt(_rates, scheduler, otherwise=lambda _: "")
-            yield from [f"learning rates of {type(scheduler).__name__}: {rates}"] if rates else []
-    for scheduler, attributes in kept:
-        vars(scheduler).clear()
-        vars(scheduler).update(attributes)
+    top = max((float(g.abs().max()) for g in base.values()), default=0.0) / torch.finfo(torch.float16).max
+    for scaler in instances_of(with_subclasses(torch.amp.GradScaler)):
+        if scaler.is_enabled():
+            scale = scaler.get_scale()
+            yield f"with the loss scale {scale:.6g} the largest gradient is {scale * top:.2g} times what float16 holds"
+    yield from _schedules({id(o) for o in subject.optimizers if not any(isinstance(g["lr"], Tensor) for g in o.param_groups)})
+
+
+def _schedules(optimizers: set[int]) -> list[str]:
+    """Return the rates of each schedule of torch that has one of these optimizers, whose rates are no tensors."""
+    alive = instances_of([kind for kind in with_subclasses(LRScheduler) if kind.__module__ == LRScheduler.__module__])
+    kept = [
+        (scheduler, dict(vars(scheduler))) for scheduler in alive if id(getattr(scheduler, "optimizer", None)) in optimizers
+    ]
+    inner = {id(part) for scheduler, _ in kept for part in getattr(scheduler, "_schedulers", ())}
+    asked = [s for s, _ in kept if id(s) not in inner and not isinstance(s, ReduceLROnPlateau)]
+    try:
+        return [
+            f"learning rates of {type(s).__name__}: {rates}"
+            for s in asked
+            if (rates := attempt(_rates, s, otherwise=lambda _: ""))
+        ]
+    finally:
+        for scheduler, attributes in kept:
+            vars(scheduler).clear()
+            vars(scheduler).update(attributes)
 
 
 def _rates(scheduler: LRScheduler) -> str:
