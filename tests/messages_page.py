@@ -29,7 +29,16 @@ EXAMPLES = Path(__file__).with_name("message_examples.json")
 COMMAND = "python -m tests.messages_page"
 ANSWERS = ("verdict", "sentences", "conclusion", "trace", "compare", "end_line")  # files that say what a command comes to
 SPEAKERS = {"say", "line", "at_end", "_say", "_tell", "_complain", "_print", "finding", "Finding"}
-REFUSING = ("cli.py", "*command.py", "engine/plan/*.py", "monitor/*.py", "debugger.py", "composition.py", "integrations/r*.py")
+REFUSING = (
+    "cli.py",
+    "*command.py",
+    "engine/plan/*.py",
+    "monitor/*.py",
+    "debugger.py",
+    "composition.py",
+    "integrations/r*.py",
+    "again/**/*.py",
+)
 _WORD = re.compile(r"[A-Za-z]{2,}")
 _GAP = re.compile(r"\{\w+\}|…")
 _WHOLE: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}

@@ -83,7 +83,7 @@ VERBS: dict[str, tuple[str, str]] = {
         "run a module of a recorded step again: data, op, precision or hardware",
     ),
     "why": (
-        "trainprobe.again.why.command:why",
+        "trainprobe.again.why.why:why",
         "what may be wrong with a run: at most five causes, with what speaks for and against",
     ),
     "mcp": ("trainprobe.agents:mcp", "let an agent read runs, as an MCP server"),

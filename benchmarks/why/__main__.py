@@ -14,7 +14,7 @@ import torch
 import typer
 
 from benchmarks.why.recorded import BENCHES, Kept, run_of
-from trainprobe.again.why.command import answer, left_by
+from trainprobe.again.why.why import answer, left_by
 
 
 def line_of(kept: Kept) -> dict[str, Any]:

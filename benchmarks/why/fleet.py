@@ -18,7 +18,7 @@ import orjson
 import typer
 
 from benchmarks.fleet import Fleet
-from trainprobe.again.why.command import answer, left_by
+from trainprobe.again.why.why import answer, left_by
 from trainprobe.engine.core.records import Finding, Place, Site
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.storage.dumps.layout import FINDINGS_FILE, log_folder

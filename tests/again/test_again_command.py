@@ -56,6 +56,11 @@ def test_a_script_that_fails_is_no_answer(tmp_path, capsys):
     assert "the script ended with exit code 1; it printed last:\n  no data" in capsys.readouterr().err
 
 
+def test_an_option_behind_what_it_belongs_to_is_no_script(tmp_path, capsys):
+    assert main(["golden", "record", str(tmp_path / "golden.txt"), "--steps", "1", "--", "train.py"]) == 3
+    assert "--steps stands where the script is: options come first, as in `trainprobe golden" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_other_ranks_are_asked(tmp_path, capsys):
     script = tmp_path / "train.py"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import trainprobe
 from trainprobe.again.why.against import CONFIGURATION, DATA, OPERATION, STEP, WEIGHTS
 from trainprobe.again.why.causes import MOST, ranked
-from trainprobe.again.why.command import answer, left_by
+from trainprobe.again.why.why import answer, left_by
 from trainprobe.cli import main
 from trainprobe.engine.core.records import Finding, Place, Site
 from trainprobe.errors import FormatError
@@ -199,7 +199,7 @@ def test_a_folder_without_a_run_is_no_answer(tmp_path: Path) -> None:
 def test_a_large_log_is_not_judged_again_and_says_so(good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "run"
     shutil.copytree(good, folder)
-    monkeypatch.setattr("trainprobe.again.why.command.LARGEST_LOG", 10)
+    monkeypatch.setattr("trainprobe.again.why.why.LARGEST_LOG", 10)
     assert main(["why", str(folder), "--json", str(tmp_path / "answer.json")]) == 3
     told = orjson.loads((tmp_path / "answer.json").read_bytes())
     assert told["causes"] == []

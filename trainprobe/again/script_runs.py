@@ -67,6 +67,8 @@ def script_of(words: Sequence[str] | None, example: str) -> list[str]:
         script.pop(0)
     if not script:
         raise UsageError(f"nothing to run: give the script behind `--`, as in `trainprobe {example}`")
+    if script[0].startswith("-") and script[0] != "-m":
+        raise UsageError(f"{script[0]} stands where the script is: options come first, as in `trainprobe {example}`")
     return script
 
 

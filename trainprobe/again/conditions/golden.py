@@ -43,7 +43,7 @@ FLOORS: tuple[dict[str, Any], ...] = (
     {"condition": ("floor",), "environment": {SEED: "1"}},
     {"condition": ("floor", "--way", "threads")},
 )
-_EXAMPLE = "golden check golden.txt -- train.py"
+_EXAMPLE = "golden record --steps 3 golden.txt -- train.py"
 
 Golden = Annotated[Path, typer.Argument(metavar="GOLDEN", help="The record; what is configured goes to GOLDEN.zip beside it.")]
 Ranks = Annotated[int, typer.Option(help="How many processes run the script; more than one are started by torchrun.", min=1)]
