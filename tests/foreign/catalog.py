@@ -13,8 +13,8 @@ class Program:
     {data}, {site}, {sources} and {here} stand for folders. updates: steps of torch's optimizers that it makes, as counted from
     outside; None where that varies. steps: steps that trainprobe has to record; by default as many. why: why that differs.
     findings: what may be found because it is true: rule, words of the message, reason. threads: losses come in any order.
-    amiss: what trainprobe does not do right yet; the test fails once it does. own: it needs other releases than the rest, and has
-    an environment of its own, `make test-foreign-NAME`.
+    amiss: what trainprobe does not do right yet; the test fails once it does. own: it needs other releases than the rest, and
+    has an environment of its own, `make test-foreign-NAME`.
     """
 
     name: str
