@@ -60,7 +60,8 @@ quick: $(VENV)/.dev
 # is built for CUDA, to $(VENV), and runs the kernels under Triton's interpreter. `oldest` holds the oldest releases that pyproject.toml
 # accepts, PyTorch 2.4.0 first of all, and runs what a user of them stands on; it fetches 2.5 GB and is for whoever changes what depends
 # on the version, so `make test` leaves it out. `foreign` (250 MB) and `foreign-all` (1.3 GB) add to $(VENV) packages whose training
-# programs are run as they are (docs/foreign_programs.md); `make test` runs the first. `wheels` (350 MB, most of it Zig) builds the
+# programs are run as they are (docs/foreign_programs.md); `make test` runs the first. `foreign-axolotl` (1.7 GB) is Axolotl, which
+# needs another release of TRL. `wheels` (350 MB, most of it Zig) builds the
 # wheels for Linux x86-64 and aarch64 and tries the first in an environment without a compiler. `queries` (0.9 GB, most of it Spark)
 # adds pandas, Polars and Spark to $(VENV) and runs what docs/run_log.md shows of them. `docs` (60 MB) holds Sphinx, which builds the
 # site. `megatron-lm` (16 MB) holds Megatron-LM, which writes checkpoints for tests/ckpt_compare. Where one cannot be made, its tests are left out with the reason, except in CI

@@ -32,6 +32,15 @@ class Columns:
     statistics: Mapping[str, tuple[npt.NDArray[np.float64], Bools]]
     bits: Mapping[str, tuple[npt.NDArray[np.uint64], Bools]]
 
+    def and_made(self, made: Sequence[Mapping[str, float]]) -> Columns:
+        """Return these columns with further values behind them. made: the statistics of each; they have no fingerprints."""
+        nothing = np.zeros(len(made), np.uint64), np.zeros(len(made), bool)
+        added = {name: column_of([each.get(name) for each in made]) for name in STATISTICS}
+        return Columns(
+            {name: (np.append(x, added[name][0]), np.append(y, added[name][1])) for name, (x, y) in self.statistics.items()},
+            {kind: (np.append(x, nothing[0]), np.append(y, nothing[1])) for kind, (x, y) in self.bits.items()},
+        )
+
 
 class Side:
     """What the dump in a rank's folder says of its values. unread: why entries, files or stored values could not be read.

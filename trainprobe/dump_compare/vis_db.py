@@ -8,10 +8,7 @@ collectives to the other ranks.
 
 from __future__ import annotations
 
-import os
-import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,7 +27,7 @@ from trainprobe.dump_compare.vis_links import VisLink, links_of, matched
 from trainprobe.engine.core.records import Call, Value
 from trainprobe.engine.core.step_data import entry_name, slots
 from trainprobe.engine.storage.dumps.entry_text import KEYS
-from trainprobe.errors import OutputError
+from trainprobe.engine.storage.safe_files import page_database
 
 ROOT_NODE = "DefaultModel"
 SOURCES = ("NPU", "Bench")
@@ -209,22 +206,11 @@ def _described(one: Judged, value: Value, side: Side, distance: Distance | None)
 
 def write_vis_db(ranks: Sequence[VisRank], path: Path) -> Path:
     """Write the file, whole or not at all, and return where. Raises OutputError where it cannot be written."""
-    if not path.name.endswith(".vis.db"):
-        raise OutputError(f"the graph page opens names that end with .vis.db alone: --vis {path}.vis.db")
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with closing(sqlite3.connect(draft)) as database, database:
-            database.executescript(_TABLES)
-            database.execute(f"INSERT INTO tb_config VALUES ({', '.join('?' * 9)})", _config(ranks))
-            database.executemany("INSERT OR IGNORE INTO tb_stack VALUES (?, ?)", _stacks(ranks))
-            rows = _with_jumps(ranks)
-            database.executemany(f"INSERT INTO tb_nodes VALUES ({', '.join('?' * 22)})", rows)
-        draft.chmod(0o640)  # the page refuses files that others may write
-        draft.replace(path)
-    except (OSError, sqlite3.Error) as error:
-        draft.unlink(missing_ok=True)
-        raise OutputError(f"cannot write {path}: {error}; choose another place with --vis") from error
+    with page_database(path, ".vis.db", "--vis") as database:
+        database.executescript(_TABLES)
+        database.execute(f"INSERT INTO tb_config VALUES ({', '.join('?' * 9)})", _config(ranks))
+        database.executemany("INSERT OR IGNORE INTO tb_stack VALUES (?, ?)", _stacks(ranks))
+        database.executemany(f"INSERT INTO tb_nodes VALUES ({', '.join('?' * 22)})", _with_jumps(ranks))
     return path
 
 

@@ -29,7 +29,7 @@ from trainprobe.monitor.two_runs import add_run, departures, first_departure, no
 from trainprobe.monitor.watcher import judge_run
 
 
-class Service(Enum):
+class PageService(Enum):
     """Whom `report` can give the page to; the sink of that name sends the run."""
 
     WANDB = "wandb"
@@ -56,7 +56,7 @@ def report(
     fleet: Annotated[
         bool, typer.Option("--fleet", help="all ranks at once: which differ from their replicas, and when")
     ] = False,
-    to: Annotated[Service | None, typer.Option("--to", help="also give the page to this service, as an artifact")] = None,
+    to: Annotated[PageService | None, typer.Option("--to", help="also give the page to this service, as an artifact")] = None,
     ray: Annotated[bool, typer.Option("--ray", help="--fleet on a Ray cluster whose machines see the same paths")] = False,
 ) -> int:
     """Write one self-contained HTML page of the run in RUN.

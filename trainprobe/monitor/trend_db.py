@@ -7,15 +7,14 @@ expects of its own writer, numbers beyond ±1e9 are written as ±1e9 and infinit
 from __future__ import annotations
 
 import math
-import os
 import re
 import sqlite3
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import closing
 from pathlib import Path
 
-from trainprobe.errors import FormatError, OutputError
+from trainprobe.engine.storage.safe_files import page_database
+from trainprobe.errors import FormatError
 from trainprobe.monitor.frames import Frame, Series
 
 # our statistic → the page's; what is one number has it in the column of the mean
@@ -133,22 +132,11 @@ def write_trend_db(frames: Iterable[Frame], path: Path) -> tuple[int, int]:
 
     Raises FormatError where there are no frames, OutputError where the file cannot be written.
     """
-    if not path.name.endswith(".trend.db"):
-        raise OutputError(f"the trend page opens names that end with .trend.db alone: --trend {path}.trend.db")
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with closing(sqlite3.connect(draft)) as database, database:
-            writer = TrendWriter(database)
-            for frame in frames:
-                writer.add(frame)
-            if not writer.steps:
-                raise FormatError("the run has no recorded step to export")
-            writer.finish()
-        draft.chmod(0o640)  # the page refuses files that others may write
-        draft.replace(path)
-    except (OSError, sqlite3.Error) as error:
-        raise OutputError(f"cannot write {path}: {error}; choose another place with --trend") from error
-    finally:
-        draft.unlink(missing_ok=True)
+    with page_database(path, ".trend.db", "--trend") as database:
+        writer = TrendWriter(database)
+        for frame in frames:
+            writer.add(frame)
+        if not writer.steps:
+            raise FormatError("the run has no recorded step to export")
+        writer.finish()
     return len(writer.ranks), len(writer.steps)

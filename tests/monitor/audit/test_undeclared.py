@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
@@ -27,6 +29,12 @@ def train(folder, declares=False, micro=1, wrong=1.0, **audit):
                     (model(x).square().mean() * wrong / micro).backward()
                 optimizer.step()
     return probe
+
+
+def test_the_end_line_names_the_script_that_runs(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["my scripts/fine tune.py", "--lr", "1"])
+    train(tmp_path)
+    assert capsys.readouterr().err.endswith("`trainprobe preflight -- 'my scripts/fine tune.py'` tests.\n")
 
 
 @pytest.mark.parametrize("how", [{}, {"declares": True, "micro": 2}, {"relations": {"declared_loss": False}}])

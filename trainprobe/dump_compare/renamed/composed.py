@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from trainprobe.dump_compare.dump_side import STATISTICS, Columns, Side, column_of
+from trainprobe.dump_compare.dump_side import STATISTICS, Columns, Side
 from trainprobe.dump_compare.layouts.joined import together
 from trainprobe.dump_compare.renamed.fused_rows import Laid
 from trainprobe.engine.core.records import Value
@@ -63,14 +63,7 @@ class Composed(Side):
 
     @cached_property
     def _columns(self) -> Columns:
-        statistics = [self.numbers(Value(self._count + i, "", ())) for i in range(len(self._made))]
-        whole, more = self._side._columns, len(statistics)
-        nothing = np.zeros(more, np.uint64), np.zeros(more, bool)
-        added = {name: column_of([each.get(name) for each in statistics]) for name in STATISTICS}
-        return Columns(
-            {name: (np.append(x, added[name][0]), np.append(y, added[name][1])) for name, (x, y) in whole.statistics.items()},
-            {kind: (np.append(x, nothing[0]), np.append(y, nothing[1])) for kind, (x, y) in whole.bits.items()},
-        )
+        return self._side._columns.and_made([self.numbers(Value(self._count + i, "", ())) for i in range(len(self._made))])
 
     def array(self, value: Value) -> npt.NDArray[Any] | None:
         """Return the elements of a value where the dump stores them and their order is known."""

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainprobe.dump_compare.call_slots import fill, is_result
-from trainprobe.dump_compare.dump_side import STATISTICS, Columns, Side, column_of
+from trainprobe.dump_compare.dump_side import Columns, Side
 from trainprobe.engine.core.records import Call, Value
 from trainprobe.engine.core.step_data import ValuesOfCalls, slots
 from trainprobe.errors import CompareError
@@ -230,13 +230,7 @@ class TokenSide(Side):
     @cached_property
     def _columns(self) -> Columns:
         made = [value for call in self.step_data.calls for _, value in slots(call) if value.row >= self._count]
-        statistics = [self.numbers(value) for value in sorted(made, key=lambda value: value.row)]
-        whole, nothing = self._side._columns, (np.zeros(len(made), np.uint64), np.zeros(len(made), bool))
-        added = {name: column_of([each.get(name) for each in statistics]) for name in STATISTICS}
-        return Columns(
-            {name: (np.append(x, added[name][0]), np.append(y, added[name][1])) for name, (x, y) in whole.statistics.items()},
-            {kind: (np.append(x, nothing[0]), np.append(y, nothing[1])) for kind, (x, y) in whole.bits.items()},
-        )
+        return self._side._columns.and_made([self.numbers(value) for value in sorted(made, key=lambda value: value.row)])
 
     def place_of(self, value: Value, at: Sequence[int]) -> str:
         """Return which token an element is of, and which forward has it."""

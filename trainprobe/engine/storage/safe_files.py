@@ -8,11 +8,15 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-from trainprobe.errors import FormatError
+from trainprobe.errors import FormatError, OutputError
+
+if TYPE_CHECKING:
+    import sqlite3
 
 NO_LINK = getattr(os, "O_NOFOLLOW", 0)  # opening fails where the name is a link
 PRIVATE = 0o600  # who may read what is written; `chmod -R g+rX FOLDER` shares it
@@ -51,6 +55,29 @@ def write_whole(path: Path, data: bytes) -> None:
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def page_database(path: Path, ending: str, option: str) -> Generator[sqlite3.Connection]:
+    """Give a database for a page of mindstudio-probe; the file is there, whole, once the block has ended without an error.
+
+    ending: of names that the page opens. option: what the user changes where it cannot be written. Raises OutputError.
+    """
+    import sqlite3  # no training needs it
+
+    if not path.name.endswith(ending):
+        raise OutputError(f"the page opens names that end with {ending} alone: {option} {path}{ending}")
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with closing(sqlite3.connect(draft)) as database, database:
+            yield database
+        draft.chmod(0o640)  # the page refuses files that others may write
+        draft.replace(path)
+    except (OSError, sqlite3.Error) as error:
+        raise OutputError(f"cannot write {path}: {error}; choose another place with {option}") from error
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def _write_over(path: Path, data: bytes) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,7 +23,7 @@ from trainprobe.monitor.audit.relations import observers_of
 from trainprobe.monitor.findings import matters
 
 # see docs/audit.md, "What it does not see"
-_BEYOND = "What only an experiment shows, `trainprobe preflight -- train.py` tests."
+_BEYOND = "What only an experiment shows, `trainprobe preflight -- {script}` tests."
 _REPLICATES = "DistributedDataParallel"  # a wrapper whose ranks all have the same parameters
 _DATA_PARALLEL = (_REPLICATES, "FullyShardedDataParallel", "FSDPModule")
 
@@ -105,7 +107,7 @@ class AuditProgram(Program):
             for finding in self.audit.late(facts, self.step, self._probe.place):
                 self._probe.report(finding)
         if self.last is not None and self._probe.framework == "pytorch" and not any(map(matters, self._probe.findings)):
-            self._probe.at_end(_BEYOND)
+            self._probe.at_end(_BEYOND.format(script=_script()))
         self.tap.close()
 
     # ---- what the tap asks ---------------------------------------------------------------------------------------
@@ -166,3 +168,9 @@ def _is_wrapped(model: Any, *kinds: str) -> bool:
 def _modules_of(model: Any) -> Iterable[Any]:
     """Return the modules of a model of torch; of any other model it alone."""
     return model.modules() if hasattr(model, "modules") else (model,)
+
+
+def _script() -> str:
+    """Return the script that runs, as a word of a command line; "train.py" for a notebook and a package."""
+    script = sys.argv[0]
+    return shlex.quote(script) if script.endswith(".py") and not script.endswith("__main__.py") else "train.py"

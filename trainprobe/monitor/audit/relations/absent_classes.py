@@ -1,22 +1,22 @@
 """A class that is never a target loses its probability.
 
-Relation, for `cross_entropy` and `nll_loss` over 3 to 1,000 classes with class indices as targets: at its minimum the mean
-probability of a class is its share of the targets. A class that was no target in 30 or more audited steps is reported if, in
-the last 15 of them compared with the 15 before,
+Judged for `cross_entropy` and `nll_loss` over 3 to 1,000 classes, with class indices as targets. At the minimum of the loss the
+mean probability of a class is its share of the targets. A class is reported if it was no target in 30 or more audited steps,
+and if all of this holds in the last 15 of them, compared with the 15 before:
 
-    its mean probability is a quarter of an equal share or more, and twice the share of label smoothing or more
-    its probability no longer falls: it is 0.98 of the earlier one, or more
-    by this probability alone 20 or more targets of this class were to be expected
-    the model has learned: the mean of -log p(target) is 0.75 of that of the first three audited steps, or less, and 0.95 of
-    the earlier one, or more
+- Its mean probability is at least a quarter of an equal share, and at least twice the share of label smoothing.
+- Its probability no longer falls: it is 0.98 of the earlier one, or more.
+- By this probability alone, 20 or more targets of this class were to be expected.
+- The model has learned: the mean of -log p(target) is at most 0.75 of that of the first three audited steps. It no longer
+  learns fast: this mean is at least 0.95 of the earlier one.
 
-and if at most one class in ten (and at least one) was never a target. The others show that the targets are classes of a fixed
-list, and not positions, tokens or candidates. All losses of the step must be of this kind. With several ranks, the class must
-have been no target on any.
-Reported as warnings: a data set may lack a class. Usually caused by labels that begin at 1 while the model has n + 1 outputs,
-by outputs that fill up a shape, or by a background class without labels, in models with bounded logits (a sigmoid or tanh
-before the loss, cosines without a scale). Without such bounds the probability of the class falls as long as the model learns. A
-head without bias over features that average to 0 may be bounded too.
+At most one class in ten (and at least one) may never be a target. The other classes show that the targets are classes of a
+fixed list, and not positions, tokens or candidates. All losses of the step must be of this kind. With several ranks, the class
+must have been no target on any.
+Reported as warnings: a data set may lack a class. Usual causes are labels that begin at 1 while the model has n + 1 outputs,
+outputs that fill up a shape, and a background class without labels. The logits are bounded in such models: by a sigmoid or tanh
+before the loss, by cosines without a scale, or by a head without bias over features that average to 0. Without bounds the
+probability of the class falls as long as the model learns.
 """
 
 from __future__ import annotations

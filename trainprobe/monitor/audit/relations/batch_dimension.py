@@ -1,11 +1,12 @@
 """A layer over sequences does not confuse the batch with another dimension.
 
-Relation, for torch's recurrent and attention layers that are given [a, b, features] with a ≠ b, both at least 2, if every loss
-function of the step has one target [N] or [N, k] a row: the layer's batch dimension (the second, or the first with
-`batch_first`) has N entries, if one of the two has and no dimension of a target has the other's size. A multiple of N is right
-too, unless the model itself is called with [a, b, …]: rows may be folded together with something else. Tolerance none; at this
-audited step and the one before. Reported as a warning.
-Usually caused by a missing `batch_first=True` for data [batch, time, features]: each row of the batch then counts as a moment
+Judged for torch's recurrent and attention layers that are given [a, b, features], with a ≠ b and both at least 2. Every loss
+function of the step must have one target a row, [N] or [N, k]. The batch dimension of the layer is the second, or with
+`batch_first` the first. It has N entries if one of the two dimensions has, and if no dimension of a target has the size of the
+other. Rows may be folded together with another dimension: a multiple of N is right too, unless the model itself is called with
+[a, b, …]. No tolerance; at this audited step and the one before. Reported as a warning.
+
+Usually caused by a missing `batch_first=True` for data [batch, time, features]. Each row of the batch then counts as a moment
 of time, and mixes with the rows before it. A layer whose `batch_first` fits its data cannot violate this. Nothing is judged if
 the loss is written by hand, or if there are as many rows as moments.
 """

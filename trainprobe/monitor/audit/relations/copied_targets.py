@@ -1,17 +1,17 @@
 """The model is not given its own target.
 
-Relation, if the only torch loss of a backward pass has a target of 16 elements or more, which vary (a second loss may well
-reconstruct a part of the input). Equality is bitwise and holds for all elements:
+Judged if the only torch loss of a backward pass has a target of 16 elements or more, which vary. (A second loss may well
+reconstruct a part of the input.) Equality is bitwise and holds for all elements:
 
-    mse_loss, l1_loss …        no column of an argument [N, F] of the model, F > 1, is the target [N]
-    the same                   the target is not an argument of a model that has other arguments too, unless a weight of the
-                               model is narrower than the target (an autoencoder has to pass through it)
-    cross_entropy, nll_loss    of two or more embeddings of rows of indices, the last does not look up the targets at their own
-                               places: it is the decoder's, and an encoder may be given what is to be reproduced
+- `mse_loss`, `l1_loss` …: no column of an argument [N, F] of the model, F > 1, is the target [N].
+- The same losses: the target is not an argument of a model that has other arguments too. A model with a weight narrower than
+  the target is left out: it is an autoencoder, and the target has to pass through it.
+- `cross_entropy`, `nll_loss`: where two or more embeddings look up rows of indices, the last is the decoder's. It does not look
+  up the targets at their own places. (An encoder may be given what is to be reproduced.)
 
 Reported as warnings: some models should reproduce their input.
-Usually caused by a table from which the target was not dropped, by a denoiser that is given the noise instead of the noisy
-data, or by a decoder whose input is not shifted. If the numbers differ in one bit, this is not seen.
+Usual causes are a table from which the target was not dropped, a denoiser that is given the noise instead of the noisy data,
+and a decoder whose input is not shifted. If the numbers differ in one bit, this is not seen.
 """
 
 from __future__ import annotations

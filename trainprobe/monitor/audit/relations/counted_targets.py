@@ -1,17 +1,17 @@
 """The targets that count in a loss over classes are those from which the model can learn.
 
-Relation, for `cross_entropy` and `nll_loss` with class indices, at two audited steps in a row:
+Three relations for `cross_entropy` and `nll_loss` with class indices, at two audited steps in a row:
 
-    half of the rows of tokens or more have a target that is not ignored (`loss_inputs` reports it if no row has one)
-    `ignore_index` is not a class of the input with more than half of the targets, if these are maps (the targets of an input
-    [N, C, …]) and the model is not called with tokens, whose padding may have an index of its own
-    if the input differs from the targets by one single token (8 times or more), which hides them, fewer than half of the
-    targets are in the input at their own places
+- At least half of the rows of tokens have a target that is not ignored. (`loss_inputs` reports it if no row has one.)
+- For maps, which are targets of an input [N, C, …], `ignore_index` is not the class of more than half of the targets. A model
+  that is called with tokens is left out: its padding may have an index of its own.
+- The input may differ from the targets by one single token, 8 times or more, which hides them. Then fewer than half of the
+  targets are in the input at their own places.
 
 Reported as warnings: each may be intended.
-Usually caused by rows that are cut before the part to be learned, by ignoring the background instead of pixels without a label,
-and by labels of a masked language model that are not limited to the hidden tokens (transformers issue 20797): nearly all of the
-loss is then to copy the input.
+Usual causes are rows that are cut before the part to be learned, and an ignored background in place of pixels without a label.
+Another is a masked language model whose labels are not limited to the hidden tokens (transformers issue 20797): nearly all of
+the loss is then to copy the input.
 """
 
 from __future__ import annotations

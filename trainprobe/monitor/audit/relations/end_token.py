@@ -1,12 +1,12 @@
 """What ends a text is a target as well.
 
-Relation, where a language model predicts the next token and is called with an attention mask, and where all tokens at which
-the mask is 0 are one token: if at least half of the rows hold this token where the mask is not 0 too (so it is also what ends
-a text), it is a target there at least once, in this audited step or the one before. Tolerance none. Reported as a warning:
-somebody may not want the end to be learned.
-Usually caused by `pad_token = eos_token` with labels that are set to -100 wherever they are the token that pads: the model is
-never trained to stop, and generates until it is cut off. A padding token of its own, or labels that are ignored by the mask,
-cannot violate this.
+Judged where a language model predicts the next token and is called with an attention mask, if all masked tokens are the same
+token. If at least half of the rows also hold this token where the mask is not 0, it ends a text. It is then a target there at
+least once, in this audited step or the one before. No tolerance. Reported as a warning: the end may be left out on purpose.
+
+Usually caused by `pad_token = eos_token`, with labels of -100 wherever they are the padding token. The model is then never
+trained to stop, and generates until it is cut off. A separate padding token, or labels that are ignored by the mask, cannot
+violate this.
 """
 
 from __future__ import annotations

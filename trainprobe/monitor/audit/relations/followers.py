@@ -1,16 +1,16 @@
 """A copy that follows the weights (average, target network, teacher) does so in all tensors, towards them, and with memory.
 
-Relation: in a step in which a copy of the model (a module, or a list or dict of tensors) changes, each of its tensors moves by
-one share of its distance to the weights, e' = e + r (w − e), with 0 < r ≤ 1. r is fitted to a sample of elements by least
-squares. Reported, each as a warning:
+A copy of the model is a module, or a list or dict of tensors. In a step in which it changes, each of its tensors moves by one
+share of its distance to the weights: e' = e + r (w − e), with 0 < r ≤ 1. r is fitted to a sample of elements by least squares.
+Each of these is reported as a warning:
 
-- r < 0: the copy moves away from the weights;
+- r < 0: the copy moves away from the weights.
 - 1/2 < r < 1 at three audited steps, equal within one percent: the copy has nearly no memory, as if the decay and its
-  complement were exchanged. A warm-up of the decay varies r; r = 1 copies the weights, as target networks do;
-- r = 0 in some tensors that differ from the weights, at two audited steps, while others follow: they are left out;
-- fewer than half of the elements that differ from the weights change at two audited steps, in 16 bits: the rest rounds away;
-- it is written at two audited steps, differs from the weights and keeps its values: it is updated with itself;
-- it does not change, and ran without gradients and with active dropout at four audited steps in a row: the outputs of a
+  complement were exchanged. A warm-up of the decay varies r; r = 1 copies the weights, as target networks do.
+- r = 0 in some tensors that differ from the weights, at two audited steps, while others follow: they are left out.
+- Fewer than half of the elements that differ from the weights change, at two audited steps in 16 bits: the rest rounds away.
+- It is written at two audited steps, differs from the weights and keeps its values: it is updated with itself.
+- It does not change, and ran without gradients and with active dropout at four audited steps in a row: the outputs of a
   reference are then random.
 
 A copy that does not change in evaluation mode violates nothing. An update between two steps is judged from two consecutive

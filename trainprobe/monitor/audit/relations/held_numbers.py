@@ -1,17 +1,17 @@
 """Integers that mean positions, steps and kinds keep their differences.
 
-Relation, without any threshold of size:
+A short dtype cannot represent all integers above 256 (bfloat16) or 2048 (float16). Three relations follow, without a
+threshold of size:
 
-    of the integers with which the model is called, some of 24 or more that a short dtype cannot represent (above 256 in
-    bfloat16, 2048 in float16) are odd, if any of those that it can represent are
-    of the places of a row, by which constants rotate features (rotary positions), fewer than a quarter of 16 or more that a
-    short dtype cannot represent have the numbers of the place before, if none of the others do
-    of more than 272 classes, one above 255 is a target in 500 targets, if those from 224 to 255 are, and the targets are not
-    the next token (bytes of a text may have classes of their own beside them)
+- The integers with which the model is called: 24 or more cannot be represented. Some of them are odd, if any of the rest are.
+- The places of a row, by which constants rotate features (rotary positions): 16 or more cannot be represented. Fewer than a
+  quarter of these have the numbers of the place before, if none of the other places do.
+- More than 272 classes, if targets from 224 to 255 occur: one above 255 is a target within 500 targets. Targets that are the
+  next token are not judged: bytes of a text may have classes beside them.
 
 Reported as warnings. Usually caused by indices that went through a column of half floats or bytes: different places are then
-equal. 24 numbers that were never rounded are all even once in 16 million times.
-Other conversions inside a model are not seen: replacing a method of `Tensor` would change what modes of functions receive.
+equal. By chance, 24 numbers that were never rounded are all even once in 16 million times.
+Other conversions inside a model are not seen: replacing a method of `Tensor` would change what function modes receive.
 """
 
 from __future__ import annotations

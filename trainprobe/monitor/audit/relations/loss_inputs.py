@@ -1,27 +1,26 @@
 """A loss function gets inputs for which it is defined.
 
-Relation, for the functions of `torch.nn.functional` in training:
+Relations for the functions of `torch.nn.functional` in training:
 
-    cross_entropy                       the input is not a probability already: no element below 0, all sums over classes 1
-    … and …_with_logits                 the smallest input is not 0 exactly while others are larger
-    nll_loss, kl_div, ctc_loss          the input is a log-probability: no element is above 0
-    binary_cross_entropy[_with_logits]  targets are in [0, 1]
-    …_with_logits                       not all of 64 or more inputs, which differ, are in [0, 1] at two audited steps in a row,
-                                        both after the twentieth step of the run
-    kl_div                              targets are probabilities: no element is below 0 (unless `log_target`)
-    ctc_loss                            less than one in twenty transcripts is longer than its input, at two audited steps in a
-                                        row
-    ctc_loss                            no letter of a transcript is the blank
-    mse_loss, l1_loss, huber_loss …     input and target are not broadcast against each other, [N, 1] and [N] to [N, N]
-    cross_entropy, nll_loss             not all targets of all calls are ignored, at two audited steps in a row, nor those of
-                                        any call that returns their mean, which is then NaN
+- `cross_entropy`: the input is not a probability already (no element below 0, all sums over classes 1).
+- `cross_entropy` and `…_with_logits`: the smallest input is not 0 exactly while others are larger.
+- `nll_loss`, `kl_div`, `ctc_loss`: the input is a log-probability; no element is above 0.
+- `binary_cross_entropy`, with logits or without: targets are in [0, 1].
+- `…_with_logits`: of 64 or more inputs, which differ, some are outside of [0, 1]. Reported at two audited steps in a row, both
+  after the twentieth step of the run.
+- `kl_div`: targets are probabilities; no element is below 0 (unless `log_target`).
+- `ctc_loss`: less than one in twenty transcripts is longer than its input. Reported at two audited steps in a row.
+- `ctc_loss`: no letter of a transcript is the blank.
+- `mse_loss`, `l1_loss`, `huber_loss` …: input and target are not broadcast against each other, [N, 1] and [N] to [N, N].
+- `cross_entropy`, `nll_loss`: not all targets of all calls are ignored. Reported at two audited steps in a row. The same holds
+  for each call that returns a mean, which is then NaN.
 
 Tolerance: 1e-3 for bounds, 5e-3 for sums. The first 16 entries of each other dimension of inputs over classes are checked.
 Reported as warnings: torch computes all of this, and it may be intended.
-Usually caused by a softmax, a sigmoid or a ReLU in the model before a loss that takes logits, by a loss that expects logarithms
-and gets none, by images in 0 … 255 as targets, or by a prediction [N, 1] against targets [N]. Other causes are strides that
-leave fewer frames than a transcript has letters (with `zero_infinity`), and labels that are all masked (a prompt template that
-matches nothing, a cut that leaves only the prompt). A loss function with inputs for which it is defined cannot violate this.
+Usual causes are a softmax, a sigmoid or a ReLU in the model before a loss that takes logits, and a loss that expects logarithms
+and gets none. Others are images in 0 … 255 as targets, and a prediction [N, 1] against targets [N]. Strides may leave fewer
+frames than a transcript has letters (with `zero_infinity`). A prompt template that matches nothing, or a cut that leaves only
+the prompt, masks all labels. A loss function with inputs for which it is defined cannot violate this.
 """
 
 from __future__ import annotations

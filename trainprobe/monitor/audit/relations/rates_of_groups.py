@@ -1,15 +1,15 @@
 """Parameter groups that were made to learn at different rates do so.
 
-Relation, for the groups of an optimizer:
+Two relations for the groups of an optimizer, without tolerance:
 
-    groups whose rates were different when the run began have not all one rate, above 0, at each of two audited steps in a row,
-    of which the first is the first of all
-    a group with a number of its own that is named as a factor of the rate (`lr_mult`, `lr_scale` …), other than 1, and that the
-    class of the optimizer does not know, has not the rate of a group without it, or with another one, at four audited steps
+- Groups whose rates differed when the run began do not all have one rate above 0. Reported if they have at each of the first
+  two audited steps.
+- A group may hold a number that is named as a factor of the rate (`lr_mult`, `lr_scale` …), is not 1, and is unknown to
+  the class of the optimizer. It does not have the rate of a group without this factor, or with another one. Reported after four
+  audited steps.
 
-Tolerance none. Reported as warnings: a schedule may begin to tell them apart later.
-Usually caused by a schedule that writes one rate into all groups, and by a factor that is handed to an optimizer which keeps it
-and does not read it.
+Reported as warnings: a schedule may separate the rates later.
+Usually caused by a schedule that writes one rate into all groups, or by an optimizer that keeps the factor and ignores it.
 """
 
 from __future__ import annotations

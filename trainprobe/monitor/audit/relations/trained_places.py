@@ -1,17 +1,16 @@
 """No gradient arrives at output places that are padding, or that belong to a prompt which the program did not sample.
 
-Relation, for the first call of the model with rows [rows, time] in a step, at two audited steps in a row:
+Two relations for the first call of the model with rows [rows, time] in a step, at two audited steps in a row:
 
-    in rows that end with two or more of a token that occurs nowhere else, or with frames of zeros, fewer than half of these
-    places, except the first, have a gradient (`shifted_targets` reports it if a loss has targets that a mask leaves out); and
-    not more than half of these rows have a gradient nowhere else
-    if at least half of all rows begin with the same three tokens or more as the row before, and others do not (several answers
-    to each of several prompts), fewer than nine in ten places whose next token is shared have a gradient
+- Rows that end with two or more of a token that occurs nowhere else, or with frames of zeros, are padded. Fewer than half of
+  the padded places, except the first, have a gradient. Not more than half of the padded rows have a gradient there alone.
+  (`shifted_targets` reports it if a loss has targets that a mask leaves out.)
+- Some rows begin with the same three tokens or more as the row before, and others do not. If at least half do, they are several
+  answers to each of several prompts. Fewer than nine in ten places whose next token is shared have a gradient.
 
-Tolerance none: a masked place has a gradient of 0. Reported as warnings, because padding and prompts are inferred from the
-rows.
-Usually caused by labels that are not ignored at padding, by the lengths of the padded rows (speechbrain issue 496), by a reward
-at the last place of the row instead of the last token (gpt-neox issue 1285), and by log-probabilities of the prompt in a
+No tolerance: a masked place has a gradient of 0. Reported as warnings, because padding and prompts are inferred from the rows.
+Usual causes are labels that are not ignored at padding, and lengths of the padded rows (speechbrain issue 496). Others are a
+reward at the last place of the row instead of the last token (gpt-neox issue 1285), and log-probabilities of the prompt in a
 policy's loss.
 """
 

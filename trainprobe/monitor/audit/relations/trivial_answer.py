@@ -1,11 +1,12 @@
 """A classifier gets better than the shares of the classes alone.
 
-Relation, where the one loss of a step is `cross_entropy` or `nll_loss` over 2 to 100 classes with one target a row: with H the
-entropy of all targets, 128 or more, of the last six audited steps after the twentieth step, the mean of -log p(target) over
-these is below 0.995 H, or one of them is below 0.9 H; judged once a weight has changed its norm by a tenth, so that it has been
-trained. Reported as a warning: a hard task may need longer, so the finding says for how long.
-Usually caused by inputs and targets that were shuffled apart, by an output that is read at the wrong place, or by features that
-do not reach the head: a model that knows nothing but how frequent each class is has just this loss.
+Judged where the one loss of a step is `cross_entropy` or `nll_loss` over 2 to 100 classes, with one target a row. H is the
+entropy of the targets, 128 or more, of the last six audited steps after the twentieth step. The mean of -log p(target) over
+these steps is below 0.995 H, or that of one step is below 0.9 H. This is judged once a weight has changed its norm by a tenth:
+then it has been trained. Reported as a warning: a hard task may need longer, so the finding says for how long.
+
+A model that knows only how frequent each class is has this loss. Usual causes are inputs and targets that were shuffled
+separately, an output that is read at the wrong place, and features that do not reach the head.
 """
 
 from __future__ import annotations
