@@ -180,7 +180,7 @@ def _also_alone(rank: Compared, judged: Judged) -> list[str]:
     return [
         told,
         *(
-            [f"the first that changes within it is {distance_in_words(inner[1])} of {place_of_call(rank, inner[0])}"]
+            [f"the first that changes within it is at {place_of_call(rank, inner[0])}: {distance_in_words(inner[1])}"]
             if inner
             else []
         ),

@@ -47,7 +47,7 @@ def nan_trace(
     of_updates = [steps_without_update(updates.values()), no_update(updates.values())]
     not_seen = [*(f"{sentence}." for sentence in seen.lacking()), *filter(None, of_updates)]
     not_seen = not_seen if found is None else []  # of a run that was not read to its end, this is not known
-    lacking = [] if found is not None else [*filter(None, [seen.shortfall(folder)]), *_not_looked_at(seen, list(unread))]
+    lacking = [] if found is not None else _not_looked_at(seen, folder, list(unread))
     not_seen = [*lacking[1:], *not_seen]
     if json:
         not_seen = [*lacking[:1], *not_seen]
@@ -61,10 +61,14 @@ def nan_trace(
     return 1 if found is not None or overflows else 3 if lacking else 0
 
 
-def _not_looked_at(seen: LookedAt, unread: list[str]) -> list[str]:
+_NOTHING = "no value could be looked at"
+
+
+def _not_looked_at(seen: LookedAt, folder: Path, unread: list[str]) -> list[str]:
     """Return sentences on what the answer that all is finite would not rest on."""
-    parts = [f"{counted(len(unread), 'part')} of the dump could not be read, such as: {unread[0]}"] if unread else []
-    return parts if seen.values else [*parts, "no value was recorded that could be looked at"]
+    nothing = "" if seen.values else _NOTHING
+    parts = f"{counted(len(unread), 'part')} of the dump could not be read, such as: {unread[0]}" if unread else ""
+    return [text for text in (nothing, seen.shortfall(folder), parts) if text]
 
 
 def _with_overflows(steps: Iterator[list[RankStep]], overflows: list[str]) -> Iterator[list[RankStep]]:
@@ -89,9 +93,9 @@ def _followed(
 def _lines(found: RunTrace | None, looked: int, lacking: list[str]) -> Iterator[str]:
     if found is None:
         where = "what could be looked at" if lacking else counted(looked, "recorded step")
-        yield "".join(
-            [*(f"{text}: " for text in lacking[:1]), f"no NaN and no infinity in {where}, beside constants and masks"]
-        )
+        finite = f"no NaN and no infinity in {where}, beside constants and masks"
+        unknown = "whether there is a NaN or an infinity is not known"
+        yield ": ".join([*lacking[:1], unknown if _NOTHING in lacking else finite])
         return
     first = found.first
     yield f"the first {first.what} is of step {found.step}, on rank {first.at.rank}: {_name(first)}: {_how(first, found)}"
