@@ -29,7 +29,9 @@ def remarks(subject: Subject) -> Iterator[str]:
         if scaler.is_enabled():
             scale = scaler.get_scale()
             yield f"with the loss scale {scale:.6g} the largest gradient is {scale * top:.2g} times what float16 holds"
-    yield from _schedules({id(o) for o in subject.optimizers if not any(isinstance(g.get("lr"), Tensor) for g in o.param_groups)})
+    yield from _schedules(
+        {id(o) for o in subject.optimizers if not any(isinstance(g.get("lr"), Tensor) for g in o.param_groups)}
+    )
 
 
 def _schedules(optimizers: set[int]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from copy import deepcopy
 from dataclasses import replace
 from inspect import signature
@@ -12,6 +13,7 @@ from torch.optim import LBFGS, SparseAdam
 
 from trainprobe.engine.core.guard import attempt
 from trainprobe.engine.core.words import and_more
+from trainprobe.integrations.live_modules import held_by
 from trainprobe.preflight import first_steps
 from trainprobe.preflight.report import BROKEN, Line, broken, holds, not_applicable
 from trainprobe.preflight.subject import LOSS, Subject, dot, relative, sampled
@@ -48,8 +50,9 @@ def examine(subject: Subject) -> Line:
 
 
 def _moves(subject: Subject) -> dict[str, Tensor]:
-    """Return parameter → some elements of what its optimizer, of torch.optim, adds to it in float64: see `sampled`."""
-    names, found = {id(p): name for name, p in subject.parameters.items()}, dict[str, Tensor]()
+    """Return parameter → some elements of what its one optimizer, of torch.optim, adds to it in float64: see `sampled`."""
+    held = Counter(number for optimizer in subject.optimizers for number in held_by(optimizer))
+    names, found = {id(p): name for name, p in subject.parameters.items() if held[id(p)] == 1}, dict[str, Tensor]()
     for optimizer in subject.optimizers:
         kind = type(optimizer)
         taken = signature(kind).parameters.keys() - {"params", "foreach", "fused", "capturable"}
