@@ -93,27 +93,25 @@ def apply(
     """Return the logical tensors that one stored tensor holds."""
     name = names.stripped(tensor.name.removeprefix(prefix)).replace(".base_layer.", ".")
     name = TRAINED_WHOLE.sub(".", name)
-    is_adapter, rules = names.kind_of(name)
-    if is_adapter and (adapter := ADAPTER.fullmatch(name)) is not None:
+    if names.kind_of(name)[0] and (adapter := ADAPTER.fullmatch(name)) is not None:
         weight = ".weight" if adapter["lora"] else adapter["weight"] or ""  # of LoRA both ways to write it
         return [tensor.renamed(f"{_adapted(names, adapter['base'])}.{adapter['part']}{weight}{_which(adapter)}")]
-    for rule in rules:
-        match = rule.pattern.fullmatch(name)
-        if match is None or (rule.when and not config.get(rule.when)):
-            continue
-        if rule.drop:
-            return []
-        if unknown := lacking(rule.by, tensor, config):
-            options = ", ".join(f"--{need.replace('_', '-')}" for need in unknown)
-            notes.append(
-                f"{', '.join(unknown)} unknown: tensors such as {name} are compared as they are stored; give {options}, "
-                "or put the model's config.json beside the file"
-            )
-            return [tensor.renamed(name)]
-        if rule.by and match.groupdict().get("p") not in (None, *_SPLIT):
-            return [tensor.renamed(name)]  # codes or scales of a fused matrix, which only whole have a meaning
-        return _renamed(tensor, rule, match, config)
-    return [tensor.renamed(name)]
+    found = names.rule_of(name, config)
+    if found is None:
+        return [tensor.renamed(name)]
+    rule, match = found
+    if rule.drop:
+        return []
+    if unknown := lacking(rule.by, tensor, config):
+        options = ", ".join(f"--{need.replace('_', '-')}" for need in unknown)
+        notes.append(
+            f"{', '.join(unknown)} unknown: tensors such as {name} are compared as they are stored; give {options}, "
+            "or put the model's config.json beside the file"
+        )
+        return [tensor.renamed(name)]
+    if rule.by and match.groupdict().get("p") not in (None, *_SPLIT):
+        return [tensor.renamed(name)]  # codes or scales of a fused matrix, which only whole have a meaning
+    return _renamed(tensor, rule, match, config)
 
 
 def _which(adapter: re.Match[str]) -> str:
@@ -126,18 +124,16 @@ def _adapted(names: NameMap, base: str) -> str:
     for rule in names.rules:
         match = rule.pattern.fullmatch(f"{base}.weight")
         if match is not None and len(rule.to) == 1 and not rule.when:
-            return rule.to[0].format_map({**match.groupdict(), "i": 0}).removesuffix(".weight")
+            return rule.name_of(match).removesuffix(".weight")
     return base
 
 
 def _renamed(tensor: LogicalTensor, rule: NameRule, match: re.Match[str], config: Mapping[str, Any]) -> list[LogicalTensor]:
-    fields = match.groupdict()
     found: list[tuple[LogicalTensor, list[int]]] = [(tensor, [])]
     for by in rule.by:
         found = [(part, [*at, i]) for t, at in found for i, part in enumerate(TRANSFORMS[by](t, config))]
     out: list[LogicalTensor] = []
     for part, at in found:
-        to = rule.to[at[-1] if len(rule.to) > 1 else 0]
-        name, native = sys.intern(to.format_map({**fields, "i": at[0] if at else 0})), tensor.native or tensor.name
+        name, native = sys.intern(rule.name_of(match, at)), tensor.native or tensor.name
         out.append(LogicalTensor(name, part.shape, part.held, part.slot, native, rule.vocabulary))
     return out

@@ -13,7 +13,7 @@ layer by layer, for files that do not keep the order and optimizers that know no
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib import resources
@@ -54,6 +54,11 @@ class NameRule:
     when: str = ""
     drop: bool = False
 
+    def name_of(self, match: re.Match[str], at: Sequence[int] = ()) -> str:
+        """Return the logical name of a part. at: which part it is of each transform."""
+        to = self.to[at[-1] if len(self.to) > 1 else 0]
+        return to.format_map({**match.groupdict(), "i": at[0] if at else 0})
+
 
 @dataclass(frozen=True, slots=True)
 class NameMap:
@@ -87,6 +92,14 @@ class NameMap:
             may = [r for r in self.rules if r.pattern.fullmatch(kind) or _OWN_NUMBER.search(r.pattern.pattern)]
             found = self.kinds[kind] = ADAPTER.fullmatch(kind) is not None, tuple(may)
         return found
+
+    def rule_of(self, name: str, config: Mapping[str, Any]) -> tuple[NameRule, re.Match[str]] | None:
+        """Return the first rule that matches a name, with the match; None where none does. config: of the model."""
+        for rule in self.kind_of(name)[1]:
+            match = rule.pattern.fullmatch(name)
+            if match is not None and (not rule.when or config.get(rule.when)):
+                return rule, match
+        return None
 
     def wrapper(self, names: Iterable[str]) -> str | None:
         """Return what wrappers put before this family's names (often nothing), or None when these are not its names."""

@@ -102,24 +102,22 @@ def _whole(tensor: Any) -> Shard:
 
 def _mapped(family: NameMap, name: str, tensor: Any, shard: Shard, base: Any, config: Config) -> Iterator[HeldPiece]:
     """Yield the logical parts of one tensor; the tensor as it is where no rule knows it, or a number is not known."""
-    for rule in family.kind_of(name)[1]:
-        match = rule.pattern.fullmatch(name)
-        if match is None or (rule.when and not config.get(rule.when)):
-            continue
-        if rule.drop:
-            return
-        found: list[tuple[HeldPiece, list[int]]] = [(HeldPiece("", tensor, shard, rule.vocabulary, base), [])]
-        for by in rule.by:
-            parts = [(part, [*at, i]) for piece, at in found for i, part in _transformed(by, piece, config)]
-            if not parts and tensor.numel():
-                yield HeldPiece(name, tensor, shard, base=base)
-                return
-            found = parts
-        for piece, at in found:
-            to = rule.to[at[-1] if len(rule.to) > 1 else 0]
-            yield piece._replace(name=to.format_map({**match.groupdict(), "i": at[0] if at else 0}))
+    known = family.rule_of(name, config)
+    if known is None:
+        yield HeldPiece(name, tensor, shard, base=base)
         return
-    yield HeldPiece(name, tensor, shard, base=base)
+    rule, match = known
+    if rule.drop:
+        return
+    found: list[tuple[HeldPiece, list[int]]] = [(HeldPiece("", tensor, shard, rule.vocabulary, base), [])]
+    for by in rule.by:
+        parts = [(part, [*at, i]) for piece, at in found for i, part in _transformed(by, piece, config)]
+        if not parts and tensor.numel():
+            yield HeldPiece(name, tensor, shard, base=base)
+            return
+        found = parts
+    for piece, at in found:
+        yield piece._replace(name=rule.name_of(match, at))
 
 
 def _transformed(by: str, piece: HeldPiece, config: Config) -> Iterator[tuple[int, HeldPiece]]:
