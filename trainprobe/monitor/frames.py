@@ -229,8 +229,14 @@ def dimensions_of(shape: Sequence[int]) -> int:
     return len(shape) if math.prod(shape) > 1 else 0
 
 
-def frame_of_records(step: int, place: Place, records: Iterable[Record], table: SeriesTable, complete: bool = True) -> Frame:
-    """Lay out the records of one step and rank as a frame, in their order, with the statistics that they have."""
+def frame_of_records(
+    step: int, place: Place, records: Iterable[Record], table: SeriesTable, complete: bool = True, *, parted: bool = False
+) -> Frame:
+    """Lay out the records of one step and rank as a frame, in their order, with the statistics that they have.
+
+    parted: a value that does not say how many elements this rank holds may be a part of its tensor.
+    """
+    unknown = 0.5 if parted else 0.0  # elements: less than any tensor has
     at: list[int] = []
     values: list[float] = []
     addresses: list[int] = []
@@ -250,7 +256,10 @@ def frame_of_records(step: int, place: Place, records: Iterable[Record], table: 
         if site.kind == "parameter" and phase == "optimizer":
             phase = stage_and_phase(site.slot)[1]
         where = table.address(
-            address(phase, site.kind, site.name, site.call, site.slot), record.shape, record.dtype, numbers.get("count", 0)
+            address(phase, site.kind, site.name, site.call, site.slot),
+            record.shape,
+            record.dtype,
+            numbers.get("count", unknown),
         )
         addresses.append(where)
         health.append(_health_of_record(numbers))

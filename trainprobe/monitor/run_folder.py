@@ -81,7 +81,8 @@ def read_frames(folder: Path) -> Iterator[Frame]:
         here = folder if folder != Path() else folder.absolute()
         raise FormatError(f"{here} holds no run: {LACKS}. {_where_runs_are(folder)}")
     for step in read_metrics(folder):
-        yield frame_of_records(step.step, step.place, step.records, tables.setdefault(step.place.rank, SeriesTable()))
+        table = tables.setdefault(step.place.rank, SeriesTable())
+        yield frame_of_records(step.step, step.place, step.records, table, parted=step.place.world_size > 1)
 
 
 def _holds_metrics(folder: Path) -> bool:

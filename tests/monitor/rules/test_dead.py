@@ -58,6 +58,23 @@ def test_a_lone_shard_without_gradient_is_dead_only_where_all_around_its_module_
     assert [f.names for f in bench.found] == [("mlp.up.weight", "mlp.down.weight", "off.weight", "off.bias")]
 
 
+@pytest.mark.parametrize(("ranks", "dead"), [(1, True), (2, False)])
+def test_a_csv_of_several_ranks_may_hold_shards(tmp_path, ranks, dead):
+    """A file of metrics says the shape of the whole tensor and not what the rank holds of it."""
+    for rank in range(ranks):
+        rows = [
+            f"{step},,{rank},parameter,{name},0,grad,norm,{norm},float32,[16 4],backward"
+            for step in range(4)
+            for name, norm in (("embed.weight", 0.0 if rank == ranks - 1 else 1.0), ("out.weight", 1.0))
+        ]
+        (tmp_path / f"rank{rank}").mkdir()
+        head = "step,micro,rank,kind,name,call,slot,statistic,value,dtype,shape,phase"
+        (tmp_path / f"rank{rank}" / "metrics.csv").write_text("\n".join([head, *rows]))
+    (tmp_path / "rules.yaml").write_text("dead: {patience: 3}")
+    found = judged(tmp_path, str(tmp_path / "rules.yaml")).findings
+    assert [one.finding.site.name for one in found if one.finding.rule == "dead"] == (["embed.weight"] if dead else [])
+
+
 @pytest.mark.slow
 def test_rows_of_tokens_that_never_occur_are_no_dead_gradient_on_the_rank_that_holds_them(tmp_path):
     launch(Path(__file__).with_name("train_rows.py"), 2, str(tmp_path), timeout=120)
