@@ -756,6 +756,11 @@ def test_the_value_of_an_action_is_no_logit_of_a_class():
     assert start.status == "holds" and "uniform" not in start.text, start
 
 
+def test_the_models_of_a_loop_have_the_names_of_their_classes():
+    training, *_ = learnt(of_two_heads)
+    assert [name for name, _ in training.model.named_children()] == ["Linear", "Critic"]
+
+
 def test_a_word_that_is_no_option_is_not_taken_for_a_launcher():
     with pytest.raises(UsageError, match="--html is no option of `trainprobe preflight`"):
         preflight_script(["--html", "page.html", "train.py"])
