@@ -803,9 +803,21 @@ def of_temperature(own):
     optimizers[1].step()
 
 
+def of_views(own):
+    """As SupContrast: two views of each picture, one batch behind the other, through batch norm."""
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    one, other = net(torch.cat([torch.randn(6, 4), torch.randn(6, 4)])).chunk(2)
+    loss = (nn.functional.cosine_similarity(one, other) - 1).square().mean()
+    own.append(loss.item())
+    loss.backward()
+    optimizer.step()
+
+
 @pytest.mark.parametrize(
     ("loop", "by_design"),
     [
+        (of_views, ["split", "rows"]),
         (of_temperature, []),
         (of_chosen, []),
         (of_teacher, []),
@@ -841,6 +853,11 @@ def test_the_value_of_an_action_is_no_logit_of_a_class():
     training, optimizers, _ = learnt(loop)
     (start,) = answers(training, optimizers, seconds=600, only=["start"]).lines
     assert start.status == "holds" and "uniform" not in start.text, start
+
+
+def test_the_models_of_a_loop_have_the_names_of_their_classes():
+    training, *_ = learnt(of_two_heads)
+    assert [name for name, _ in training.model.named_children()] == ["Linear", "Critic"]
 
 
 def test_a_word_that_is_no_option_is_not_taken_for_a_launcher():

@@ -138,8 +138,8 @@ class FirstUpdate:
         if self._over or not (self.micros or any(g is not None and bool(g.any()) for g in held)):
             return  # as where an optimizer only makes its state
         if optimizer is not None and self._is_beside(optimizer):
-            for seen in (self.micros, self._found, self._before):
-                seen.clear()
+            for learnt in (self.micros, self._found, self._before):
+                learnt.clear()
             return
         self.__exit__(None, None, None)
         self._ends(lambda: self._learnt(optimizer))
@@ -190,6 +190,15 @@ def _holders(training: Training, first: Any) -> list[Any]:
     return found
 
 
+def _together(modules: list[nn.Module]) -> nn.ModuleDict:
+    """Return the outermost modules of a loop as one, each under the name of its class."""
+    found: dict[str, nn.Module] = {}
+    for module in modules:
+        name = type(module).__name__
+        found[f"{name}_{len(found)}" if name in found or hasattr(nn.ModuleDict, name) else name] = module
+    return nn.ModuleDict(found)
+
+
 def _of_loop(micros: list[Micro]) -> Training:
     first, count = micros[0], len(micros)
     several = count > 1
@@ -198,7 +207,7 @@ def _of_loop(micros: list[Micro]) -> Training:
     def loss(model: Any, batch: Any) -> Tensor:
         return first.replay(batch) if several or first.scale == 1.0 else first.replay(batch) * first.scale
 
-    model = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
+    model = modules[0] if len(modules) == 1 else _together(modules)
 
     def step(model: Any, parts: list[Any]) -> None:
         for part in parts:

@@ -23,7 +23,7 @@ def leave_other_losses(subject: Subject) -> None:
     given = {id(subject.parameters[name]) for name in subject.base.gradients}
     held = [set(held_by(o)) for o in subject.optimizers]
     others = {one for ids in held[1:] if ids.isdisjoint(given) for one in ids - held[0]}
-    for root in subject.model if isinstance(subject.model, nn.ModuleList) and held else ():
+    for root in subject.model.values() if isinstance(subject.model, nn.ModuleDict) and held else ():
         if held[0].isdisjoint(own := {id(p) for p in root.parameters()}):
             others |= own & set().union(*held) - given
     kept = {name: p for name, p in subject.parameters.items() if id(p) not in others}

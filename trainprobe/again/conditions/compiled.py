@@ -227,7 +227,7 @@ class _Check:
 def _targets(model: nn.Module) -> list[nn.Module]:
     """Return what is compiled: the outermost parts that the program compiles itself, else the modules that are called."""
     if not any(map(_is_compiled, model.modules())):
-        return _called(model) if isinstance(model, nn.ModuleList) else [model]
+        return _called(model) if isinstance(model, nn.ModuleList | nn.ModuleDict) else [model]
     if _is_compiled(model):
         return [getattr(model, "_orig_mod", model)]
     return [found for m in model.children() if any(map(_is_compiled, m.modules())) for found in _targets(m)]
