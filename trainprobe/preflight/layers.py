@@ -13,22 +13,22 @@ from trainprobe.engine.core.words import and_more, counted
 from trainprobe.preflight.subject import Seen, Subject
 
 FEW = 3  # layers, from which they are a stack
-MOST = 1e4  # factor between the first layer and the last that no training gets over
+MOST = 1e4  # factor between the gradients of the first layer and the last that no training gets over
 TOLD = 0.1  # share of dead units from which it is told
 
 
 def fault(seen: Seen, subject: Subject) -> str:
     """Return what keeps the layers of a model from being trained, "" where nothing does."""
-    name, share = _dead(seen, subject)
-    if share == 1.0:
+    (name, share), found = _dead(seen, subject), _stack(seen, subject)
+    averaged = any(hasattr(module, "running_mean") for module in subject.model.modules())  # their evaluation is another yet
+    if share == 1.0 and not averaged:
         return f"all units of {name} are dead on this batch: they are 0, and so are their gradients"
-    found = _stack(seen, subject)
-    bad = found is not None and any(not 1 / MOST < factor < MOST for factor in found[1:])
-    return _in_words(*found) if bad and found is not None else ""
+    return _in_words(*found) if found is not None and not 1 / MOST < found[2] < MOST else ""
 
 
 def _in_words(name: str, activations: float, gradients: float) -> str:
-    return f"over {name} activations change by the factor {activations:.3g}, gradients on their way back by {gradients:.3g}"
+    told = f"over {name} activations of an evaluation change by the factor {activations:.3g}"
+    return f"{told}, gradients on their way back by {gradients:.3g}"
 
 
 def _stack(seen: Seen, subject: Subject) -> tuple[str, float, float] | None:
