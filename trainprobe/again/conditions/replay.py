@@ -243,7 +243,7 @@ def replay(
     """Run what a replay pack holds again, in this process. The pack's own script is not run.
 
     Exit code: 0 the same bits and nothing wrong, 1 other bits within rounding, 2 something is wrong, 3 no answer, or some calls
-    that were not judged.
+    were not judged.
     """
     verdict = judge(read_packs(pack), finder(imports or []), double)
     if verdict.kind not in ("none", "unknown"):
