@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -58,6 +59,17 @@ class Handle:
 
     def __init__(self, replaced: Replaced) -> None:
         self.remove = replaced.back
+
+
+def in_constructor() -> bool:
+    """Tell whether a module is being constructed: it may call itself or a part of it, and has not all its parameters yet."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "__init__" and isinstance(frame.f_locals.get(next(iter(code.co_varnames), "")), torch.nn.Module):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def driven(module: Any) -> bool:

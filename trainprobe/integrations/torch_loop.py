@@ -40,7 +40,7 @@ from trainprobe.integrations.live_modules import (
     model_of,
     parameters_of,
 )
-from trainprobe.integrations.loop_gates import DRIVERS, Handle, backward_gate, driven, module_gates
+from trainprobe.integrations.loop_gates import DRIVERS, Handle, backward_gate, driven, in_constructor, module_gates
 from trainprobe.integrations.loop_losses import Losses
 from trainprobe.integrations.loop_step import LoopStep, may_be_two
 from trainprobe.integrations.loop_words import ALL_JOINED, JOINED, NO_MODEL, NO_UPDATE, OWN_UPDATES, SKIPPED, no_update
@@ -223,7 +223,7 @@ class TorchLoop:
             return False
         if self._model is None:
             trains = any(p.requires_grad and has_data(p) for p in module.parameters()) and has_own_parameters(module)
-            if not trains or isinstance(module, ParametrizationList):  # a layer that is being parametrized is called, too
+            if not trains or isinstance(module, ParametrizationList) or in_constructor():  # a layer is parametrized by a call
                 return False
             if driven(module):
                 self._stand_by()
