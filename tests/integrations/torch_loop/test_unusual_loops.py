@@ -517,10 +517,24 @@ class CallsInItsConstructor(nn.Module):
         return x
 
 
-def test_a_model_that_its_constructor_calls_is_watched_as_it_is_when_it_trains(tmp_path):
+class MeasuresItself(nn.Module):
+    """Calls itself to learn the width of its head, which it has not yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.Tanh())
+        self.head = nn.Linear(self(torch.zeros(1, 4)).shape[1], 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.body(x)
+        return self.head(x) if hasattr(self, "head") else x
+
+
+@pytest.mark.parametrize("kind", [CallsInItsConstructor, MeasuresItself])
+def test_a_model_that_its_constructor_calls_is_watched_as_it_is_when_it_trains(tmp_path, capsys, kind):
     torch.manual_seed(0)
-    watcher = attach_to_script({**PLAN, "output": tmp_path / "out"})
-    model = CallsInItsConstructor()
+    watcher = attach_to_script({**PLAN, "output": tmp_path / "out", "console": True})
+    model = kind()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     try:
         for _ in range(4):
@@ -530,8 +544,8 @@ def test_a_model_that_its_constructor_calls_is_watched_as_it_is_when_it_trains(t
     finally:
         watcher.close()
     assert [finding.message for finding in watcher.findings] == []
-    steps = recorded(tmp_path / "out")
-    assert len(steps) == 4
+    assert len(recorded(tmp_path / "out")) == 4
+    assert capsys.readouterr().err.count("trainprobe: watching ") == 1
 
 
 def test_what_the_compiler_traces_is_no_forward_pass_that_was_left_out(tmp_path, capsys):
