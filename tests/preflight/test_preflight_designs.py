@@ -74,6 +74,22 @@ def test_edges_of_a_graph_keep_their_rows():
     ] * 2
 
 
+def test_padding_that_the_model_has_no_room_for_is_no_answer():
+    """As XTransformer has none in its train_copy.py: the answer was "holds: ; not tested"."""
+
+    class Short(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.position = nn.Embedding(9, 4), nn.Parameter(torch.randn(6, 4))
+
+        def forward(self, src, mask):
+            return ((self.embed(src) + self.position) * mask[..., None]).sum((1, 2))
+
+    batch = {"src": torch.randint(0, 9, (4, 6)), "mask": torch.ones(4, 6).bool()}
+    (found,) = trainprobe.preflight(lambda m, b: m(**b).square().mean(), Short(), batch, only=["padding"], seconds=600).lines
+    assert (found.status, found.text[:26]) == ("not applicable", "not tested: more padding (")
+
+
 @pytest.mark.parametrize("kind", ["coo", "csr"])
 def test_a_sparse_adjacency_keeps_its_rows(kind):
     """As GCNs have it: pygcn, and gcn2_cora.py of PyTorch Geometric."""

@@ -48,7 +48,7 @@ def examine(subject: Subject) -> Line:
         found = attempt(lambda: subject.other_row, otherwise=lambda _: None)
         if found is not None and not found[2]:
             return broken(f"a row whose labels are all ignored makes the loss {found[1].loss} or its gradient not finite")
-    return holds(f"{', '.join(tested)}{skipped}")
+    return holds(f"{', '.join(tested)}{skipped}") if tested else not_applicable(skipped.removeprefix("; "))
 
 
 def _sentence(subject: Subject, what: str, other: Batch, seen: Seen, hidden: Tensor) -> str:
