@@ -64,14 +64,37 @@ def test_edges_of_a_graph_keep_their_rows():
         def forward(self, x, edge_index):
             return self.out(x.index_add(0, edge_index[1], x[edge_index[0]]))
 
+    """Nodes may be alike, as all of mutag_gin.py of PyTorch Geometric are; three lists of edges are no two rows."""
     (x, y), edges = pictures(), torch.tensor([[0, 1, 2, 6, 6], [1, 2, 3, 7, 5]])
+    x = x[:4].repeat(2, 1)
     batch = {"x": x, "edge_index": edges, "edge_index_1": edges, "pos_edge_label_index": edges, "y": y}
     report = trainprobe.preflight(
-        lambda m, b: cross_entropy(m(b["x"], b["edge_index"]), b["y"]), Graph(), batch, only=["split", "rows"], seconds=600
+        lambda m, b: cross_entropy(m(b["x"], b["edge_index"]), b["y"]),
+        Graph(),
+        batch,
+        only=["split", "rows", "input"],
+        seconds=600,
     )
-    assert [(line.status, "edge_index names rows by their numbers" in line.text) for line in report.lines] == [
+    assert [(line.status, "edge_index names rows by their numbers" in line.text) for line in report.lines[:2]] == [
         ("not applicable", True)
     ] * 2
+    assert (report.lines[2].status, report.lines[2].text) == ("holds", "x used")
+
+
+def test_padding_that_the_model_has_no_room_for_is_no_answer():
+    """As XTransformer has none in its train_copy.py: the answer was "holds: ; not tested"."""
+
+    class Short(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.position = nn.Embedding(9, 4), nn.Parameter(torch.randn(6, 4))
+
+        def forward(self, src, mask):
+            return ((self.embed(src) + self.position) * mask[..., None]).sum((1, 2))
+
+    batch = {"src": torch.randint(0, 9, (4, 6)), "mask": torch.ones(4, 6).bool()}
+    (found,) = trainprobe.preflight(lambda m, b: m(**b).square().mean(), Short(), batch, only=["padding"], seconds=600).lines
+    assert (found.status, found.text[:26]) == ("not applicable", "not tested: more padding (")
 
 
 @pytest.mark.parametrize("kind", ["coo", "csr"])

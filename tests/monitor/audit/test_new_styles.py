@@ -64,6 +64,14 @@ def test_an_average_in_the_model_that_no_longer_follows_is_found_and_the_frozen_
     )
 
 
+def test_parameters_that_are_used_up_are_named_as_the_cause(tmp_path):
+    """As in diffusers' train_text_to_image_lora.py, whose filter the optimizer has used up."""
+    first = findings(fourth.ParametersUsedUp, tmp_path / "out")[0]
+    assert "reported gradient norm 0 is" in first.message
+    assert "taken of no gradient" in first.message
+    assert "used up" in first.next
+
+
 def test_state_that_leaves_the_rule_of_an_optimizer_that_nobody_knows_is_found(tmp_path):
     first = findings(fourth.MomentumOverwritten, tmp_path / "out")[0]
     assert (first.rule, first.step, first.site.slot) == (

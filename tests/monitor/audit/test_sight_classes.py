@@ -237,6 +237,25 @@ def test_the_gradient_is_where_it_belongs(tmp_path, fault):
     assert told(tmp_path, model, step, 2) == ({"trained_places": "ids"} if fault else {})
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_an_encoder_that_is_told_of_no_padding_trains_it(tmp_path, masked):
+    """As diffusers' train_dreambooth.py trains its text encoder: the U-Net attends to the padding of the prompts."""
+    from transformers import CLIPTextConfig, CLIPTextModel
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    encoder = CLIPTextModel(CLIPTextConfig(vocab_size=VOCAB, max_position_embeddings=TIME, **sizes))
+
+    def step(i: int) -> Tensor:
+        lengths = whole(i, 4, 8) + 4
+        ids = whole(90 + i, VOCAB - 1, 8, TIME)
+        ids = ids.masked_fill(torch.arange(TIME) >= lengths[:, None], VOCAB - 1)
+        mask = (ids != VOCAB - 1).long() if masked else None
+        return encoder(input_ids=ids, attention_mask=mask).last_hidden_state.pow(3).mean()
+
+    assert told(tmp_path, encoder, step, 2) == ({"trained_places": "input_ids"} if masked else {})
+
+
 @pytest.mark.parametrize("fault", ["", "overwritten"])
 def test_an_update_uses_what_each_backward_pass_brought(tmp_path, fault):
     torch.manual_seed(0)

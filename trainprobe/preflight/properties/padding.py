@@ -50,7 +50,7 @@ def examine(subject: Subject) -> Line:
             row = "of padding alone" if alone else "whose labels are all ignored"
             return broken(f"a row {row} makes the loss {found[1].loss} or its gradient not finite")
         tested.append("a row of padding without targets")
-    return holds(f"{', '.join(tested)}{skipped}")
+    return holds(f"{', '.join(tested)}{skipped}") if tested else not_applicable(skipped.removeprefix("; "))
 
 
 def _sentence(subject: Subject, what: str, other: Batch, seen: Seen, hidden: Tensor) -> str:

@@ -39,6 +39,7 @@ class OutputGradients(Observer):
         """Forget the last step."""
         # what the call that runs was given: an argument with its name, and others of whole numbers
         self._rows: tuple[str, Tensor, list[Tensor]] | None = None
+        self._masked = False  # whether that call was given a mask
         self._seen: tuple[str, Deferred] | None = None
 
     def end(self) -> None:
@@ -50,6 +51,7 @@ class OutputGradients(Observer):
     def model_called(self, model: Any, named: Mapping[str, Any]) -> None:
         """Learn the rows that the model is called with."""
         plain = [(name, t.detach()) for name, t in named.items() if type(t) is Tensor]
+        self._masked = any("mask" in name for name, _ in plain)
         tokens = [row for row in plain if row[1].dim() == 2 and row[1].dtype in (torch.int64, torch.int32)]
         frames = [row for row in plain if row[1].dim() == 3 and row[1].is_floating_point()]
         first = None if self._hook is not None or in_a_transform() else next(iter((*tokens, *frames)), None)
@@ -60,6 +62,8 @@ class OutputGradients(Observer):
         if self._rows is None or not any(module is list(unwrapped(model))[-1] for model in self._audited.models):
             return
         (name, rows, others), self._rows = self._rows, None
+        if not self._masked and getattr(result, "last_hidden_state", None) is not None:
+            return  # an encoder alone, which is told of no padding: what reads it reads all places, as in Stable Diffusion
         beside = [t for t in others if t.shape == rows.shape and t.device == rows.device]
         fitting = (t for t in tensors_of(result) if t.grad_fn is not None and t.shape[:2] == rows.shape[:2])
         out = next((t for t in fitting if t.device == rows.device and rows.shape[1] > 1), None)

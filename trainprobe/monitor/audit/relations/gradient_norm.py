@@ -102,6 +102,9 @@ def _finding(evidence: Evidence, reported: float, true: float) -> Finding:
         hint = "unscale before the norm is taken and gradients are clipped: scaler.unscale_(optimizer)"
     elif own is not None and several and abs(reported - own) <= _floor(evidence, reported) * own:
         why = f"; it is the norm of what rank {evidence.place.rank} holds: the sum over the ranks is missing"
+    elif not reported:
+        why = ". It was taken of no gradient, and none was clipped"
+        hint = "give clip_grad_norm_ a list: a filter or generator that the optimizer was made of is used up"
     text = f"the reported gradient norm {reported:.6g} is {reported / true:.4g} times the true one, {true:.6g}{why}"
     return _finding_of_norms(evidence, text, reported, true, next=hint)
 
