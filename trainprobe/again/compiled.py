@@ -23,13 +23,14 @@ from torch._inductor import config as inductor
 
 from trainprobe.again.compiled_beginning import Beginning, module_and_line
 from trainprobe.comparison.verdict import Verdict
+from trainprobe.engine.capture.step_gradients import differentiate, distance
 from trainprobe.engine.capture.step_modes import Reordered
 from trainprobe.engine.core.guard import attempt, fault_text
 from trainprobe.engine.core.words import counted
 from trainprobe.engine.training_guard import TrainingGuard
 from trainprobe.errors import UsageError
 from trainprobe.preflight.batches import Batch
-from trainprobe.preflight.subject import differentiate, distance, scalar_of
+from trainprobe.preflight.subject import scalar_of
 
 LAYERS = {  # name → backend that ends with it
     "Dynamo": "eager",

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from trainprobe.engine.capture.step_gradients import relative
 from trainprobe.engine.core.guard import attempt, fault_text
 from trainprobe.preflight.batches import Batch
 from trainprobe.preflight.report import Line, broken, holds, not_applicable
-from trainprobe.preflight.subject import LOSS, Seen, Subject, relative
+from trainprobe.preflight.subject import LOSS, Seen, Subject
 
 COLUMNS = 3
 
