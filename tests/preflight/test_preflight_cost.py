@@ -294,7 +294,7 @@ def test_nor_does_one_that_is_broken(name, loss, status):
 
 
 def test_micro_batches_of_a_step_are_added_without_a_second_set():
-    from trainprobe.preflight.subject import differentiate
+    from trainprobe.engine.capture.step_gradients import differentiate
 
     def step(model, micros):
         for micro in micros:
@@ -306,7 +306,7 @@ def test_micro_batches_of_a_step_are_added_without_a_second_set():
 
 def test_gradients_are_those_of_backward_and_no_hook_is_left():
     model, batch = deep(), (torch.randn(8, WIDTH), torch.arange(8) % 3)
-    from trainprobe.preflight.subject import differentiate
+    from trainprobe.engine.capture.step_gradients import differentiate
 
     model[0].weight.register_hook(lambda g: g * 2)
     for _ in range(2):

@@ -13,6 +13,7 @@ from torch._C import _current_graph_task_id
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from trainprobe.engine.capture.patching.replaced import Replaced
+from trainprobe.engine.capture.step_gradients import differentiate
 from trainprobe.engine.core.guard import attempt
 from trainprobe.engine.state_guard import has_memory
 from trainprobe.errors import UsageError
@@ -20,7 +21,6 @@ from trainprobe.integrations.live_modules import live_optimizers
 from trainprobe.integrations.loop_tape import Micro, Tape
 from trainprobe.integrations.preflight_steps import Found, running_step
 from trainprobe.preflight.batches import TELL
-from trainprobe.preflight.subject import differentiate
 from trainprobe.preflight.training import Training, mean_over_ranks
 
 _FEW = 16  # numbers of an optimizer that has no parameter of a model

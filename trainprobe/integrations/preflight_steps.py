@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from trainprobe.engine.capture.gathering import ranks
+from trainprobe.engine.capture.step_gradients import differentiate
 from trainprobe.engine.core.guard import attempt, fault_text
 from trainprobe.engine.core.log_lines import say
 from trainprobe.preflight.report import Report
-from trainprobe.preflight.subject import differentiate, scalar_of
+from trainprobe.preflight.subject import scalar_of
 from trainprobe.preflight.training import Training, mean_over_ranks, tested, unwrapped
 
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from trainprobe.engine.capture.step_gradients import dot, relative
 from trainprobe.engine.core.guard import attempt
 from trainprobe.engine.core.live_objects import instances_of, with_subclasses
-from trainprobe.preflight.subject import Subject, dot, relative
+from trainprobe.preflight.subject import Subject
 
 CLIPPED = 1e-4  # how near a norm is to one of two digits that was asked for
 SHOWN = 1, 2, 5, 10, 100, 1000  # steps of a schedule

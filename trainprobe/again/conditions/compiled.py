@@ -28,6 +28,7 @@ from trainprobe.again.script_runs import Script, of_a_script, script_of
 from trainprobe.comparison.answers import Html, Json, answered
 from trainprobe.comparison.verdict import Verdict
 from trainprobe.engine.capture.gathering import ranks
+from trainprobe.engine.capture.step_gradients import differentiate, distance
 from trainprobe.engine.capture.step_modes import Reordered
 from trainprobe.engine.core.guard import attempt, fault_text
 from trainprobe.engine.core.words import counted
@@ -35,7 +36,7 @@ from trainprobe.engine.training_guard import TrainingGuard
 from trainprobe.errors import UsageError
 from trainprobe.preflight.batches import Batch
 from trainprobe.preflight.script.command import Learnt, at_first_update
-from trainprobe.preflight.subject import differentiate, distance, scalar_of
+from trainprobe.preflight.subject import scalar_of
 
 LAYERS = {  # name → backend that ends with it
     "Dynamo": "eager",

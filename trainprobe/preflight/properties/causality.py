@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from trainprobe.engine.capture.step_gradients import distance
 from trainprobe.preflight.report import Line, broken, holds, not_applicable
-from trainprobe.preflight.subject import LOGITS, Seen, Subject, distance
+from trainprobe.preflight.subject import LOGITS, Seen, Subject
 
 MOST = 0.9  # share of the targets that are a neighbouring token of the batch
 

@@ -8,11 +8,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from trainprobe.engine.capture.step_gradients import dot
 from trainprobe.engine.capture.step_modes import ROUNDING
 from trainprobe.engine.core.guard import attempt
 from trainprobe.preflight.batches import Batch
 from trainprobe.preflight.report import Line, broken, by_design, holds, not_applicable
-from trainprobe.preflight.subject import Seen, Subject, dot
+from trainprobe.preflight.subject import Seen, Subject
 
 STEPS = 1e-3, 4e-3, 1.6e-2  # of the central differences, relative to the size of each weight
 WIDE = "float64"

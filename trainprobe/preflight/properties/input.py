@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, SequentialSampler
 
+from trainprobe.engine.capture.step_gradients import distance, relative
 from trainprobe.engine.core.live_objects import instances_of, with_subclasses
 from trainprobe.preflight.batches import Batch
 from trainprobe.preflight.report import Line, broken, holds, not_applicable
-from trainprobe.preflight.subject import Subject, distance, relative
+from trainprobe.preflight.subject import Subject
 
 TEXT = 80  # letters of a row that are told
 _NO_CONTENT = ("labels", "mask", "positions", "documents", "types")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from trainprobe.engine.capture.step_gradients import relative
 from trainprobe.engine.core.guard import attempt, fault_text
 from trainprobe.preflight.batches import Batch
 from trainprobe.preflight.report import Line, broken, holds, not_applicable
-from trainprobe.preflight.subject import LOSS, Seen, Subject, relative
+from trainprobe.preflight.subject import LOSS, Seen, Subject
 
 COLUMNS = 3
 
@@ -49,7 +50,7 @@ def examine(subject: Subject) -> Line:
             alone = attempt(lambda: subject.run(batch.with_other_last(hidden=False)).finite, otherwise=lambda _: False)
             row = "of padding alone" if alone else "whose labels are all ignored"
             return broken(f"a row {row} makes the loss {found[1].loss} or its gradient not finite")
-        tested.append("a row of padding without targets")
+        tested += ["a row of padding without targets"] if found is not None else []
     return holds(f"{', '.join(tested)}{skipped}") if tested else not_applicable(skipped.removeprefix("; "))
 
 

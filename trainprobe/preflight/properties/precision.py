@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from trainprobe.engine.capture.step_gradients import Gradients, apart, relative, sampled
 from trainprobe.engine.capture.step_modes import REDUCTIONS, without_autocast
 from trainprobe.preflight.report import Line, broken, holds, not_applicable
-from trainprobe.preflight.subject import Gradients, Seen, Subject, apart, relative, sampled
+from trainprobe.preflight.subject import Seen, Subject
 
 LOW = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 TIMES = 8  # what autocast may be off, in multiples of what rounded weights are

@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
+from trainprobe.engine.capture.step_gradients import distance
 from trainprobe.preflight.report import Line, broken, by_design, holds, not_applicable
-from trainprobe.preflight.subject import LOGITS, Seen, Subject, distance
+from trainprobe.preflight.subject import LOGITS, Seen, Subject
 
 _SHARED = ("batchnorm", "batch_norm")
 _CAPACITY = ("moe", "router", "expert", "gate", "switch")

@@ -7,10 +7,11 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
+from trainprobe.engine.capture.step_gradients import Gradients, apart, dot, relative, sampled
 from trainprobe.engine.core.words import counted
 from trainprobe.preflight.batches import Batch
 from trainprobe.preflight.report import Line, broken, by_design, holds, not_applicable
-from trainprobe.preflight.subject import LOSS, Gradients, Seen, Subject, apart, dot, relative, sampled
+from trainprobe.preflight.subject import LOSS, Seen, Subject
 
 CLOSE = 1e-3  # relative, of weights that are read off gradients
 

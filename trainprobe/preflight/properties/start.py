@@ -7,13 +7,14 @@ from math import isfinite, log
 
 from torch.nn.functional import cross_entropy
 
+from trainprobe.engine.capture.step_gradients import relative
 from trainprobe.engine.capture.step_modes import Quiet
 from trainprobe.engine.core.words import and_more
 from trainprobe.integrations.live_modules import held_by
 from trainprobe.preflight import layers
 from trainprobe.preflight.properties.causality import targets_of
 from trainprobe.preflight.report import Line, broken, by_design, holds
-from trainprobe.preflight.subject import Seen, Subject, relative
+from trainprobe.preflight.subject import Seen, Subject
 
 ABOVE = 2.0  # nats over the uniform prediction, from which logits are called too large
 

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, SparseAdam
 
+from trainprobe.engine.capture.step_gradients import dot, relative, sampled
 from trainprobe.engine.core.guard import attempt
 from trainprobe.engine.core.words import and_more
 from trainprobe.integrations.live_modules import held_by
 from trainprobe.preflight import first_steps
 from trainprobe.preflight.report import BROKEN, Line, broken, holds, not_applicable
-from trainprobe.preflight.subject import LOSS, Subject, dot, relative, sampled
+from trainprobe.preflight.subject import LOSS, Subject
 
 FORMULA = 1e-3  # of the largest step of a tensor that one may be off
 LOST = 0.01  # share of the weights from which it is told
