@@ -58,7 +58,9 @@ def test_a_script_that_fails_is_no_answer(tmp_path, capsys):
 
 def test_an_option_behind_what_it_belongs_to_is_no_script(tmp_path, capsys):
     assert main(["golden", "record", str(tmp_path / "golden.txt"), "--steps", "1", "--", "train.py"]) == 3
-    assert "--steps stands where the script is: options come first, as in `trainprobe golden" in capsys.readouterr().err
+    assert (
+        "--steps is given in the place of the script: options come first, as in `trainprobe golden" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.slow

@@ -56,10 +56,10 @@ def test_the_verdict_names_the_pairs_that_agree_and_where_the_others_part(tmp_pa
     said = capsys.readouterr()
     assert code == 3
     pairs = [line.removeprefix("  • ") for line in said.out.splitlines()]
-    assert pairs[0] == "A one, B broken: broken ended with exit code 1"
+    assert pairs[0] == "A one, B broken: not comparable or incomplete: broken ended with exit code 1"
     assert pairs[1].startswith("A one, B same: identical")
     assert [pair.split(":")[0] for pair in pairs[3:]] == ["A same, B other", "A same, B broken", "A other, B broken"]
-    assert "A one, B other: the first difference is at Module.2.Linear.forward.0 (step 0" in said.out
+    assert "A one, B other: differ: the first difference is at Module.2.Linear.forward.0 (step 0" in said.out
     assert "broken ended with exit code 1; it printed last:\n  no such layout" in said.err
     assert main(["parity", *asked, "--output", str(output), "--launcher", sys.executable, "--", str(script)]) == 3
     assert "nothing is overwritten" in capsys.readouterr().err
@@ -74,7 +74,7 @@ def test_layouts_of_several_ranks_are_started_and_joined(tmp_path, capsys):
     said = capsys.readouterr()
     told = dict(line.removeprefix("  • ").split(": ", 1) for line in said.out.splitlines())
     assert told["A one, B two"].startswith("equal within rounding"), said
-    assert next(iter(told)) == "A one, B less" and told["A two, B less"].startswith("the first difference"), said
+    assert next(iter(told)) == "A one, B less" and told["A two, B less"].startswith("differ"), said
     for pair in ("A one, B spoiled", "A two, B spoiled"):
         first = told[pair]
         assert "2.weight" in first or "Module.2.Linear" in first

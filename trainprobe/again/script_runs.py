@@ -68,7 +68,7 @@ def script_of(words: Sequence[str] | None, example: str) -> list[str]:
     if not script:
         raise UsageError(f"nothing to run: give the script behind `--`, as in `trainprobe {example}`")
     if script[0].startswith("-") and script[0] != "-m":
-        raise UsageError(f"{script[0]} stands where the script is: options come first, as in `trainprobe {example}`")
+        raise UsageError(f"{script[0]} is given in the place of the script: options come first, as in `trainprobe {example}`")
     return script
 
 

@@ -14,7 +14,7 @@ import typer
 
 from trainprobe.again.script_runs import TORCHRUN, Ran, Script, of_a_script, run_script, script_of
 from trainprobe.comparison.answers import Html, Json, answered
-from trainprobe.comparison.verdict import Verdict
+from trainprobe.comparison.verdict import NAMES, Verdict
 from trainprobe.dump_compare.command import compare_dumps
 from trainprobe.engine.core.log_lines import say as log
 from trainprobe.engine.core.words import counted
@@ -82,7 +82,7 @@ def parity(
         if ran.code:
             log(f"{each.name} {ran.failure}", severity="error")
     found = {(a, b): _compared(runs[a], runs[b]) for a, b in combinations(runs, 2)}
-    told = {(a, b): f"A {a}, B {b}: {verdict.sentence}" for (a, b), verdict in found.items()}
+    told = {(a, b): f"A {a}, B {b}: {NAMES[verdict.code]}: {verdict.sentence}" for (a, b), verdict in found.items()}
     worst = max(found, key=lambda pair: found[pair].code)
     verdict = Verdict(found[worst].code, told.pop(worst), list(told.values()))
     return answered(verdict, "parity", " ".join(script), json, html)
