@@ -299,12 +299,12 @@ class TorchLoop:
         return True
 
     def _is_outdated(self, module: Any) -> bool:
-        """Tell whether the model was taken before it was finished: its constructor called it, and replaced parameters then."""
+        """Tell whether the model was taken before it was finished: its constructor called it, and put in others then."""
         step = self._step
         if self._given or self._updates or step is None or step.backward or self._losses.in_backward:
             return False
         first = id(module) == step.entry or (id(module) not in self._owned and self._left_out.is_new(module))
-        return first and not self._parameters.keys() <= parameters_of(self._model).keys()
+        return first and self._parameters.keys() != parameters_of(self._model).keys()
 
     def _take_again(self, model: Any, called: Any) -> None:
         self._drop_step()

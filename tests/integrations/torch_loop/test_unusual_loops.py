@@ -530,7 +530,15 @@ class MeasuresItself(nn.Module):
         return self.head(x) if hasattr(self, "head") else x
 
 
-@pytest.mark.parametrize("kind", [CallsInItsConstructor, MeasuresItself])
+class GrowsInItsConstructor(nn.Sequential):
+    """Learns the shape that its next layer is given by a call of itself, as speechbrain's Sequential does."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 8), nn.Tanh())
+        self.append(nn.Linear(self(torch.zeros(1, 4)).shape[1], 1))
+
+
+@pytest.mark.parametrize("kind", [CallsInItsConstructor, MeasuresItself, GrowsInItsConstructor])
 def test_a_model_that_its_constructor_calls_is_watched_as_it_is_when_it_trains(tmp_path, capsys, kind):
     torch.manual_seed(0)
     watcher = attach_to_script({**PLAN, "output": tmp_path / "out", "console": True})
