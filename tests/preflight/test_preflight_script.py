@@ -717,9 +717,21 @@ def of_temperature(own):
     optimizers[1].step()
 
 
+def of_views(own):
+    """As SupContrast: two views of each picture, one batch behind the other, through batch norm."""
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    one, other = net(torch.cat([torch.randn(6, 4), torch.randn(6, 4)])).chunk(2)
+    loss = (nn.functional.cosine_similarity(one, other) - 1).square().mean()
+    own.append(loss.item())
+    loss.backward()
+    optimizer.step()
+
+
 @pytest.mark.parametrize(
     ("loop", "by_design"),
     [
+        (of_views, ["split", "rows"]),
         (of_temperature, []),
         (of_chosen, []),
         (of_teacher, []),
