@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from trainprobe.engine.core.held_parameters import Shards, members, shards_of
+from trainprobe.engine.core.held_parameters import Shards, held_by, members, shards_of
 from trainprobe.engine.core.live_objects import instances_of, with_subclasses
 
 
@@ -82,8 +82,3 @@ def _live_modules() -> list[Any]:
 def live_optimizers() -> list[Any]:
     """Return the optimizers of torch.optim that are alive."""
     return instances_of(with_subclasses(torch.optim.Optimizer))
-
-
-def held_by(optimizer: Any) -> set[int]:
-    """Return the ids of the parameters that an optimizer of torch.optim holds."""
-    return {id(p) for group in optimizer.__dict__.get("param_groups", ()) for p in group["params"]}

@@ -44,3 +44,8 @@ def parameters_in(models: Iterable[Any]) -> list[Any]:
     modules = [module for model in models for module in model.modules()]
     shards = shards_of(modules)
     return list({id(p): p for module in modules for _, p in members(module, shards)}.values())
+
+
+def held_by(optimizer: Any) -> set[int]:
+    """Return the ids of the parameters that an optimizer of torch.optim holds."""
+    return {id(p) for group in optimizer.__dict__.get("param_groups", ()) for p in group["params"]}

@@ -8,8 +8,8 @@ from math import isfinite, log
 from torch.nn.functional import cross_entropy
 
 from trainprobe.engine.capture.step_modes import Quiet
+from trainprobe.engine.core.held_parameters import held_by
 from trainprobe.engine.core.words import and_more
-from trainprobe.integrations.live_modules import held_by
 from trainprobe.preflight.properties.causality import targets_of
 from trainprobe.preflight.report import Line, broken, by_design, holds
 from trainprobe.preflight.subject import Subject, relative
