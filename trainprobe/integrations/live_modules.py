@@ -5,12 +5,12 @@ Only the dictionaries in which `torch.nn.Module` keeps its parameters and module
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, KeysView
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
 
-from trainprobe.engine.core.held_parameters import Shards, members, shards_of
+from trainprobe.engine.core.held_parameters import Shards, held_by, members, shards_of
 from trainprobe.engine.core.live_objects import instances_of, with_subclasses
 from trainprobe.engine.core.naming import chunks_of
 
@@ -109,8 +109,3 @@ def _live_modules() -> list[Any]:
 def live_optimizers() -> list[Any]:
     """Return the optimizers of torch.optim that are alive."""
     return instances_of(with_subclasses(torch.optim.Optimizer))
-
-
-def held_by(optimizer: Any) -> KeysView[int]:
-    """Return the ids of the parameters that an optimizer of torch.optim holds, in its order."""
-    return {id(p): None for group in optimizer.__dict__.get("param_groups", ()) for p in group["params"]}.keys()

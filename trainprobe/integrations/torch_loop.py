@@ -24,6 +24,7 @@ from trainprobe.engine.capture.gradients import sequence_number
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.capture.patching.step_hooks import StepListener, settle
 from trainprobe.engine.core.gathering import may_end_apart
+from trainprobe.engine.core.held_parameters import held_by
 from trainprobe.engine.core.log_lines import say
 from trainprobe.engine.core.naming import chunks_of, in_training
 from trainprobe.engine.core.words import briefly, counted
@@ -34,7 +35,6 @@ from trainprobe.integrations.left_out import LeftOut
 from trainprobe.integrations.live_modules import (
     has_data,
     has_own_parameters,
-    held_by,
     live_optimizers,
     model_around,
     model_of,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from trainprobe.integrations.live_modules import held_by
+from trainprobe.engine.core.held_parameters import held_by
 
 if TYPE_CHECKING:
     from trainprobe.preflight.subject import Subject

@@ -7,7 +7,7 @@ they are not found, a module has the parameters that it says.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, KeysView, Mapping
 from typing import Any
 
 Shards = Mapping[tuple[int, str], Any]  # (id of a module, short name of a parameter) → the shard that is trained there
@@ -44,3 +44,8 @@ def parameters_in(models: Iterable[Any]) -> list[Any]:
     modules = [module for model in models for module in model.modules()]
     shards = shards_of(modules)
     return list({id(p): p for module in modules for _, p in members(module, shards)}.values())
+
+
+def held_by(optimizer: Any) -> KeysView[int]:
+    """Return the ids of the parameters that an optimizer of torch.optim holds, in its order."""
+    return {id(p): None for group in optimizer.__dict__.get("param_groups", ()) for p in group["params"]}.keys()

@@ -41,7 +41,7 @@ def examine(subject: Subject) -> Line:
     gaps = [distance(a[:last], b[:last]) for a, b in zip(before, after, strict=True)]
     order = gaps.index(min(gaps))
     if subject.beyond(gaps[order], LOGITS):
-        return _coupled(subject, other, gaps[order])
+        return _coupled(subject, other, gaps[order], order)
     if _compared(subject, seen, order):
         return by_design("the loss compares rows with each other; outputs of rows are independent")
     return holds("their order does not matter, and one changes nothing in another")
@@ -57,11 +57,11 @@ def _orders(x: Tensor | None, rows: int) -> list[Tensor]:
     return [x.reshape(rows, -1), x.reshape(-1, rows, x[0].numel()).transpose(0, 1).reshape(rows, -1)]
 
 
-def _coupled(subject: Subject, other: Any, gap: float) -> Line:
+def _coupled(subject: Subject, other: Any, gap: float, order: int) -> Line:
     rows = subject.batch.rows
 
     def same(x: Tensor) -> Tensor | None:
-        return next((by_row[: rows - 1] for by_row in _orders(x, rows)), None)
+        return next((by_row[: rows - 1] for by_row in _orders(x, rows)[order:]), None)
 
     place = subject.first_difference(subject.batch, other, same)
     modules, parts = dict(subject.model.named_modules()), place.split(".")

@@ -9,8 +9,8 @@ from torch.nn.functional import cross_entropy
 
 from trainprobe.engine.capture.step_gradients import relative
 from trainprobe.engine.capture.step_modes import Quiet
+from trainprobe.engine.core.held_parameters import held_by
 from trainprobe.engine.core.words import and_more
-from trainprobe.integrations.live_modules import held_by
 from trainprobe.preflight import layers
 from trainprobe.preflight.properties.causality import targets_of
 from trainprobe.preflight.report import Line, broken, by_design, holds

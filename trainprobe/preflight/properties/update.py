@@ -13,8 +13,8 @@ from torch.optim import LBFGS, SparseAdam
 
 from trainprobe.engine.capture.step_gradients import dot, relative, sampled
 from trainprobe.engine.core.guard import attempt
+from trainprobe.engine.core.held_parameters import held_by
 from trainprobe.engine.core.words import and_more
-from trainprobe.integrations.live_modules import held_by
 from trainprobe.preflight import first_steps
 from trainprobe.preflight.report import BROKEN, Line, broken, holds, not_applicable
 from trainprobe.preflight.subject import LOSS, Subject
