@@ -19,7 +19,7 @@ from trainprobe.monitor.audit.facts.updates import UpdateCounts
 from trainprobe.monitor.audit.untrained import untrained_parameters
 
 COST = frozenset({"host"})
-OBSERVERS = frozenset({"updates"})
+OBSERVERS = frozenset({"model_calls", "updates"})
 STAGE = "set-up"
 
 
