@@ -129,6 +129,20 @@ def test_separate_and_fused_attention_of_gpt2_mean_the_same(build, tmp_path):
     assert torch.allclose(x @ weight.T + layer.bias[:32], layer(x)[:, :32], atol=1e-6)
 
 
+def test_names_of_gpt2_with_linear_layers_are_the_same_model(build, tmp_path):
+    """nanoGPT has GPT-2's names and stores [output, input], as its own `from_pretrained` turns them."""
+    model = build("gpt2")
+    model.save_pretrained(tmp_path / "conv")
+    turned = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+    state = {k: v.t().contiguous() if k.endswith(turned) else v.clone() for k, v in model.state_dict().items()}
+    torch.save({"model": state}, tmp_path / "linear.pt")
+    assert judged(tmp_path / "conv", tmp_path / "linear.pt").code == 0
+    state["transformer.h.1.attn.c_attn.weight"][3] += 1  # in the rows of q
+    torch.save({"model": state}, tmp_path / "changed.pt")
+    found = judged(tmp_path / "conv", tmp_path / "changed.pt")
+    assert (found.code, "worst is layers.1.attention.q.weight" in found.sentence) == (2, True), found.sentence
+
+
 def test_a_wrapper_around_a_model_does_not_hide_its_family(build, tmp_path):
     model = build("llama")
     model.save_pretrained(tmp_path / "plain")

@@ -32,7 +32,11 @@ def find_map(checkpoint: Checkpoint, extra: Sequence[str] = ()) -> tuple[NameMap
     """
     maps = [_read(p) for p in extra] + list(built_in())
     names = sorted({t.name for t in checkpoint.tensors.values()})
-    return next(((m, prefix) for m in maps if (prefix := m.wrapper(names)) is not None), None)
+    found = next(((m, prefix) for m in maps if (prefix := m.wrapper(names)) is not None), None)
+    if found is None:
+        return None
+    family, prefix = found
+    return family.of((t.name.removeprefix(prefix), t.shape) for t in checkpoint.tensors.values()), prefix
 
 
 def in_model_order(names: Sequence[str]) -> list[str] | None:

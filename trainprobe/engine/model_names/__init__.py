@@ -7,7 +7,8 @@ entry that must be true. `signature` lists patterns that only this family has: t
 The text before it belongs to a wrapper, unless it ends as `outside` says: `decoder.` is part of the model. `extends` names a
 built-in map whose rules are tried after its own. Adapters (`…lora_A.default.weight` of PEFT) have the name of the adapted
 module, and `.base_layer.` and `.modules_to_save.NAME.` are left out. `order` lists the parameters as the model defines them,
-layer by layer, for files that do not keep the order and optimizers that know no names.
+layer by layer, for files that do not keep the order and optimizers that know no names. `linear` names a fused weight, whose
+outputs are more than its inputs: where its rows are more than its columns, nothing is transposed.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ class NameMap:
     rules: tuple[NameRule, ...]
     order: tuple[re.Pattern[str], ...] = ()
     outside: tuple[str, ...] = ()
+    linear: re.Pattern[str] | None = None
     kinds: dict[str, tuple[bool, tuple[NameRule, ...]]] = field(
         default_factory=dict[str, tuple[bool, tuple[NameRule, ...]]], compare=False, repr=False
     )
@@ -83,6 +85,17 @@ class NameMap:
                 if name.startswith(prefix):
                     name, changed = name[len(prefix) :], True
         return name
+
+    def of(self, shapes: Iterable[tuple[str, Sequence[int]]]) -> NameMap:
+        """Return the map for weights of these shapes, without transposing where they are stored [output, input] already.
+
+        shapes: (name without the wrapper's prefix, shape of the whole weight).
+        """
+        fused = self.linear
+        if fused is None or not any(len(s) == 2 and s[0] > s[1] and fused.fullmatch(self.stripped(name)) for name, s in shapes):
+            return self
+        rules = tuple(replace(rule, by=tuple(by for by in rule.by if by != "transpose")) for rule in self.rules)
+        return replace(self, rules=rules, kinds={})
 
     def kind_of(self, name: str) -> tuple[bool, tuple[NameRule, ...]]:
         """Return whether a name may be an adapter's, and the rules that may match it: a million names are of a few kinds."""
@@ -135,7 +148,8 @@ def read_map(text: str, where: str) -> NameMap:
     rules = tuple(rule for number, entry in enumerate(data["rules"], 1) for rule in _rules(entry, f"{where}: rule {number}"))
     signature, order = (tuple(_compile(p, where) for p in _strings(data.get(key))) for key in ("signature", "order"))
     strip, outside = _strings(data.get("strip")), _strings(data.get("outside"))
-    made = NameMap(str(data.get("family", where)), signature, strip, rules, order, outside)
+    linear = next((_compile(pattern, where) for pattern in _strings(data.get("linear"))), None)
+    made = NameMap(str(data.get("family", where)), signature, strip, rules, order, outside, linear)
     return made if data.get("extends") is None else _extended(made, str(data["extends"]), where)
 
 

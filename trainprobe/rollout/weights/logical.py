@@ -48,6 +48,7 @@ def held_pieces(model: Any, source: Source | None = None, config: Config | None 
     held = list(_of_source(source) if source is not None else _of_modules(model))
     names = [name for name, *_ in held]
     family, prefix = next(((m, p) for m in built_in() if (p := m.wrapper(names)) is not None), (None, ""))
+    family = None if family is None else family.of((name.removeprefix(prefix), shard.whole) for name, _, shard, _ in held)
     known = config_of(model, config)
     for name, tensor, shard, base in held:
         if family is None:
