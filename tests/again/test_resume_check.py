@@ -128,9 +128,9 @@ def test_weights_are_not_blamed_for_data_that_no_state_tells_of(tmp_path: Path) 
 
 
 def test_names_of_a_family_that_the_model_is_not_of_are_no_error(tmp_path: Path) -> None:
-    """NanoGPT has the names of GPT-2 in transformers, whose matrices are turned."""
+    """Its fused weight has no three equal parts."""
     for name, moved in (("a.pt", 0), ("b.pt", 0), ("c.pt", 1)):
-        weights = {"transformer.h.0.attn.c_attn.weight": torch.ones(96, 32), "transformer.wte.weight": torch.ones(65, 32)}
+        weights = {"transformer.h.0.attn.c_attn.weight": torch.ones(50, 40), "transformer.wte.weight": torch.ones(65, 32)}
         weights["transformer.wte.weight"][0] += moved
         torch.save({"model": weights, "iter_num": 5}, tmp_path / name)
     assert judge(held_by(compared(tmp_path / "a.pt", tmp_path / "b.pt"))).code == 0
@@ -143,6 +143,17 @@ def test_an_argument_that_differs_is_said_and_not_judged(tmp_path: Path) -> None
     verdict = judge(held_by(compared(tmp_path / "a.pt", tmp_path / "b.pt")))
     assert verdict.code == 3
     assert "not judged, as it is of no known kind: args odd.depth: 0 against 1" in verdict.details
+
+
+def test_where_a_run_began_and_what_it_wrote_to_are_no_state(tmp_path: Path) -> None:
+    """As nanoGPT's `init_from`, and its `best_val_loss`, a tensor of one element that other batches make another."""
+    for name, began, best in (("a.pt", "scratch", 4.25), ("b.pt", "resume", 4.5)):
+        config = {"init_from": began, "out_dir": name, "lr": 0.1}
+        torch.save({"model": {"w": torch.ones(3)}, "config": config, "best_val_loss": torch.tensor(best)}, tmp_path / name)
+    verdict = judge(held_by(compared(tmp_path / "a.pt", tmp_path / "b.pt")))
+    assert [d for d in verdict.details if "no known kind" in d] == [
+        "not judged, as it is of no known kind: args best_val_loss: 4.25 against 4.5"
+    ]
 
 
 def test_a_hostile_state_runs_nothing(tmp_path: Path) -> None:

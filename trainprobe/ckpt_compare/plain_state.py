@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,9 +45,22 @@ def plain(value: Any) -> Any:
         return str(value)
     if isinstance(value, (list, tuple)):
         return [plain(v) for v in value]
+    if (number := _number(value)) is not None:
+        return number
     if hasattr(value, "load") or isinstance(value, (bytes, np.ndarray)) or hasattr(value, "value"):
         return digest(value)
     return repr(value)
+
+
+def _number(value: Any) -> Any:
+    """Return the number of an array of one element, which equal bits alone give; None of any other value."""
+    if not (hasattr(value, "load") and hasattr(value, "format") and math.prod(value.shape) == 1):
+        return None
+    held = value.load()
+    if held.dtype.name != value.format.name or value.format.parts > 1:
+        return None
+    number = held.reshape(()).item()
+    return None if number != number or (number == 0 and math.copysign(1, number) < 0) else number
 
 
 def digest(value: Any) -> str:

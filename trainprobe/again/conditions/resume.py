@@ -166,11 +166,12 @@ def _kind_of_place(path: str) -> str:
 
 
 def _says_nothing(path: str) -> bool:
-    """Tell whether a value differs after a right resume too: a time, a path, or how many epochs Lightning has begun.
+    """Tell whether a value differs after a right resume too: a time, a path, where it began, or Lightning's begun epochs.
 
     A resume at the end of an epoch counts the one that it begins once less.
     """
-    return re.search(r"time|date$|version|host|path|uuid|epoch_progress\.\w+\.(ready|started)$", path.lower()) is not None
+    apart = r"time|date$|version|host|path|dir$|uuid|resume|init_from$|(^|\.)load$|epoch_progress\.\w+\.(ready|started)$"
+    return re.search(apart, path.lower()) is not None
 
 
 def resume_check(
@@ -191,6 +192,6 @@ def resume_check(
 def compared(straight: Path, resumed: Path) -> CheckpointComparison:
     """Return the comparison of all that two saved states hold. Raises FormatError where one cannot be read."""
     states = open_checkpoint(straight), open_checkpoint(resumed)
-    with suppress(CompareError):  # names of a family that the model is not of, such as nanoGPT's: they stay as they are
+    with suppress(CompareError):  # names of a family whose shapes are others: they stay as they are
         states = logical(*states)
     return compare(*states, CONTENT)
