@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import pairwise
 from math import log
 from pathlib import Path
 
@@ -239,6 +240,42 @@ def test_gradient_the_measured_slope_is_that_of_the_right_backward():
     assert "1.inner" in found.text or "along 0." in found.text
     assert line("gradient", classified, network(), points()).status == "holds"
     assert line("gradient", classified, network(nn.Dropout(0.5), nn.ReLU()), points()).status == "holds"
+
+
+class SmallUNet(nn.Module):
+    """Four times half the size, and back."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.inc, self.out = self.block(3, width), nn.Conv2d(width, 2, 1)
+        self.down = nn.ModuleList([self.block(width, width) for _ in range(4)])
+        self.up = nn.ModuleList([self.block(2 * width, width) for _ in range(4)])
+
+    def block(self, *widths):
+        sizes = [*widths, widths[-1]]
+        layers = [(nn.Conv2d(a, b, 3, padding=1, bias=False), nn.BatchNorm2d(b), nn.ReLU()) for a, b in pairwise(sizes)]
+        return nn.Sequential(*(layer for three in layers for layer in three))
+
+    def forward(self, x):
+        seen = [self.inc(x)]
+        for down in self.down:
+            seen.append(down(nn.functional.max_pool2d(seen[-1], 2)))
+        x = seen.pop()
+        for up in self.up:
+            x = up(torch.cat([seen.pop(), nn.functional.interpolate(x, scale_factor=2)], 1))
+        return self.out(x)
+
+
+@pytest.mark.parametrize(("width", "seed"), [(8, 0), (16, 4), (16, 12)])
+def test_gradient_of_a_loss_that_is_bent_within_any_coarse_step(width, seed):
+    """As of a U-Net on two small pictures: batch norms over two values are nearly steps."""
+    torch.manual_seed(seed)
+    model = SmallUNet(width)
+    batch = (torch.rand(2, 3, 16, 16) > 0.5).float() * 0.3, torch.randint(0, 2, (2, 16, 16))
+    (found,) = trainprobe.preflight(
+        lambda m, b: cross_entropy(m(b[0]), b[1]), model, batch, only=["gradient"], seconds=600
+    ).lines
+    assert found.status in ("holds", "not applicable"), found.text
 
 
 def test_gradient_a_straight_through_estimator_is_told():

@@ -17,7 +17,7 @@ from trainprobe.preflight.subject import Seen, Subject
 
 STEPS = 1e-3, 4e-3, 1.6e-2  # of the central differences, relative to the size of each weight
 WIDE = "float64"
-FINE = 1e-7  # the same in float64, of a loss that is bent within the others
+FINE = 1e-7, 1e-9  # the same in float64, of a loss that is bent within the others
 SHARE = 2e-3  # of the gradient's size along a direction that may be wrong
 ALONG = 4.0  # how far the gradient's is in a direction, in multiples of what a random one is along any other
 
@@ -73,8 +73,10 @@ class _Slopes:
                 return None
             if before is not None and error < 0.05 * abs(before - told):
                 self.sharp = True
-                bent = self.wide and abs(self.slope(moved, FINE) - told) <= SHARE * size + self.seen.unit / FINE
-                return None if bent else (before, told)  # such as behind the norm of a vector that is nearly zero
+                bent = self.wide and any(
+                    abs(self.slope(moved, fine) - told) <= SHARE * size + self.seen.unit / fine for fine in FINE
+                )
+                return None if bent else (before, told)  # such as behind a batch norm over two values
             before = slope
         return None
 
