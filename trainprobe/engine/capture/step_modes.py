@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from trainprobe.engine.state_guard import bits_of
 
 _DROPOUTS = frozenset(
     """dropout dropout_ dropout1d dropout2d dropout3d alpha_dropout alpha_dropout_ feature_dropout feature_dropout_
@@ -82,6 +85,20 @@ class Reordered(TorchDispatchMode):
         elif func is aten.convolution.default and args[8] == 1 and not args[6]:
             args = (args[0].flip(1), args[1].flip(1), *args[2:])
         return func(*args, **(kwargs or {}))
+
+
+class Traced(TorchDispatchMode):
+    """Keeps what each operator returned. seen: (operator, sum of the bits of its results), in the order of the calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        results = [x for x in tree_flatten(out)[0] if isinstance(x, torch.Tensor) and x.layout == torch.strided]
+        self.seen.append((str(func), sum(int(bits_of(x).sum(dtype=torch.int64)) for x in results)))
+        return out
 
 
 @contextmanager
