@@ -157,3 +157,28 @@ def test_what_would_be_wrong_of_two_micro_batches_is_no_fault_of_one(count, stat
     (found,) = trainprobe.preflight(classified, model, pictures(), step=step, only=["split"], seconds=600, **given).lines
     assert found.status == status and "the factor 2, the 2 micro-batches" in found.text, found
     assert found.text.startswith("for one micro-batch a step; ") == (count == 1)
+
+
+def test_a_list_of_samples_has_no_rows_to_turn():
+    """As detection has: pictures and boxes of each, of different sizes."""
+
+    class Detector(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Conv2d(3, 5, 3)
+
+        def forward(self, images, targets):
+            found = zip(images, targets, strict=True)
+            return sum(
+                (self.net(x[None]).amax((2, 3)) - t["boxes"].mean()).square().mean() * (1 + len(t["boxes"])) for x, t in found
+            )
+
+    torch.manual_seed(0)
+    images = [torch.rand(3, 12, 9), torch.rand(3, 8, 8)]
+    targets = [
+        {"boxes": torch.rand(2, 4), "labels": torch.tensor([1, 2])},
+        {"boxes": torch.rand(1, 4), "labels": torch.tensor([3])},
+    ]
+    report = trainprobe.preflight(lambda m, b: m(*b), Detector(), (images, targets), only=["split", "rows"], seconds=600)
+    why = "boxes has a tensor for each row, of different lengths"
+    assert [(line.status, line.text) for line in report.lines] == [("not applicable", why)] * 2

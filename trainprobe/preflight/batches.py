@@ -139,7 +139,9 @@ class Batch:
 
     @property
     def grouped(self) -> str:
-        """Why rows cannot be told from each other: a tensor has one element for several of them; "" where none has."""
+        """Why rows cannot be told from each other, as where a tensor has one element for several of them; else ""."""
+        if listed := self._listed():
+            return f"{listed} has a tensor for each row, of different lengths"
         others = [i for i, x in enumerate(self.leaves) if isinstance(x, Tensor) and x.dim() and i not in self.by_row]
         if (sparse := next((i for i in others if _is_sparse(self.leaves[i])), None)) is not None:
             return f"{self.paths[sparse]} is a sparse matrix, which names rows by their numbers"
@@ -148,6 +150,14 @@ class Batch:
             return f"{self.paths[graph]} names rows by their numbers, as edges of a graph do"
         found = next((i for i in others if len(self.leaves[i]) > 1 and self.rows % len(self.leaves[i]) == 0), None)
         return "" if found is None else f"{self.paths[found]} has {len(self.leaves[found])} rows for {self.rows} of the batch"
+
+    def _listed(self) -> str:
+        """Return the name of tensors that a list has one of for each row, as boxes of pictures; "" where there are none."""
+        lengths: dict[str, set[int]] = {}
+        for path, x in zip(self.paths, self.leaves, strict=True):
+            if isinstance(x, Tensor) and x.dim():
+                lengths.setdefault(re.sub(r"\b\d+\.|(_|\b)\d+$", "", path), set()).add(len(x))
+        return next((name for name, found in lengths.items() if name and len(found) > 1), "")
 
     @property
     def several(self) -> str:
