@@ -20,10 +20,10 @@ class TrainingGuard(StateGuard):
     """The state of a model and its optimizers. `rewind` goes back to it and may be called often.
 
     Also kept are the buffers of modules that are called within the block and are none of the model's, such as the centre of a
-    loss: as they are when one is called first.
+    loss: as they are when one is called first. compiles: not these, as torch compiles otherwise where calls are listened to.
     """
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[Any] = ()) -> None:
+    def __init__(self, model: nn.Module, optimizers: Sequence[Any] = (), compiles: bool = False) -> None:
         super().__init__([model], on_host=True)
         self._parameters_of_model = list(model.parameters())
         self._optimizers = [(o, _copied(o.state_dict()), dict(o.__dict__)) for o in optimizers]
@@ -33,15 +33,17 @@ class TrainingGuard(StateGuard):
         self._modes = _modes()
         self._known = {id(module) for module in self._modules}
         self._beside: list[StateGuard] = []
+        self._compiles, self._hook = compiles, None
 
     def __enter__(self) -> TrainingGuard:
         super().__enter__()
         self.clear_gradients()
-        self._hook = register_module_forward_pre_hook(self._called)
+        self._hook = None if self._compiles else register_module_forward_pre_hook(self._called)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._hook.remove()
+        if self._hook is not None:
+            self._hook.remove()
         super().__exit__(*error)
 
     def _called(self, module: nn.Module, _: Any) -> None:

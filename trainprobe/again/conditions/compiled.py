@@ -80,7 +80,7 @@ def compile_check(loss: Callable[[Any, Any], Any], model: Any, batch: Any, *, se
     if not isinstance(model, nn.Module) or not any(p.requires_grad for p in model.parameters()):
         raise UsageError(f"the model is a {type(model).__name__} without trained parameters: compile_check(loss, model, batch)")
     try:
-        with TrainingGuard(model) as guard:
+        with TrainingGuard(model, compiles=True) as guard:
             return _Check(loss, model, batch, guard, time.monotonic() + seconds).verdict()
     finally:
         torch._dynamo.reset()  # it holds what was compiled here
