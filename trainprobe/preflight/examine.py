@@ -19,7 +19,7 @@ from trainprobe.errors import UsageError, did_you_mean
 from trainprobe.preflight.batches import Batch
 from trainprobe.preflight.page import charts as charts_of
 from trainprobe.preflight.properties import EXTRA, ORDER
-from trainprobe.preflight.report import NOT_REACHED, Line, Report, broken, not_applicable
+from trainprobe.preflight.report import BROKEN, NOT_REACHED, Line, Report, broken, not_applicable
 from trainprobe.preflight.subject import Subject, no_shards
 
 UNREPEATABLE = 1e-2  # relative distance of two runs of one step above which nothing can be told from another
@@ -91,8 +91,6 @@ def _tested(name: str, subject: Subject, end: float) -> Line:
     if not base.finite:
         what = "a gradient is not finite" if isfinite(base.loss) else f"the loss is {base.loss}"
         line = broken(what) if name == "start" else not_applicable(what)
-    elif subject.still and name not in ("start", "determinism"):
-        line = not_applicable("all gradients of this batch are zero: see start")
     elif subject.twice > UNREPEATABLE < subject.floors[0] and name not in ("start", "determinism", "update"):
         line = not_applicable(f"two runs of this step from one state differ by {subject.floors[0]:.1%}: see determinism")
     elif time.monotonic() > end:
@@ -101,4 +99,6 @@ def _tested(name: str, subject: Subject, end: float) -> Line:
         examine = importlib.import_module(f"trainprobe.preflight.properties.{name}").examine
         line = attempt(examine, subject, otherwise=lambda fault: not_applicable(f"it could not be tested, {fault_text(fault)}"))
         subject.guard.rewind()
+        if subject.still and line.status != BROKEN and name not in ("start", "determinism"):
+            line = not_applicable("all gradients of this batch are zero: see start")
     return replace(line, name=name, passes=subject.passes(name))
