@@ -102,6 +102,15 @@ def test_what_the_loss_keeps_outside_of_the_model_stays_too():
     assert criterion.calls == before[2]
 
 
+def test_a_loss_that_calls_the_model_through_a_wrapper_leaves_its_modes():
+    """As DDP's: dropout is off while the step is tested, and that is not how the model was."""
+    model, optimizer, batch = made()
+    model.body[2].train()
+    wrapped, modes = nn.Sequential(model), [module.training for module in model.modules()]
+    trainprobe.preflight(lambda m, b: loss(wrapped, b), model, batch, optimizer=optimizer, seconds=600)
+    assert [module.training for module in model.modules()] == modes
+
+
 @pytest.mark.parametrize("fault", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("call", [1, 2, 5, 9])
 def test_the_same_where_the_step_fails(call, fault):

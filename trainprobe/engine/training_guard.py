@@ -20,7 +20,8 @@ class TrainingGuard(StateGuard):
     """The state of a model and its optimizers. `rewind` goes back to it and may be called often.
 
     Also kept are the buffers of modules that are called within the block and are none of the model's, such as the centre of a
-    loss: as they are when one is called first. compiles: not these, as torch compiles otherwise where calls are listened to.
+    loss: as they are when one is called first. What wraps the model is left alone: its modules are kept as they were before.
+    compiles: not these, as torch compiles otherwise where calls are listened to.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Any] = (), compiles: bool = False) -> None:
@@ -47,9 +48,12 @@ class TrainingGuard(StateGuard):
         super().__exit__(*error)
 
     def _called(self, module: nn.Module, _: Any) -> None:
-        if id(module) not in self._known:
-            self._known |= {id(inner) for inner in module.modules()}
+        if id(module) in self._known:
+            return
+        inside = {id(inner) for inner in module.modules()}
+        if inside.isdisjoint(self._known):
             self._beside.append(StateGuard([module], parameters=False, on_host=True).__enter__())
+        self._known |= inside
 
     def rewind(self, attributes: bool = True) -> None:
         """Set everything but the gradients to what it was. attributes: what is no tensor of the model's state too.
