@@ -314,6 +314,18 @@ def test_start_parameters():
     assert "no optimizer holds net.0.weight" in line("start", classified, model, points(), optimizer=optimizer).text
 
 
+def test_start_an_optimizer_that_wraps_another_holds_what_that_one_does():
+    """As Accelerate's does, which has no parameter groups of its own."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    model, batch = network(), points()
+    wrapped = Accelerator(cpu=True).prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    report = trainprobe.preflight(classified, model, batch, optimizer=wrapped, only=["start", "update"], seconds=600)
+    assert [line.status for line in report.lines] == ["holds", "holds"], str(report)
+
+
 def test_start_evaluation_that_draws():
     class Always(nn.Module):
         def forward(self, x):

@@ -104,6 +104,11 @@ class Subject:
             self.draws = ", ".join(sorted(RANDOM & self.base.names.keys())) or "outside of torch's functions"
 
     @cached_property
+    def held(self) -> list[set[int]]:
+        """The ids of what each optimizer steps, also where it wraps another one, as Accelerate's does."""
+        return [{id(p) for group in o.param_groups for p in group["params"]} for o in self.optimizers]
+
+    @cached_property
     def still(self) -> bool:
         """Whether every gradient is zero, so that nothing that is changed can show."""
         return bool(self.base.gradients) and not any(bool(g.any()) for g in self.base.gradients.values())

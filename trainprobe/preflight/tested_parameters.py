@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from trainprobe.engine.core.held_parameters import held_by
-
 if TYPE_CHECKING:
     from trainprobe.preflight.subject import Subject
 
@@ -21,7 +19,7 @@ def leave_other_losses(subject: Subject) -> None:
     steps, and some is in another.
     """
     given = {id(subject.parameters[name]) for name in subject.base.gradients}
-    held = [set(held_by(o)) for o in subject.optimizers]
+    held = subject.held
     others = {one for ids in held[1:] if ids.isdisjoint(given) for one in ids - held[0]}
     for root in subject.model.values() if isinstance(subject.model, nn.ModuleDict) and held else ():
         if held[0].isdisjoint(own := {id(p) for p in root.parameters()}):
@@ -38,7 +36,7 @@ def leave_copies(subject: Subject) -> None:
     """
     if subject.parameters.keys() == subject.base.gradients.keys():
         return
-    held = set().union(*map(held_by, subject.optimizers))
+    held = set().union(*subject.held)
     modules = {name: dict(module.named_parameters()) for name, module in subject.model.named_modules() if name}
     called = [own for name, own in modules.items() if own and name in subject.base.calls]
     for name, own in modules.items():

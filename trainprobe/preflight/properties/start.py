@@ -9,7 +9,6 @@ from torch.nn.functional import cross_entropy
 
 from trainprobe.engine.capture.step_gradients import relative
 from trainprobe.engine.capture.step_modes import Quiet
-from trainprobe.engine.core.held_parameters import held_by
 from trainprobe.engine.core.words import and_more
 from trainprobe.preflight import layers
 from trainprobe.preflight.properties.causality import targets_of
@@ -79,7 +78,7 @@ def _unreached(subject: Subject) -> Line | None:
 def _optimizers(subject: Subject) -> Line | None:
     if not subject.optimizers:
         return None
-    every = set().union(*map(held_by, subject.optimizers))
+    every = set().union(*subject.held)
     outside = [name for name, p in subject.parameters.items() if id(p) not in every]
     if outside:
         return broken(f"no optimizer holds {and_more(outside)}", count=len(outside))

@@ -13,7 +13,6 @@ from torch.optim import LBFGS, SparseAdam
 
 from trainprobe.engine.capture.step_gradients import dot, relative, sampled
 from trainprobe.engine.core.guard import attempt
-from trainprobe.engine.core.held_parameters import held_by
 from trainprobe.engine.core.words import and_more
 from trainprobe.preflight import first_steps
 from trainprobe.preflight.report import BROKEN, Line, broken, holds, not_applicable
@@ -52,7 +51,7 @@ def examine(subject: Subject) -> Line:
 
 def _moves(subject: Subject) -> dict[str, Tensor]:
     """Return parameter → some elements of what its one optimizer, of torch.optim, adds to it in float64: see `sampled`."""
-    held = Counter(number for optimizer in subject.optimizers for number in held_by(optimizer))
+    held = Counter(number for ids in subject.held for number in ids)
     names, found = {id(p): name for name, p in subject.parameters.items() if held[id(p)] == 1}, dict[str, Tensor]()
     for optimizer in subject.optimizers:
         kind = type(optimizer)
