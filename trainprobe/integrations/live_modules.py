@@ -33,7 +33,11 @@ def model_around(called: Any) -> Any:
 
 def model_of(optimizer: Any) -> Any:
     """Return the smallest module that holds most of the parameters of an optimizer; None where none holds any."""
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return _model_with({id(p) for group in optimizer.param_groups for p in group["params"]})
+
+
+def _model_with(held: set[int]) -> Any:
+    """Return the smallest module that holds most of some parameters, by their ids; None where none holds any."""
     best = _best(_live_modules(), held)
     return best if best is not None and held & parameters_of(best).keys() else None
 
@@ -48,9 +52,9 @@ def stepped_together(model: Any) -> Any:
     models, left = [model], {*held} - own
     modules = {id(module) for module in modules_inside(model)}
     while left and len(models) < TOGETHER:
-        another = _best(_live_modules(), left)
-        inside = {id(module) for module in modules_inside(another)} if another is not None else modules
-        if not modules.isdisjoint(inside) or left.isdisjoint(parameters_of(another)):  # what is left belongs to no module
+        another = _model_with(left)
+        inside = {id(module) for module in modules_inside(another)}
+        if another is None or not modules.isdisjoint(inside):  # what is left belongs to no module, or to a part of this one
             break
         models.append(another)
         modules |= inside

@@ -299,7 +299,7 @@ class TorchLoop:
         return True
 
     def _is_outdated(self, module: Any) -> bool:
-        """Tell whether the model was taken before it was finished: its constructor called it, and put in others then."""
+        """Tell whether the model was taken before it was finished: it was called, and then given other parameters."""
         step = self._step
         if self._given or self._updates or step is None or step.backward or self._losses.in_backward:
             return False
@@ -438,7 +438,8 @@ class TorchLoop:
         own = numbers & self._parameters.keys()
         if own:
             self._held[optimizer] = own
-            self._left_out.beside(numbers - own)
+            if len(own) < len(numbers):
+                self._left_out.beside(numbers - own)
         return bool(own)
 
     def _find_model(self, optimizer: Any) -> None:
