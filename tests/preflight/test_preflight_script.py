@@ -42,6 +42,18 @@ class Text(nn.Module):
         return logits if targets is None else (logits, cross_entropy(logits.view(-1, V), targets.reshape(-1)))
 
 
+class Twice(torch.autograd.Function):
+    """A function of the loop's own, which no tape sees."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
 def learnt(loop):
     """Run a loop up to its first update; return what was learnt of it, and the losses that it computed itself."""
     torch.manual_seed(0)
@@ -217,19 +229,10 @@ def test_calls_that_only_act_are_no_part_of_the_step():
         seen = torch.randn(9, 3)
         for row in seen:
             critic(actor(row[None]).sum() * row[None]).argmax()
-        critic(Stretched.apply(actor(seen)).sum() * seen)
+        critic(Twice.apply(actor(seen)).sum() * seen)
         loss = nn.functional.mse_loss(critic(torch.randn(6, 3)), torch.ones(6, 1))
         loss.backward()
         optimizer.step()
-
-    class Stretched(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad * 2
 
     training, *_ = learnt(loop)
     assert {name: len(x) for name, x in training.micros[0].items()} == {"input": 6, "target": 6}
@@ -338,15 +341,6 @@ def test_how_a_loop_accumulates(divisor, uneven, status, told):
 
 
 def test_what_cannot_be_followed_is_refused():
-    class Twice(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad * 2
-
     def loop(own):
         model = nn.Linear(4, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
