@@ -393,12 +393,12 @@ class EngineProbe:
         tape, self.tape = self.tape, None
         assert tape is not None
         number = self.step_number
-        tape.send(number, self.place, complete=complete, **self._about_step())
+        sent = tape.send(number, self.place, complete=complete, **self._about_step())
         looks = complete and self._running.looks and not self._only_collects()
         made = [(program.part, self.guard.part(program.part, program.collected)) for program in self.programs.at("collected")]
         prepare = [(part, call) for part, call in made if call is not None]
         prepare += [(program.part, program.prepare) for program in self.programs.at("prepare")]
-        self._waiting.add(number, tape, looks, prepare)
+        self._waiting.add(number, sent, looks, prepare)
         wait = not complete or self._stores or self.at_once
         wait = wait or any(self.guard.part(p.part, p.at_once, number) for p in self.programs.at("at_once"))
         return None if more and not wait else self._waiting.settle(wait, number if more else None)
@@ -421,7 +421,7 @@ class EngineProbe:
         self._unmatched_selections.saw(step_data)
         if step.looks and not step_data.calls and not step_data.scalars:
             self.reporter.report_once(saw_nothing(step.number), key=SAW_NOTHING)
-        for fault in step.tape.library.faults():
+        for fault in step.sent.library.faults():
             self.reporter.report_once(Finding("kernels", "warning", fault, step=step.number))
         self.collected += step_data.complete
         self.cut_short += not step_data.complete

@@ -17,18 +17,16 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from trainprobe.compiled import recording
 from trainprobe.engine.core.containers import MOST, children
 from trainprobe.engine.core.guard import attempt, fault_text
-from trainprobe.engine.core.library import Deferred, Library, Reading, StatsRows, Transfer
+from trainprobe.engine.core.library import Deferred, Library, Reading, StatsRows
 from trainprobe.engine.core.naming import utf8
-from trainprobe.engine.core.records import NOT_WRITTEN, Call, Feature, Kind, Opaque, Phase, Place, StepData, ToBeWritten, Value
+from trainprobe.engine.core.records import NOT_WRITTEN, Call, Kind, Opaque, Phase, Place, StepData, ToBeWritten, Value
 from trainprobe.engine.geometry.shards import Shard, is_cut, mesh_shard
-from trainprobe.engine.stats.checksum import MASK, joined
-from trainprobe.engine.stats.partials import CHECKSUM, PARTIALS, STATS, finish
+from trainprobe.engine.sent_step import DeferredFeature, Fingerprinted, SentStep
+from trainprobe.engine.stats.checksum import joined
+from trainprobe.engine.stats.partials import CHECKSUM, STATS
 from trainprobe.engine.storage.step_journal import StepJournal
 
 SAVE = 256  # save the values themselves too
@@ -73,7 +71,6 @@ class Tape:
     ) -> None:
         self.library = library
         self.calls: list[Call] = []
-        self.values: list[Value] = []
         self.scalars: dict[str, Any] = {}
         self._batches: list[int] = []  # how many tensors the model was called with, a number a call
         self._batch_rows: StatsRows | None = None  # apart, so that a step has checksums only where they were asked for
@@ -81,13 +78,7 @@ class Tape:
         self._share_rows: StatsRows | None = None
         self._shares: list[tuple[Value, list[int]]] = []  # each with the rows whose fingerprints make up its share
         self._deferred: list[Deferred] = []
-        self._buffers: list[
-            tuple[StatsRows, list[Value]]
-        ] = []  # of the step that was sent, with the blocks that are on their way
-        self._blocks: list[tuple[StatsRows, list[Any]]] = []
-        self._transfer: Transfer | None = None
-        self._about: dict[str, Any] = {}
-        self._features: list[tuple[Deferred, str, Sequence[str], int, int, Reading | None]] = []
+        self._features: list[DeferredFeature] = []
         self.micro = 0
         self.micro_given = False
         self.awaits: Awaits | None = None  # takes what is still written, to look at it once it is there (see capture/awaited)
@@ -238,11 +229,8 @@ class Tape:
                 value.shape = _shape(t)
                 value.note = value.note or note
             value.extra = extra
-            if (
-                inner is not None
-                and extra
-                and not any("Partial" in each for each in extra.get("placements", ({"Partial": {}},)))
-            ):
+            placements = (extra or {}).get("placements", ({"Partial": {}},))
+            if inner is not None and not any("Partial" in each for each in placements):
                 self.share(value, inner, mesh_shard(t), flags)
         return value
 
@@ -299,7 +287,7 @@ class Tape:
         if self.library.is_tensor(x):
             value = self._special(x, flags & KINDS)
             if path is not None and flags & SAVE:
-                keep = partial(self._keep_late, path, value, flags)
+                keep = partial(self._keep, path, value, flags)
                 if value.row >= 0 or self.awaits is None or not self.awaits(x, keep):
                     keep(x)
             return value
@@ -325,13 +313,10 @@ class Tape:
             value.tensor = None
             value.note = value.note or (f"not saved: {why}" if self._save is not None else None)
 
-    def _keep(self, path: str, t: Any, value: Value, flags: int) -> None:
+    def _keep(self, path: str, value: Value, flags: int, t: Any) -> None:
         if value.tensor is None and value.note is None and self._save is not None:
             value.tensor = path
             self._keep_at(path, t, value, flags >> CUT)
-
-    def _keep_late(self, path: str, value: Value, flags: int, t: Any) -> None:
-        self._keep(path, t, value, flags)
 
     def note(self, name: Any, x: Any) -> None:
         """Keep a scalar of the step (loss, learning rate …); a tensor is read with all others at the step's end."""
@@ -365,7 +350,8 @@ class Tape:
         if isinstance(slots, str):
             slots = (slots,)
         deferred = numbers if type(numbers) is Deferred else self.defer(numbers)
-        self._features.append((deferred, name, slots, self.count(f"{name}|{slots[0]}", "feature"), self.micro, reading))
+        number = self.count(f"{name}|{slots[0]}", "feature")
+        self._features.append(DeferredFeature(deferred, name, slots, number, self.micro, reading))
 
     def batch(self, tensors: Sequence[Any]) -> None:
         """Fingerprint what the model is called with."""
@@ -384,123 +370,36 @@ class Tape:
 
     def drain(self, step: int, place: Place, **about: Any) -> StepData:
         """Bring the numbers to the host, once a device, and return the collected step; the tape is then empty."""
-        self.send(step, place, **about)
-        return self.receive()
+        return self.send(step, place, **about).receive()
 
-    def send(self, step: int, place: Place, **about: Any) -> None:
-        """End the step: have its numbers brought to the host, once a device. Waits for none that can come by themselves."""
+    def send(self, step: int, place: Place, **about: Any) -> SentStep:
+        """End the step: have its numbers brought to the host, once a device; the tape is then empty.
+
+        Waits for none that can come by themselves.
+        """
         if self._arena is not None:
             self._arena.flush()
-        self._deferred = [c for c in self._deferred if c.tensor is not None and not self.library.refusal(c.tensor)]
-        self._buffers = list(self._stats_rows.values())
-        apart = [rows for rows in (self._batch_rows, self._share_rows) if rows is not None]
-        self._blocks = [(rows, rows.blocks()) for rows in (*(rows for rows, _ in self._buffers), *apart)]
-        waiting = [*(t for _, some in self._blocks for t in some), *(c.tensor for c in self._deferred)]
-        self._transfer = self.library.to_host(waiting) if waiting else None
-        self._noted += self.native.noted or ()
-        self._about = {"step": step, "place": place, **about}
-        self.native.reset()
-
-    def arrived(self) -> bool:
-        """Tell whether all numbers of the step that was sent are on the host."""
-        return self._transfer is None or self._transfer.arrived()
-
-    def receive(self) -> StepData:
-        """Return the collected step that was sent, once its numbers are there; the tape is then empty."""
-        partials: list[npt.NDArray[np.float64]] = []
-        extras: dict[str, dict[int, Any]] = {name: {} for name in self.library.extras}
-        sums: list[npt.NDArray[np.uint64]] = []
-        crc: dict[int, str] = {}
-        base = 0
-        values: list[Value] = []
-        buffers, self._buffers = self._buffers, []
-        has_sums = any(kinds & CHECKSUM for kinds in self._stats_rows)
-        apart = [self._batch_rows, self._share_rows]
-        drained = self._drained()
-        rest = iter(drained[len(buffers) :])
-        batches, shares = ([] if rows is None else [int(n) for n in next(rest)[1]] for rows in apart)
-        self._batch_rows = self._share_rows = None
-        for (stats_rows, owned), (rows, checks, crcs) in zip(buffers, drained[: len(buffers)], strict=True):
-            if base:
-                for value in owned:
-                    if value.row >= 0:
-                        value.row += base
-            partials.append(rows)
-            if extras:
-                dtypes = [value.dtype for value in owned if value.row >= 0]
-                for i, results in enumerate(stats_rows.drain_extras()):
-                    for name, result in zip(extras, results, strict=True):
-                        extras[name][base + i] = self.library.extra(name, result, dtypes[i])
-            if has_sums:
-                sums.append(checks if checks is not None else np.zeros(len(rows), np.uint64))
-            for i, c in enumerate(crcs or ()):
-                crc[base + i] = f"{c:08x}"
-            values = values + owned if values else owned  # no copy of the one list that there is as a rule
-            base += len(rows)
-        for twin, value in self._noted:  # each value before its twins; until now rows were counted from their buffer's first
-            if twin.row >= 0:
-                twin.row = value.row
-        rows = partials[0] if len(partials) == 1 else np.concatenate(partials) if partials else np.zeros((0, len(PARTIALS)))
-        step_data = StepData(
-            calls=self.calls,
-            values=values,
-            partials=rows,
-            checksums=np.concatenate(sums) if has_sums else None,
-            crc32=crc or None,
-            histograms=extras.get("histogram"),
-            quantiles=extras.get("quantiles"),
-            scalars={name: _scalar(v, rows) for name, v in self.scalars.items()},
-            features=self._read_features(),
-            batches=self._join_batches(batches),
-            shares=self._join_shares(shares),
-            **self._about,
+        sent = SentStep(
+            self.library,
+            {"step": step, "place": place, "calls": self.calls, **about},
+            self._stats_rows,
+            Fingerprinted(self._batch_rows, self._batches),
+            Fingerprinted(self._share_rows, self._shares),
+            self._deferred,
+            self._features,
+            self.scalars,
+            [*self._noted, *(self.native.noted or ())],
         )
-        self.calls, self.values, self.scalars = [], [], {}
+        self.native.reset()
+        self.calls, self.scalars = [], {}
         self._stats_rows, self._counts, self._noted = {}, {}, []
-        return step_data
-
-    def _drained(self) -> list[tuple[npt.NDArray[np.float64], Any, Any]]:
-        """Drain the buffers, with what came from devices; what is deferred has its numbers then."""
-        arrays = iter(self._transfer.arrays() if self._transfer is not None else ())
-        drained = [stats_rows.drain([next(arrays) for _ in some]) for stats_rows, some in self._blocks]
-        for c in self._deferred:
-            c.numbers, c.tensor = next(arrays), None
-        self._transfer, self._blocks, self._deferred = None, [], []
-        return drained
-
-    def _join_batches(self, sums: Sequence[int]) -> list[int]:
-        batches, self._batches = self._batches, []
-        each = iter(sums)
-        return [joined([next(each) for _ in range(count)]) for count in batches]
-
-    def _join_shares(self, sums: Sequence[int]) -> dict[int, int]:
-        """Return row → share; nothing of a row that stands for two shards, such as one tensor under two names."""
-        taken, self._shares = self._shares, []
-        found: dict[int, set[int]] = {}
-        for value, rows in taken:
-            found.setdefault(value.row, set()).add(sum(sums[row] for row in rows) & MASK)
-        return {row: shares.pop() for row, shares in found.items() if len(shares) == 1}
-
-    def _read_features(self) -> list[Feature]:
-        kept, self._features = self._features, []
-        found: list[Feature] = []
-        for deferred, name, slots, call, micro, reading in kept:
-            if deferred.numbers is not None:
-                slots_read = (
-                    reading(deferred.numbers) if reading is not None else ((None, deferred.numbers.astype(np.float64)),)
-                )
-                found += [Feature(name, slot, call, micro, x, bins) for slot, (bins, x) in zip(slots, slots_read, strict=True)]
-        return found
+        self._batch_rows = self._share_rows = None
+        self._batches, self._shares, self._deferred, self._features = [], [], [], []
+        return sent
 
 
 def _shape(t: Any) -> tuple[int, ...]:
     return tuple(n if type(n) is int else -1 for n in getattr(t, "shape", ()))  # of a jagged tensor one is a symbol
-
-
-def _scalar(x: Any, rows: npt.NDArray[np.float64]) -> float:
-    if not isinstance(x, Value):
-        return float(x)
-    return float(finish(rows[x.row : x.row + 1], ("mean",))["mean"][0]) if x.row >= 0 else float("nan")
 
 
 def _unreadable(x: Any, fault: Exception) -> Opaque:

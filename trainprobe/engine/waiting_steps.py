@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 from trainprobe.engine.core.guard import Part, simply
 from trainprobe.engine.core.records import Finding, StepData
-from trainprobe.engine.tape import Tape
+from trainprobe.engine.sent_step import SentStep
 
+Prepare = Sequence[tuple[str, Callable[[StepData], object]]]
 MOST_ON_THEIR_WAY = 4  # steps; of more, the oldest is waited for: by then the device is as many steps behind
 
 
@@ -23,9 +24,9 @@ class WaitingStep(NamedTuple):
     """
 
     number: int
-    tape: Tape
+    sent: SentStep
     looks: bool
-    prepare: Sequence[tuple[str, Callable[[StepData], object]]]
+    prepare: Prepare
     told: dict[str, float]
 
 
@@ -70,9 +71,9 @@ class WaitingSteps:
         self._told[name] = number
         return True
 
-    def add(self, number: int, tape: Tape, looks: bool, prepare: Sequence[tuple[str, Callable[[StepData], object]]]) -> None:
+    def add(self, number: int, sent: SentStep, looks: bool, prepare: Prepare) -> None:
         """A collected step has ended, and its tape has sent its numbers."""
-        self._on_their_way.append(WaitingStep(number, tape, looks, prepare, {} if self._told is None else self._told))
+        self._on_their_way.append(WaitingStep(number, sent, looks, prepare, {} if self._told is None else self._told))
 
     def settle(self, wait: bool = False, keep: int | None = None) -> StepData | None:
         """Judge and hand over the steps whose numbers have come; return the last one, if none is left behind it.
@@ -88,7 +89,7 @@ class WaitingSteps:
             self._hand_over_kept()
             while self._on_their_way:
                 first = self._on_their_way[0]
-                if not (wait or len(self._on_their_way) > MOST_ON_THEIR_WAY or first.tape.arrived()):
+                if not (wait or len(self._on_their_way) > MOST_ON_THEIR_WAY or first.sent.arrived()):
                     return None
                 self._on_their_way.popleft()
                 step_data = self._received(first, first.number == keep)
@@ -111,7 +112,7 @@ class WaitingSteps:
         return step_data
 
     def _prepared(self, step: WaitingStep, part: Part) -> StepData:
-        step_data = step.tape.receive()
+        step_data = step.sent.receive()
         if step.told:
             step_data.change(scalars={**step_data.scalars, **step.told})
         if step.told is self._told:

@@ -235,14 +235,16 @@ def _reason(t: Tensor) -> str:
         return f"{t.dtype}: its elements are not whole bytes, or not known"
     if type(t).__name__ == "FakeTensor":
         return "fake: there is no data"
-    if t.numel() == 0:
-        return ""
+    return "" if t.numel() == 0 else _reason_of_memory(t)
+
+
+def _reason_of_memory(t: Tensor) -> str:
     try:
         storage = t.untyped_storage()
         freed = storage.data_ptr() == 0
     except (RuntimeError, NotImplementedError):
-        return "no data behind it now (freed, or a wrapper without storage)"
-    if freed:
+        freed, storage = True, None
+    if freed or storage is None:
         return "no data behind it now (freed, or a wrapper without storage)"
     if t.numel() > _MANY and t.numel() * t.element_size() > 16 * storage.nbytes():
         return f"expanded: {t.numel()} elements over {storage.nbytes()} bytes of memory, which would take too long to walk"

@@ -201,14 +201,8 @@ class ParameterStateTap(StatesTap):
         source = self.source or self._plain
         if tape is None or source is None or (name == "after_step" and not (self._request.after or self.more)):
             return
-        if self.more:
-            tape.forget_all()  # a write through `.data`, or by a collective, leaves no trace: the audit looks again
         after = name == "after_step"
-        if after:
-            for clipping in self.clips:
-                clipping.used = True
-            self._updated = True
-            tape.forget_all()  # fused optimizers write without a trace in the version counters
+        self._forget(tape, after)
         due = self._due()
         plain = self._plain if source is self._plain else None
         # another source may fill one buffer after the other; what the plain one gives stays
@@ -229,11 +223,24 @@ class ParameterStateTap(StatesTap):
                     if scale is not None or part.scale != 1.0:
                         self._divide(call, slot, part.scale if part.scale != 1.0 else scale)
             if name == "before_step":
-                for looked in self._late:
-                    self._put_unclipped(tape, *looked)
-                self._late.clear()
-                for key, number in source.scalars().items():
-                    tape.note_once(key, number)
+                self._end_of_gradients(tape, source)
+
+    def _forget(self, tape: Tape, after: bool) -> None:
+        """Have the tape look again at what may have been written without a trace. after: the optimizer has stepped."""
+        if self.more:
+            tape.forget_all()  # a write through `.data`, or by a collective, leaves no trace: the audit looks again
+        if after:
+            for clipping in self.clips:
+                clipping.used = True
+            self._updated = True
+            tape.forget_all()  # fused optimizers write without a trace in the version counters
+
+    def _end_of_gradients(self, tape: Tape, source: Source) -> None:
+        for looked in self._late:
+            self._put_unclipped(tape, *looked)
+        self._late.clear()
+        for key, number in source.scalars().items():
+            tape.note_once(key, number)
 
     def scaled(self, scale: Any) -> None:
         """Learn that gradients arrive multiplied from now on. scale: a tensor of one element, looked at as it is now."""

@@ -120,11 +120,14 @@ class PlainSource:
             if master is not None and values:
                 yield self._part(p, "main_value", master)
             for state in states:
-                for slot, tensor in (state.get(id(p if master is None else master)) or {}).items():
-                    if name and hasattr(tensor, "shape"):
-                        yield self._part(p, str(slot), tensor)
-                    elif hasattr(tensor, "shape"):
-                        yield from self._pieces(p, str(slot), tensor)
+                yield from self._state_parts(p, name, state.get(id(p if master is None else master)) or {})
+
+    def _state_parts(self, p: Any, name: str, state: Mapping[str, Any]) -> Iterator[Part]:
+        for slot, tensor in state.items():
+            if name and hasattr(tensor, "shape"):
+                yield self._part(p, str(slot), tensor)
+            elif hasattr(tensor, "shape"):
+                yield from self._pieces(p, str(slot), tensor)
 
     def stepped(self) -> list[Any]:
         """Return the parameters that are not left to another optimizer's step."""

@@ -187,6 +187,16 @@ def _common(out: Translation, config: Mapping[str, Any], task: str, framework: s
         out.note("risk_level", "not used under MindSpore, as in that tool: every operator is recorded")
     if config.get("extra_info") is not None:
         fields["stacks"] = fields["construct"] = config["extra_info"]
+    if config.get("dump_enable") is False:
+        fields["level"] = "off"  # PrecisionDebugger watches the key, and hands over true
+        out.note("dump_enable", "false: nothing is recorded; only PrecisionDebugger looks at this key while the training runs")
+    if task == "tensor":
+        fields["tensor_format"] = "pt" if framework == "pytorch" else "npy"
+    _about_the_training(out, config, framework)
+
+
+def _about_the_training(out: Translation, config: Mapping[str, Any], framework: str) -> None:
+    """Say what becomes of keys that change the training, or need no counterpart."""
     if config.get("custom_op_namespaces"):
         out.note("custom_op_namespaces", "every registered op is recorded, whatever its namespace")
     if config.get("load"):
@@ -197,11 +207,6 @@ def _common(out: Translation, config: Mapping[str, Any], task: str, framework: s
         out.note("seed", f"a plan changes nothing in the training: call `from trainprobe.{framework} import seed_all; {call}`")
     if config.get("enable_dataloader"):
         out.note("enable_dataloader", "steps are not taken from the DataLoader: call start(), stop() and step() in the loop")
-    if config.get("dump_enable") is False:
-        fields["level"] = "off"  # PrecisionDebugger watches the key, and hands over true
-        out.note("dump_enable", "false: nothing is recorded; only PrecisionDebugger looks at this key while the training runs")
-    if task == "tensor":
-        fields["tensor_format"] = "pt" if framework == "pytorch" else "npy"
 
 
 def _grad_probe(out: Translation, config: Mapping[str, Any]) -> dict[str, Any]:

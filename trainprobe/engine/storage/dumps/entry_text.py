@@ -285,9 +285,18 @@ def _numbers_text(step_data: StepData, tokens: tuple[str, str, str]) -> list[str
             text = [f'{t}, "{name}": {x}' for t, x in zip(text, column_of(name), strict=True)]
     for row in np.flatnonzero(column(step_data.partials, "count") == 0).tolist():
         text[row] = _NO_NUMBERS
+    _add_beside_statistics(text, step_data, alone=not numbers)
+    if "max" in numbers and "min" in numbers:
+        for row in {v.row for v in step_data.values if v.row >= 0 and plain_dtype(v.dtype) == "bool"}:
+            text[row] = _bool_text(text[row])
+    return text
+
+
+def _add_beside_statistics(text: list[str], step_data: StepData, *, alone: bool) -> None:
+    """Add fingerprints, histograms, quantiles and CRC-32 to the text of their rows. alone: there are no statistics."""
     if step_data.checksums is not None:
         # tools that compare bits look for checksums that stand alone under "md5"
-        key = ', "checksum": "0x{0:016x}", "md5": "0x{0:016x}"' if not numbers else ', "checksum": "0x{0:016x}"'
+        key = ', "checksum": "0x{0:016x}", "md5": "0x{0:016x}"' if alone else ', "checksum": "0x{0:016x}"'
         for row in np.flatnonzero(fingerprinted(step_data)).tolist():
             text[row] += key.format(int(step_data.checksums[row]))
     for row, (edges, found) in (step_data.histograms or {}).items():
@@ -296,10 +305,6 @@ def _numbers_text(step_data: StepData, tokens: tuple[str, str, str]) -> list[str
         text[row] += f', "quantiles": {dumps(plain_numbers(np.asarray(quantiles, float)))}'
     for row, crc in (step_data.crc32 or {}).items():
         text[row] += f', "md5": "{crc}"'
-    if "max" in numbers and "min" in numbers:
-        for row in {v.row for v in step_data.values if v.row >= 0 and plain_dtype(v.dtype) == "bool"}:
-            text[row] = _bool_text(text[row])
-    return text
 
 
 def _bool_text(text: str) -> str:
