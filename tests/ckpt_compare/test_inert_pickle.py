@@ -20,8 +20,9 @@ import torch
 
 from trainprobe.ckpt_compare.compare import compare
 from trainprobe.ckpt_compare.formats import open_checkpoint
-from trainprobe.ckpt_compare.storage import inert_pickle, remarks, torch_archive
-from trainprobe.ckpt_compare.storage.inert_pickle import Thing, read_pickle
+from trainprobe.ckpt_compare.storage import inert_objects, inert_pickle, remarks, torch_archive
+from trainprobe.ckpt_compare.storage.inert_objects import Thing
+from trainprobe.ckpt_compare.storage.inert_pickle import read_pickle
 from trainprobe.ckpt_compare.verdict import verdict_of
 from trainprobe.errors import FormatError
 
@@ -195,13 +196,13 @@ def test_a_damaged_pickle_is_a_format_error_with_the_file_s_name():
 
 def test_names_are_never_functions():
     """A name is text until it is called, so that nothing of ours can be reached or changed through it."""
-    for name in (*inert_pickle._CALLS, *torch_archive._REBUILD, "os.system", "torch.float32"):
+    for name in (*inert_objects.CALLS, *torch_archive._REBUILD, "os.system", "torch.float32"):
         module, _, short = name.rpartition(".")
         assert isinstance(inert_pickle._Table("x", torch_archive._REBUILD, None).find(module, short), str), name
 
 
 def test_no_table_entry_imports_or_runs_what_a_file_names():
-    names = set(inert_pickle._CALLS) | set(torch_archive._REBUILD)
+    names = set(inert_objects.CALLS) | set(torch_archive._REBUILD)
     dangerous = ("eval", "exec", "compile", "open", "system", "__import__", "import_module", "load_library", "apply")
     assert not [n for n in names if n.rsplit(".", 1)[-1] in dangerous]
 

@@ -12,7 +12,8 @@ from tests.ckpt_compare.memory import dense
 from tests.ckpt_compare.verdicts import bytes_held, judged
 from trainprobe.ckpt_compare.formats import open_checkpoint
 from trainprobe.ckpt_compare.storage import dcp_metadata, torch_archive
-from trainprobe.ckpt_compare.storage.inert_pickle import Stateful, read_pickle
+from trainprobe.ckpt_compare.storage.inert_objects import Stateful
+from trainprobe.ckpt_compare.storage.inert_pickle import read_pickle
 from trainprobe.ckpt_compare.storage.mapped import mapping
 from trainprobe.ckpt_compare.storage.similar_archives import recognised
 from trainprobe.errors import FormatError

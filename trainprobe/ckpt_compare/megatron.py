@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trainprobe.ckpt_compare.plain_state import digest, flat
-from trainprobe.ckpt_compare.storage.inert_pickle import Thing
+from trainprobe.ckpt_compare.storage.inert_objects import Thing
 from trainprobe.ckpt_compare.storage.mapped import inside, read_text
 
 LATEST = "latest_checkpointed_iteration.txt"

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from trainprobe.ckpt_compare.storage.inert_pickle import Thing
+from trainprobe.ckpt_compare.storage.inert_objects import Thing
 from trainprobe.ckpt_compare.storage.torch_archive import leaves
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trainprobe.ckpt_compare.storage.inert_pickle import Thing
+from trainprobe.ckpt_compare.storage.inert_objects import Thing
 
 _FLAT_GROUP = "param_groups."
 _TENSORDICT = "tensordict._reductions._make_td"

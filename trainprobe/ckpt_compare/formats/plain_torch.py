@@ -17,7 +17,7 @@ from trainprobe.ckpt_compare.plain_state import digest, flat, plain
 from trainprobe.ckpt_compare.saved_objects import as_state_dicts
 from trainprobe.ckpt_compare.state import EXTRA
 from trainprobe.ckpt_compare.storage import remarks, torch_archive
-from trainprobe.ckpt_compare.storage.inert_pickle import PickledBytes, Thing, runs_code
+from trainprobe.ckpt_compare.storage.inert_objects import PickledBytes, Thing, runs_code
 from trainprobe.ckpt_compare.storage.mapped import HeldArray, read_text
 from trainprobe.engine.compare.number_formats import number_format
 from trainprobe.errors import FormatError

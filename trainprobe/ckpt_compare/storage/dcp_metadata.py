@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from trainprobe.ckpt_compare.pieces import Point
-from trainprobe.ckpt_compare.storage.inert_pickle import Stateful, read_pickle
+from trainprobe.ckpt_compare.storage.inert_objects import Stateful
+from trainprobe.ckpt_compare.storage.inert_pickle import read_pickle
 from trainprobe.ckpt_compare.storage.mapped import extent, mapping
 from trainprobe.engine.compare.number_formats import number_format
 from trainprobe.errors import FormatError

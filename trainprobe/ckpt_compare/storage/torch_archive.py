@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from trainprobe.ckpt_compare.pieces import Point
-from trainprobe.ckpt_compare.storage.inert_pickle import DtypeName, Thing, read_pickle, read_pickle_at
+from trainprobe.ckpt_compare.storage.inert_objects import DtypeName, Thing
 from trainprobe.ckpt_compare.storage.inert_pickle import leaves as leaves
+from trainprobe.ckpt_compare.storage.inert_pickle import read_pickle, read_pickle_at
 from trainprobe.ckpt_compare.storage.mapped import MappedArray, extent, mapping
 from trainprobe.ckpt_compare.storage.similar_archives import recognised, remember
 from trainprobe.ckpt_compare.storage.torch_zip import Places, TorchZip
