@@ -133,13 +133,21 @@ def watch(
     return Watching(_watch, (model, optimizer, plan, place), overrides)
 
 
+def _unchecked(probe: Probe) -> Generator[Probe]:
+    """Watch a loop of a framework whose calls in the loop are not looked at."""
+    from trainprobe.integrations.loop_words import NO_STEP
+
+    yield probe
+    if not probe.begun:
+        probe.at_end(NO_STEP)
+
+
 def _watch(
     model: Any, optimizer: Any, plan: PlanSource, place: Place | None, **overrides: Unpack[PlanFields]
 ) -> Generator[Probe]:
     if place is not None:
         check_place(place)
     from trainprobe.integrations import announce
-    from trainprobe.integrations.loop_words import NO_STEP
 
     try:
         pipeline: Pipeline | None = attempt(pipeline_of, model, otherwise=lambda _: None)
@@ -161,9 +169,7 @@ def _watch(
         probe.watches_own_loop()
         probe.guard.run(announce, probe)
         if checking is None:
-            yield probe
-            if not probe.begun:
-                probe.at_end(NO_STEP)
+            yield from _unchecked(probe)
             return
         for finding in probe.guard.run(lambda *given: list(checking.wrong_optimizers(*given)), model, optimizer) or ():
             probe.report_once(finding)

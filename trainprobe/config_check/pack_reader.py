@@ -64,7 +64,12 @@ def checked_manifest(path: Path, members: dict[str, bytes]) -> dict[str, Any]:
     for name in ("captures", "notes"):
         manifest[name] = [str(one) for one in manifest.get(name) or () if isinstance(one, str)]
     manifest["micro_steps"] = manifest.get("micro_steps") if _counts([manifest.get("micro_steps")]) else 0
-    listed = manifest.get("members")
+    _check_members(path, members, manifest.get("members"))
+    return manifest
+
+
+def _check_members(path: Path, members: dict[str, bytes], listed: Any) -> None:
+    """Hold the content of the zip against the list of the manifest."""
     if not isinstance(listed, dict):
         raise FormatError(f"{path}: {MANIFEST} lists no members: it was edited or damaged")
     for name in sorted(set(listed) | (set(members) - {MANIFEST})):
@@ -75,7 +80,6 @@ def checked_manifest(path: Path, members: dict[str, bytes]) -> dict[str, Any]:
         recorded = listed[name].get("sha256") if isinstance(listed[name], dict) else None
         if hashlib.sha256(members[name]).hexdigest() != recorded:
             raise FormatError(f"{path}: {name!r} does not fit its sha256 in {MANIFEST}: it was edited or damaged")
-    return manifest
 
 
 def _counts(numbers: list[Any]) -> bool:

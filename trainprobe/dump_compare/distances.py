@@ -185,11 +185,10 @@ def _measured(pair: CallPair, matched: _Matched, found: Iterator[Interval], know
     for slot, far, result, (epsilon, formats) in zip(matched.names, distances, matched.results, form.formats, strict=True):
         if far is None:
             continue
-        if far.high:
-            if (result and empty) or (writes and slot == "input.0") or slot.startswith("kwargs.out"):
-                far = SAME
-            elif result and far is MASKED:
-                far = ALIKE  # little is known of a result; of what is given, doubt is for the call
+        if (result and empty) or (writes and slot == "input.0") or slot.startswith("kwargs.out"):
+            far = SAME if far.high else far
+        elif result and far is MASKED:
+            far = ALIKE  # little is known of a result; of what is given, doubt is for the call
         values.append(known.distance(slot, far, result, epsilon, formats))
         if not result and far.high > given:
             given = far.high

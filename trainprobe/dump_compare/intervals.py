@@ -88,6 +88,19 @@ def intervals(a: Side, left: Sequence[Value], b: Side, right: Sequence[Value]) -
         outcome[as_near & (same_bits < 0)] = _IS_ALIKE
         outcome[as_near & (same_bits == 0)] = _HAS_OTHER_ORDER
     outcome[(same_bits > 0) | (sizes == 0)] = _IS_SAME  # of a tensor without elements there is nothing to differ
+    found = _told_by_columns(outcome, low, high, mine, theirs)
+    for i in np.flatnonzero(~alike).tolist():
+        x, y = left[i], right[i]
+        if tuple(x.shape) != tuple(y.shape):
+            found[i] = Interval(math.inf, math.inf, "shape", f"shapes {list(x.shape)} and {list(y.shape)}")
+    for i in _stored(left, right, alike):  # what is stored decides, whatever is said of it beside
+        found[i] = _told_by_elements(found[i], outcome[i] == _IS_SAME, a, left[i], b, right[i])
+    if a.has_copies or b.has_copies:
+        found = [_with_copies(far, a, x, b, y) for far, x, y in zip(found, left, right, strict=True)]
+    return found
+
+
+def _told_by_columns(outcome: npt.NDArray[Any], low: F64, high: F64, mine: Columns, theirs: Columns) -> list[Interval]:
     measured = outcome == _IS_MEASURED
     finite = [_all_finite(side) for side in (mine, theirs)]
     found: list[Interval] = list(map(_FIXED.__getitem__, np.where(measured, 0, outcome).tolist()))
@@ -97,26 +110,22 @@ def intervals(a: Side, left: Sequence[Value], b: Side, right: Sequence[Value]) -
         found[i] = known.get(ends) or known.setdefault(ends, Interval(*ends, "statistics"))
     for i in np.flatnonzero(outcome == _IS_NONFINITE).tolist():
         found[i] = found[i]._replace(note=_where_nonfinite(finite[0][i], finite[1][i]))
-    for i in np.flatnonzero(~alike).tolist():
-        x, y = left[i], right[i]
-        if tuple(x.shape) != tuple(y.shape):
-            found[i] = Interval(math.inf, math.inf, "shape", f"shapes {list(x.shape)} and {list(y.shape)}")
-    for i in _stored(left, right, alike):  # what is stored decides, whatever is said of it beside
-        exact, at = _by_elements(a.array(left[i]), b.array(right[i]))
-        if exact is not None:
-            if outcome[i] == _IS_SAME and exact is SAME:
-                continue
-            if outcome[i] == _IS_SAME:
-                for side, value in ((a, left[i]), (b, right[i])):
-                    side.contradicts(value)
-            exact = _EQUAL if exact is SAME else exact
-            if at is not None:
-                notes = (exact.note, a.place_of(left[i], at) or b.place_of(right[i], at))
-                exact = exact._replace(note=", ".join(filter(None, notes)))
-            found[i] = exact
-    if a.has_copies or b.has_copies:
-        found = [_with_copies(far, a, x, b, y) for far, x, y in zip(found, left, right, strict=True)]
     return found
+
+
+def _told_by_elements(told: Interval, same: bool, a: Side, x: Value, b: Side, y: Value) -> Interval:
+    """Return what the stored elements say. told: what else is said of the pair; same: whether that is equality."""
+    exact, at = _by_elements(a.array(x), b.array(y))
+    if exact is None or (same and exact is SAME):
+        return told
+    if same:
+        for side, value in ((a, x), (b, y)):
+            side.contradicts(value)
+    exact = _EQUAL if exact is SAME else exact
+    if at is None:
+        return exact
+    notes = (exact.note, a.place_of(x, at) or b.place_of(y, at))
+    return exact._replace(note=", ".join(filter(None, notes)))
 
 
 def _is_whole(value: Value) -> bool:

@@ -181,22 +181,25 @@ def _explain(judged: Sequence[Judged]) -> None:
         of_parameters = call.kind in ("parameter", "state")
         key = _module_of(owner(call), arrived) if of_parameters else (call.kind, call.name, call.call)
         if call.phase == "backward":
-            one.given = max(one.given, arrived.get(key, noise if of_parameters else 0.0))  # tied weights: of a module unknown
-            one.moved = max(one.moved, moved.get(key, noise if of_parameters else 0.0))
-        if call.phase == "backward" and kind_of(call).startswith(_KINKS):
-            one.given = max(one.given, math.sqrt(one.given))
+            unknown = noise if of_parameters else 0.0  # tied weights: of a module unknown
+            one.given, one.moved = max(one.given, arrived.get(key, unknown)), max(one.moved, moved.get(key, unknown))
+            one.given = max(one.given, math.sqrt(one.given)) if kind_of(call).startswith(_KINKS) else one.given
         kept = one.given if one.own <= COARSE else max([one.given, *_results_apart(one)])  # a backward may use the result
         if not of_parameters and (kept > 0 or call.kind == "module"):  # which modules were called is asked for too
             for each in (key, key[:2]):
                 if kept >= arrived.get(each, 0.0):
                     arrived[each] = kept
                 moved[each] = max(moved.get(each, 0.0), one.moved)
-        steps = call.kind == "state" and call.phase == "step"
         if _makes_much_of_little(one, noise):
             one.given = math.inf
-        for value in one.values:
-            if value.interval.low > 0 and value.result and not steps and noise < value.low < math.inf:
-                noise = value.low
+        if not (call.kind == "state" and call.phase == "step"):
+            noise = _largest_result(one, noise)
+
+
+def _largest_result(one: Judged, noise: float) -> float:
+    """Return the largest distance of a result of this call, or of those before (noise)."""
+    lows = (value.low for value in one.values if value.result and value.interval.low > 0)
+    return max([noise, *(low for low in lows if low < math.inf)])
 
 
 def _results_apart(one: Judged) -> Iterator[float]:

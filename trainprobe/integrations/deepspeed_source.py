@@ -59,11 +59,7 @@ class DeepSpeedSource:
         """Yield the parts that can be seen at `moment`; a parameter that other processes update has none of the optimizer's."""
         names = self.names()
         if moment == "unreduced":
-            if self.arriving is not None and id(self.arriving[0]) in names:
-                p, gradient = self.arriving
-                shape = tuple(gradient.shape)
-                shard = Shard((0,) * len(shape), shape, shape)
-                yield Part(names[id(p)], "grad_unreduced", gradient, shard, loss_scale(self.engine), self.micro)
+            yield from self._unreduced(names)
             return
         for p in self.parameters:
             name = names.get(id(p))
@@ -83,6 +79,13 @@ class DeepSpeedSource:
                 if gradient is not None:
                     yield Part(name, "grad", gradient, held.shard)
             yield from self._state(p, name, held)
+
+    def _unreduced(self, names: Mapping[int, str]) -> Iterator[Part]:
+        if self.arriving is not None and id(self.arriving[0]) in names:
+            p, gradient = self.arriving
+            shape = tuple(gradient.shape)
+            shard = Shard((0,) * len(shape), shape, shape)
+            yield Part(names[id(p)], "grad_unreduced", gradient, shard, loss_scale(self.engine), self.micro)
 
     def scalars(self) -> dict[str, float]:
         """Return the learning rate, and those of parameter groups where it differs."""

@@ -7,7 +7,7 @@ Looks for logs first (`rank{R}/metrics-*.parquet` or `rank{R}/records.jsonl`), b
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -58,14 +58,9 @@ def read_frames(folder: Path) -> Iterator[Frame]:
         yield from frames_of_log(log)
     if logs:
         return
-    tables: dict[int, SeriesTable] = {}
     steps = [step for step in find_steps(folder).values() if find_ranks(step)] if folder.is_dir() else []
-    for step_folder in steps:  # one without a rank was cut off before anything of it was whole
-        for rank, step_data in sorted(read_step(step_folder).items()):
-            with damaged_as(f"the dump in {step_folder}"):
-                table = tables.setdefault(rank, SeriesTable())
-                yield frame_of_records(step_data.step, step_data.place, step_data.records(), table, step_data.complete)
-    if steps:
+    if steps:  # one without a rank was cut off before anything of it was whole
+        yield from _frames_of_dumps(steps)
         return
     if not _holds_metrics(folder):
         other = read_scalar_log(folder)
@@ -73,16 +68,30 @@ def read_frames(folder: Path) -> Iterator[Frame]:
             yield from other
             return
     if folder.is_dir() and next(folder.rglob("*.csv"), None) is None:
-        if _holds_black_box(folder):
-            raise FormatError(
-                f"{folder} holds no step that was written out, but what a process left that was ended: `trainprobe black-box "
-                f"{folder}` reads it"
-            )
-        here = folder if folder != Path() else folder.absolute()
-        raise FormatError(f"{here} holds no run: {LACKS}. {_where_runs_are(folder)}")
+        raise _no_run(folder)
+    tables: dict[int, SeriesTable] = {}
     for step in read_metrics(folder):
         table = tables.setdefault(step.place.rank, SeriesTable())
         yield frame_of_records(step.step, step.place, step.records, table, parted=step.place.world_size > 1)
+
+
+def _frames_of_dumps(steps: Iterable[Path]) -> Iterator[Frame]:
+    tables: dict[int, SeriesTable] = {}
+    for step_folder in steps:
+        for rank, step_data in sorted(read_step(step_folder).items()):
+            with damaged_as(f"the dump in {step_folder}"):
+                table = tables.setdefault(rank, SeriesTable())
+                yield frame_of_records(step_data.step, step_data.place, step_data.records(), table, step_data.complete)
+
+
+def _no_run(folder: Path) -> FormatError:
+    if _holds_black_box(folder):
+        return FormatError(
+            f"{folder} holds no step that was written out, but what a process left that was ended: `trainprobe black-box "
+            f"{folder}` reads it"
+        )
+    here = folder if folder != Path() else folder.absolute()
+    return FormatError(f"{here} holds no run: {LACKS}. {_where_runs_are(folder)}")
 
 
 def _holds_metrics(folder: Path) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -66,45 +66,75 @@ def threads_that_kept_sums_in_16_bits(case: Case, y: Tensor) -> int:
     return 0
 
 
-def _as_if(case: Case) -> Iterator[tuple[str, Case]]:
+_Others = Iterator[tuple[str, Case]]
+
+
+def _as_if(case: Case) -> _Others:
     """Yield the same call with one argument changed, and how to say so."""
-    name = api(case.name)
-    if name == "gelu":
-        other = "none" if case.kwargs.get("approximate", "none") == "tanh" else "tanh"
-        yield f"with approximate={other!r}", _with(case, approximate=other)
-    elif name in ("avg_pool1d", "avg_pool2d", "avg_pool3d") and len(case.args) < 6:
-        yield (
-            "where the padding is counted the other way",
-            _with(case, count_include_pad=not case.kwargs.get("count_include_pad", True)),
-        )
-    elif name == "embedding" and case.kwargs.get("padding_idx") is not None:
+    make = _CHANGED.get(api(case.name))
+    if make is not None:
+        yield from make(case)
+
+
+def _gelu(case: Case) -> _Others:
+    other = "none" if case.kwargs.get("approximate", "none") == "tanh" else "tanh"
+    yield f"with approximate={other!r}", _with(case, approximate=other)
+
+
+def _average(case: Case) -> _Others:
+    if len(case.args) < 6:
+        other = not case.kwargs.get("count_include_pad", True)
+        yield "where the padding is counted the other way", _with(case, count_include_pad=other)
+
+
+def _embedding(case: Case) -> _Others:
+    if case.kwargs.get("padding_idx") is not None:
         yield "without padding_idx", _with(case, padding_idx=None)
-    elif name == "scaled_dot_product_attention":
-        if case.kwargs.get("is_causal"):
-            yield "without the causal mask", _with(case, is_causal=False)
-        if case.kwargs.get("attn_mask") is not None:
-            yield "without the mask", _with(case, attn_mask=None)
-            mask = case.kwargs["attn_mask"]
-            if str(mask.dtype) == "torch.bool":
-                yield "where the mask's True means hidden, not seen", _with(case, attn_mask=~mask)
-        yield "with a scale of 1", _with(case, scale=1.0)
-    elif name in ("layer_norm", "group_norm", "batch_norm", "rms_norm"):
-        for short in ("weight", "bias"):
-            if case.kwargs.get(short) is not None:
-                yield f"without the {short}", _with(case, **{short: None})
-        yield "with eps = 0", _with(case, eps=0.0)
-    elif name in ("linear", "conv1d", "conv2d", "conv3d"):
-        if case.kwargs.get("bias") is not None:
-            yield "without the bias", _with(case, bias=None)
-        elif len(case.args) > 2 and isinstance(case.args[2], Tensor):
-            yield "without the bias", replace(case, args=(*case.args[:2], None, *case.args[3:]))
-    elif name == "cross_entropy":
-        if case.kwargs.get("label_smoothing"):
-            yield "without label smoothing", _with(case, label_smoothing=0.0)
-        if case.kwargs.get("weight") is not None:
-            yield "without the classes' weights", _with(case, weight=None)
-        for other in {"mean", "sum"} - {case.kwargs.get("reduction", "mean")}:
-            yield f"with reduction={other!r}", _with(case, reduction=other)
+
+
+def _attention(case: Case) -> _Others:
+    if case.kwargs.get("is_causal"):
+        yield "without the causal mask", _with(case, is_causal=False)
+    mask = case.kwargs.get("attn_mask")
+    if mask is not None:
+        yield "without the mask", _with(case, attn_mask=None)
+        if str(mask.dtype) == "torch.bool":
+            yield "where the mask's True means hidden, not seen", _with(case, attn_mask=~mask)
+    yield "with a scale of 1", _with(case, scale=1.0)
+
+
+def _norm(case: Case) -> _Others:
+    for short in ("weight", "bias"):
+        if case.kwargs.get(short) is not None:
+            yield f"without the {short}", _with(case, **{short: None})
+    yield "with eps = 0", _with(case, eps=0.0)
+
+
+def _linear(case: Case) -> _Others:
+    if case.kwargs.get("bias") is not None:
+        yield "without the bias", _with(case, bias=None)
+    elif len(case.args) > 2 and isinstance(case.args[2], Tensor):
+        yield "without the bias", replace(case, args=(*case.args[:2], None, *case.args[3:]))
+
+
+def _cross_entropy(case: Case) -> _Others:
+    if case.kwargs.get("label_smoothing"):
+        yield "without label smoothing", _with(case, label_smoothing=0.0)
+    if case.kwargs.get("weight") is not None:
+        yield "without the classes' weights", _with(case, weight=None)
+    for other in {"mean", "sum"} - {case.kwargs.get("reduction", "mean")}:
+        yield f"with reduction={other!r}", _with(case, reduction=other)
+
+
+_CHANGED: dict[str, Callable[[Case], _Others]] = {
+    "gelu": _gelu,
+    "embedding": _embedding,
+    "scaled_dot_product_attention": _attention,
+    "cross_entropy": _cross_entropy,
+    **dict.fromkeys(("avg_pool1d", "avg_pool2d", "avg_pool3d"), _average),
+    **dict.fromkeys(("layer_norm", "group_norm", "batch_norm", "rms_norm"), _norm),
+    **dict.fromkeys(("linear", "conv1d", "conv2d", "conv3d"), _linear),
+}
 
 
 def _with(case: Case, **changed: Any) -> Case:

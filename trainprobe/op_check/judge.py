@@ -94,12 +94,9 @@ def judge(y: Tensor, expected: Expected, tolerance: Tolerance | None = None, *, 
     tolerance: replaces the bound of floats. brief: leave out where the wrong elements lie.
     """
     r, given = expected.value, expected.given
-    if y.shape != r.shape:
-        return Judgement("bug", f"its shape is {[*y.shape]} and not {[*r.shape]}", math.inf)
-    if y.is_floating_point() != r.is_floating_point() or y.is_complex() != r.is_complex():
-        return Judgement("bug", f"its dtype is {_name(y)}, where {_name(r)} comes out", math.inf)
-    if y.numel() == 0:
-        return Judgement("exact", "it has no elements")
+    told = _without_its_numbers(y, r)
+    if told is not None:
+        return told
     if y.is_complex() and y.dtype in UNIT:
         return judge(torch.view_as_real(y.resolve_conj().resolve_neg()), _parts(y.dtype, expected), tolerance, brief=brief)
     if not y.is_floating_point() and not y.is_complex():
@@ -117,6 +114,15 @@ def judge(y: Tensor, expected: Expected, tolerance: Tolerance | None = None, *, 
         own = 2 * noise.tensor + UNIT[y.dtype] * r.abs().nan_to_num(0, 0, 0)
         return _as_wide_as_the_reference(_floats(y, r, Allowance.of(own), brief), expected.source)
     return _floats(y, r, noise, brief, (expected.gain, expected.one_sided))
+
+
+def _without_its_numbers(y: Tensor, r: Tensor) -> Judgement | None:
+    """Judge shape, kind of numbers and emptiness; None where the elements have to be looked at."""
+    if y.shape != r.shape:
+        return Judgement("bug", f"its shape is {[*y.shape]} and not {[*r.shape]}", math.inf)
+    if y.is_floating_point() != r.is_floating_point() or y.is_complex() != r.is_complex():
+        return Judgement("bug", f"its dtype is {_name(y)}, where {_name(r)} comes out", math.inf)
+    return Judgement("exact", "it has no elements") if y.numel() == 0 else None
 
 
 def _parts(dtype: torch.dtype, expected: Expected) -> Expected:

@@ -195,8 +195,7 @@ class OpCheckProgram(Program):
         tape, self.tape = self.tape, None
         assert tape is not None
         about = {"framework": self._making.backend.name, "level": self._level, "task": "tensor", "programs": ("dump",)}
-        tape.send(self._step, self._run.place, complete=complete, statistics=(), notes=(), dumped=True, **about)
-        step_data = tape.receive()
+        step_data = tape.drain(self._step, self._run.place, complete=complete, statistics=(), notes=(), dumped=True, **about)
         self._never_came.saw(step_data)
         if complete and not step_data.calls and not step_data.scalars:
             self._run.reporter.report_once(saw_nothing(self._step), key=SAW_NOTHING)

@@ -147,26 +147,33 @@ class _Script:
             kind, start, at = token.lastgroup, at, token.end()
             if kind in ("single", "double", "dollar", "escape", "plain"):
                 self._piece(kind, token[0])
-            elif kind != "joined":
+                continue
+            if kind != "joined":
                 self._end_word()
-            if kind == "array" and self._array is None:
-                name = _ASSIGNMENT.match(token[0])
-                assert name is not None
-                self._array, self._before, self._words = (start, name), self._words, []
-            elif self._array is not None and kind in ("stop", "array", "redirection", "document"):
-                self._in_array(token[0])
-            elif kind == "document":
-                self._documents.append((token["end"], token[0].startswith("<<-")))
-            elif kind == "redirection":
-                self._skipped = token["stream"] is None
-            elif kind == "stop":
-                self._end_command()
-                at = self._behind_documents(at) if token[0] == "\n" else at
+            at = self._between_words(token, start, at)
         self._end_word()
         if self._array is not None:
             raise self._error(self._array[0], "an array that is never closed with )")
         self._end_command()
         self._behind_documents(at)
+
+    def _between_words(self, token: re.Match[str], start: int, at: int) -> int:
+        """Take what is no part of a word; return where to go on."""
+        kind = token.lastgroup
+        if kind == "array" and self._array is None:
+            name = _ASSIGNMENT.match(token[0])
+            assert name is not None
+            self._array, self._before, self._words = (start, name), self._words, []
+        elif self._array is not None and kind in ("stop", "array", "redirection", "document"):
+            self._in_array(token[0])
+        elif kind == "document":
+            self._documents.append((token["end"], token[0].startswith("<<-")))
+        elif kind == "redirection":
+            self._skipped = token["stream"] is None
+        elif kind == "stop":
+            self._end_command()
+            return self._behind_documents(at) if token[0] == "\n" else at
+        return at
 
     def _in_array(self, token: str) -> None:
         assert self._array is not None

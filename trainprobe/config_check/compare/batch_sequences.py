@@ -14,7 +14,6 @@ from trainprobe.engine.core.words import counted
 def explain(a: Sequence[Batch], b: Sequence[Batch], first: int) -> str:
     """Say in one clause how two sequences of batches differ. first: the first micro-step that does."""
     since = "" if first == 0 else f" from micro-step {first} on"
-    which = "the first batch" if first == 0 else f"the data{since}"
     left, right = [batch_key(x) for x in a], [batch_key(x) for x in b]
     names = _differing_names(a, b, first)
     if len(names) > 1 and left == right:
@@ -31,6 +30,11 @@ def explain(a: Sequence[Batch], b: Sequence[Batch], first: int) -> str:
         return f"{typed}{since}"
     if padding := _padding_story(a, b, first):
         return f"{padding}{since}"
+    return _of_tensors(a, b, first, names, since) or _of_whole_batches(a, b, first, since)
+
+
+def _of_tensors(a: Sequence[Batch], b: Sequence[Batch], first: int, names: Sequence[str], since: str) -> str:
+    """Say how samples, or some of the tensors, differ; empty where whole batches do. since: from which micro-step on."""
     story = _sample_story(a, b, "samples") or _sample_story(a, b, "unpadded")
     if names and (not story or story[0].isdigit()) and all(_is_moved(x, y) for x, y in zip(a, b, strict=False)):
         verb = "holds" if len(names) == 1 else "hold"
@@ -40,6 +44,12 @@ def explain(a: Sequence[Batch], b: Sequence[Batch], first: int) -> str:
     if names and a[first] and len(names) < len(a[first]):
         verb = "differs" if len(names) == 1 else "differ"
         return f"{' and '.join(names)} {verb} from micro-step {first} on, the rest of the batch is equal"
+    return ""
+
+
+def _of_whole_batches(a: Sequence[Batch], b: Sequence[Batch], first: int, since: str) -> str:
+    which = "the first batch" if first == 0 else f"the data{since}"
+    left, right = [batch_key(x) for x in a], [batch_key(x) for x in b]
     shared = (Counter(left) & Counter(right)).total()
     if shared and first == 0:
         return f"the first batch differs, {shared} of {len(left)} batches are shared in another order"

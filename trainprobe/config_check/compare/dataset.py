@@ -35,26 +35,18 @@ def compare_dataset(bench: Pack, cmp: Pack) -> Check:
     """Compare fingerprints; statistics where a pack holds no fingerprints."""
     if (early := absent("dataset", COLUMNS, bench, cmp)) is not None:
         return early
-    labelled = [_labelled(pack) for pack in (bench, cmp)]
-    if labelled[0] != labelled[1]:  # another tool or version, a compiled model, or a loss inside of the model
-        bench, cmp = (_without_labels(pack) if has else pack for pack, has in zip((bench, cmp), labelled, strict=True))
+    bench, cmp, apart = _with_equal_labels(bench, cmp)
     pairs = list(rank_pairs(bench, cmp, "dataset"))
     rows: list[tuple[Any, ...]] = []
     first: dict[int, int] = {}
     ranks_by_text: dict[str, list[int]] = {}
     plain: dict[PackFinding, list[int]] = {}
-    findings = rank_findings("dataset", bench, cmp)
-    if labelled[0] != labelled[1]:
-        side = "bench" if labelled[0] else "cmp"
-        findings.append(
-            PackFinding("note", f"data beside the model's inputs (labels) was captured in {side} only: not compared", "labels")
-        )
+    findings = [*rank_findings("dataset", bench, cmp), *apart]
     for rank, a, b in pairs:
         left, right = a.by_micro["dataset"], b.by_micro["dataset"]
-        for micro in sorted(left.keys() & right.keys()):
-            different = _rows(rank, micro, left[micro].get("tensors", {}), right[micro].get("tensors", {}), rows)
-            if different and rank not in first:
-                first[rank] = micro
+        micro = _first_difference(rank, left, right, rows)
+        if micro is not None:
+            first[rank] = micro
         for finding in _scalars(rank, left, right, rows) if bench.world_size == cmp.world_size else ():
             plain.setdefault(finding, []).append(rank)
         if left.keys() != right.keys():
@@ -70,11 +62,32 @@ def compare_dataset(bench: Pack, cmp: Pack) -> Check:
             return Check("dataset", COLUMNS, passed, (*findings, other))
     if exchanged := _exchanged(bench, cmp, first):
         ranks_by_text = {exchanged: ranks}
-    for text, where in ranks_by_text.items():
-        # the order of the data says more than the calls that shuffled it
-        topic, causes = ("dataset order", (*_SEEDS, *_LOADING)) if ORDER in text else ("dataset", EXPLAINED_BY)
-        findings.append(PackFinding("error", f"{text}{which_ranks(where, ranks)}", topic, causes))
+    findings += (_difference(text, which_ranks(where, ranks)) for text, where in ranks_by_text.items())
     return Check("dataset", COLUMNS, rows, tuple(findings))
+
+
+def _first_difference(rank: int, left: Mapping[int, Any], right: Mapping[int, Any], rows: list[tuple[Any, ...]]) -> int | None:
+    """Add a row for each tensor of the micro-steps of both sides; return the first that differs."""
+    both = sorted(left.keys() & right.keys())
+    differ = [m for m in both if _rows(rank, m, left[m].get("tensors", {}), right[m].get("tensors", {}), rows)]
+    return differ[0] if differ else None
+
+
+def _with_equal_labels(bench: Pack, cmp: Pack) -> tuple[Pack, Pack, list[PackFinding]]:
+    """Leave labels out where one side alone has them: of another tool or version, a compiled model, a loss in the model."""
+    labelled = [_labelled(pack) for pack in (bench, cmp)]
+    if labelled[0] == labelled[1]:
+        return bench, cmp, []
+    bench, cmp = (_without_labels(pack) if has else pack for pack, has in zip((bench, cmp), labelled, strict=True))
+    side = "bench" if labelled[0] else "cmp"
+    text = f"data beside the model's inputs (labels) was captured in {side} only: not compared"
+    return bench, cmp, [PackFinding("note", text, "labels")]
+
+
+def _difference(text: str, ranks: str) -> PackFinding:
+    """Return the error; the order of the data says more than the calls that shuffled it."""
+    topic, causes = ("dataset order", (*_SEEDS, *_LOADING)) if ORDER in text else ("dataset", EXPLAINED_BY)
+    return PackFinding("error", f"{text}{ranks}", topic, causes)
 
 
 def _labelled(pack: Pack) -> bool:

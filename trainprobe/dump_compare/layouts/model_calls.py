@@ -198,27 +198,27 @@ class JoinedCalls:
         found = [parts_of(of, pieces, key, table) for (of, pieces), table in zip((a, b), self._tables, strict=True)]
         values: list[dict[str, Value]] = [{}, {}]
         classes = [first_of(of, pieces).cls for of, pieces in (a, b)]
-        for alone, mine, theirs in zip(self._values_alone, found, found[::-1], strict=True):
-            alone.update(dict.fromkeys(f"{slot} of {_text(key)}" for slot in _lacking(mine, theirs)))
+        for side in (0, 1):
+            lacking = _lacking(found[side], found[1 - side])
+            self._values_alone[side].update(dict.fromkeys(f"{slot} of {_text(key)}" for slot in lacking))
         for slot, parts in found[0].items():
             others = found[1].get(slot)
-            if others is not None and _role(key, slot) == "weight" and not (_held(parts) and _held(others)):
+            if others is None or (_role(key, slot) == "weight" and not (_held(parts) and _held(others))):
                 continue  # gathered for the forward alone, and compared as the optimizer has it
-            blind = next((part for part in (*parts, *(others or ())) if part.value.row < 0 and part.size), None)
-            if others is not None and blind is not None:
+            blind = next((part for part in (*parts, *others) if part.value.row < 0 and part.size), None)
+            if blind is not None:
                 self._blind.setdefault(f"{slot} of {_text(key)}{blind.value.note and f', as {blind.value.note}'}")
                 continue
-            of_both = (parts, others or []), (others or [], parts)
-            rules = [self._rule(i, key, classes[i], slot, each) for i, each in enumerate(of_both)]
-            if others is not None and slot.startswith("grad_input"):
+            rules = [self._rule(i, key, classes[i], slot, both) for i, both in enumerate(((parts, others), (others, parts)))]
+            if slot.startswith("grad_input"):
                 rules = [rule or self._of_split_rows(i, key, classes[i], (parts, others)[i]) for i, rule in enumerate(rules)]
-            made = None if others is None else joins(parts, others, _role(key, slot), (rules[0], rules[1]))
-            if made is None and others is not None and _role(key, slot) == "weight":  # shards are of all ranks together
+            made = joins(parts, others, _role(key, slot), (rules[0], rules[1]))
+            if made is None and _role(key, slot) == "weight":  # shards are of all ranks together
                 every = [parts_of(of, [*of], key, table)[slot] for (of, _), table in zip((a, b), self._tables, strict=True)]
                 made = joins(every[0], every[1], "weight")
-            if made is None or others is None:
-                if others is not None and any(part.size for part in (*parts, *others)):
-                    self._unjoined.setdefault(f"{slot} of {_text(key)}")
+            if made is None:
+                unjoined = [f"{slot} of {_text(key)}"] if any(part.size for part in (*parts, *others)) else []
+                self._unjoined.update(dict.fromkeys(unjoined))
                 continue
             for i, side in enumerate(self._sides):
                 values[i][slot] = side.add(made[i])

@@ -74,37 +74,53 @@ def forward_joins(
     whether what is the same on all ranks is a copy, as in an optimizer, and not a number that each rank found of its samples.
     sure: whether the calls are known to be the same operator; they must be given the same values if not.
     """
-    for slot in (slot for slot in a if slot in b and not is_result(slot)):
-        if not (known.all_of(a[slot]) and known.all_of(b[slot])) and _are_the_same_bits((*a[slot], *b[slot])):
-            known.add(a[slot], b[slot])
-        if known.recognises:
-            known.recognise(a[slot], b[slot])
-    if known.recognises:
-        known.take_weights(a, b)
-    for slot in (slot for slot in a if slot in b and not is_result(slot)):
-        if not sure and not known.are_one(a[slot], b[slot]) and any(part.size for part in a[slot]):
-            return None
+    given = [slot for slot in a if slot in b and not is_result(slot)]
+    _recognise(a, b, given, known)
+    if not sure and not all(known.are_one(a[slot], b[slot]) or not any(part.size for part in a[slot]) for slot in given):
+        return None
+    found: dict[str, Joined] | None
     if len(calls[0]) == len(calls[1]) == 1:
-        found: dict[str, Joined] = {slot: (_single(parts), _single(b[slot]), "whole") for slot, parts in a.items() if slot in b}
+        found = {slot: (_single(parts), _single(b[slot]), "whole") for slot, parts in a.items() if slot in b}
     elif a.keys() != b.keys():
         return None
     else:
         in_cuts = _joins_of_cuts(calls, (a, b), known)
         if in_cuts is not None:
             return in_cuts
-        found = {}
-        for slot in sorted(a, key=is_result):  # what is given first
-            if is_result(slot):
-                made = _of_result(calls, found, a[slot], b[slot])
-            else:
-                seen = all(known.all_of(side[slot]) or _is_gathered(side[slot], weights) for side in (a, b))
-                made = _joined(a[slot], b[slot]) if seen or trusted else None
-            if made is None:
-                return None
-            found[slot] = made
-    for slot in found:
-        if is_result(slot):
+        sound = {
+            slot: trusted or all(known.all_of(side[slot]) or _is_gathered(side[slot], weights) for side in (a, b))
+            for slot in given
+        }
+        found = _joins_of_ranks(calls, a, b, sound)
+    for slot in filter(is_result, found or ()):
+        known.add(a[slot], b[slot])
+    return found
+
+
+def _recognise(a: Values, b: Values, given: Sequence[str], known: KnownValues) -> None:
+    """Learn which values of both sides are one, by what an operator is given."""
+    for slot in given:
+        if not (known.all_of(a[slot]) and known.all_of(b[slot])) and _are_the_same_bits((*a[slot], *b[slot])):
             known.add(a[slot], b[slot])
+        if known.recognises:
+            known.recognise(a[slot], b[slot])
+    if known.recognises:
+        known.take_weights(a, b)
+
+
+def _joins_of_ranks(
+    calls: Sequence[Sequence[Call]], a: Values, b: Values, sound: Mapping[str, bool]
+) -> dict[str, Joined] | None:
+    """Return how the values of several ranks make wholes. sound: of what is given, whether it may be joined."""
+    found: dict[str, Joined] = {}
+    for slot in sorted(a, key=is_result):  # what is given first
+        if is_result(slot):
+            made = _of_result(calls, found, a[slot], b[slot])
+        else:
+            made = _joined(a[slot], b[slot]) if sound[slot] else None
+        if made is None:
+            return None
+        found[slot] = made
     return found
 
 

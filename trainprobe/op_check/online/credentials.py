@@ -70,17 +70,8 @@ def explained(error: BaseException, other: str) -> str:
     """Return what a failed connection means, as a sentence's end. other: who is at the other end, such as "the server"."""
     if isinstance(error, (FormatError, UsageError)):
         return str(error)
-    if isinstance(error, ssl.SSLCertVerificationError):
-        why = _WRONG.get(error.verify_code, f"is refused: {error.verify_message}")
-        return f"the certificate of {other} {why}"
     if isinstance(error, ssl.SSLError):
-        reason = (error.reason or str(error)).upper()
-        for alert, why in _ALERTS.items():
-            if alert in reason:
-                return f"{other} refuses this side's certificate: it {why}"
-        if "WRONG_VERSION" in reason or "RECORD_LAYER" in reason or "HTTP_REQUEST" in reason:
-            return f"{other} does not speak TLS"
-        return f"TLS with {other} failed: {reason.replace('_', ' ').lower()}"
+        return _explained_tls(error, other)
     if isinstance(error, socket.gaierror):
         return f"the name of {other} is not known: {error.strerror or error}"
     if isinstance(error, ConnectionRefusedError):
@@ -90,6 +81,19 @@ def explained(error: BaseException, other: str) -> str:
     if isinstance(error, (ConnectionError, EOFError)):
         return f"{other} closed the connection"
     return f"{other} cannot be reached: {getattr(error, 'strerror', None) or error}"
+
+
+def _explained_tls(error: ssl.SSLError, other: str) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        why = _WRONG.get(error.verify_code, f"is refused: {error.verify_message}")
+        return f"the certificate of {other} {why}"
+    reason = (error.reason or str(error)).upper()
+    for alert, why in _ALERTS.items():
+        if alert in reason:
+            return f"{other} refuses this side's certificate: it {why}"
+    if "WRONG_VERSION" in reason or "RECORD_LAYER" in reason or "HTTP_REQUEST" in reason:
+        return f"{other} does not speak TLS"
+    return f"TLS with {other} failed: {reason.replace('_', ' ').lower()}"
 
 
 def is_about_certificates(error: BaseException) -> bool:

@@ -20,16 +20,8 @@ def examine(subject: Subject) -> Line:
     tokens, mask, labels = batch.of("tokens"), batch.of("mask"), batch.text_labels
     if tokens is None or mask is None or mask.shape != tokens.shape:
         return not_applicable("the batch has no mask beside its tokens")
-    hidden, changes = mask == 0, dict[str, Batch]()
-    left, every = bool(hidden[:, 0].any()), batch
-    if bool(hidden.any()):
-        changes["tokens under the mask"] = every = batch.with_role("tokens", batch.other_tokens(hidden))
-        if labels is not None and bool((labels[hidden] != batch.ignored).any()):
-            other = torch.where(hidden, batch.other_tokens(hidden), labels)
-            changes["labels under the mask"], every = batch.with_role("labels", other), every.with_role("labels", other)
-    if not subject.draws:
-        changes["more padding"], every = batch.padded(COLUMNS, left), every.padded(COLUMNS, left)
-        every = every.reversed()
+    hidden = mask == 0
+    changes, every = _changes(subject, hidden)
     seen = attempt(subject.run, every, otherwise=lambda _: None)
     skipped = ""
     if seen is None or subject.differs(seen):
@@ -44,14 +36,28 @@ def examine(subject: Subject) -> Line:
     if subject.draws:
         return not_applicable(f"the step draws random numbers ({subject.draws}), other ones with more padding")
     tested = [what for what in changes if f"{what} (" not in skipped]
-    if labels is not None and batch.rows > 1:
-        found = attempt(lambda: subject.other_row, otherwise=lambda _: None)
-        if found is not None and not found[1].finite:
-            alone = attempt(lambda: subject.run(batch.with_other_last(hidden=False)).finite, otherwise=lambda _: False)
-            row = "of padding alone" if alone else "whose labels are all ignored"
-            return broken(f"a row {row} makes the loss {found[1].loss} or its gradient not finite")
-        tested += ["a row of padding without targets"] if found is not None else []
+    found = attempt(lambda: subject.other_row, otherwise=lambda _: None) if labels is not None and batch.rows > 1 else None
+    if found is not None and not found[1].finite:
+        alone = attempt(lambda: subject.run(batch.with_other_last(hidden=False)).finite, otherwise=lambda _: False)
+        row = "of padding alone" if alone else "whose labels are all ignored"
+        return broken(f"a row {row} makes the loss {found[1].loss} or its gradient not finite")
+    tested += ["a row of padding without targets"] if found is not None else []
     return holds(f"{', '.join(tested)}{skipped}") if tested else not_applicable(skipped.removeprefix("; "))
+
+
+def _changes(subject: Subject, hidden: Tensor) -> tuple[dict[str, Batch], Batch]:
+    """Return the batch with each change that must not matter, and with all of them. hidden: what the mask hides."""
+    batch, labels = subject.batch, subject.batch.text_labels
+    changes, every = dict[str, Batch](), batch
+    if bool(hidden.any()):
+        changes["tokens under the mask"] = every = batch.with_role("tokens", batch.other_tokens(hidden))
+        if labels is not None and bool((labels[hidden] != batch.ignored).any()):
+            other = torch.where(hidden, batch.other_tokens(hidden), labels)
+            changes["labels under the mask"], every = batch.with_role("labels", other), every.with_role("labels", other)
+    if not subject.draws:
+        left = bool(hidden[:, 0].any())
+        changes["more padding"], every = batch.padded(COLUMNS, left), every.padded(COLUMNS, left).reversed()
+    return changes, every
 
 
 def _sentence(subject: Subject, what: str, other: Batch, seen: Seen, hidden: Tensor) -> str:

@@ -109,21 +109,9 @@ def _lengths(found: Mapping[str, tuple[str, Column]], where: str) -> npt.NDArray
 def _spread(column: Column, kind: str, lengths: npt.NDArray[np.int64], row: npt.NDArray[np.int32], where: str) -> Array:
     """Return a column as one value a token; the experts as [tokens, numbers]."""
     total, rows = int(lengths.sum()), len(lengths)
-    if isinstance(column, list):
-        if kind in ("tokens", "trainer_tokens"):  # some loops keep prompt and response together
-            column = [part[len(part) - n :] for part, n in zip(column, lengths, strict=False) if len(part) >= n]
-        per_row = kind in PER_ROW and all(part.size == 1 for part in column)
-        whole = len(column) == rows and (per_row or all(len(p) == n for p, n in zip(column, lengths, strict=False) if p.ndim))
-        if not whole or (not per_row and any(p.ndim == 0 for p in column)):
-            raise FormatError(f"{where} does not have a value for each of the {total} tokens of {rows} sequences")
-        if not column:
-            return np.zeros(0)
-        try:
-            array = np.concatenate([part.reshape(1) for part in column]) if per_row else np.concatenate(column)
-        except ValueError as error:
-            raise FormatError(f"{where} has rows of several shapes: {error}") from None
-    else:
-        array = np.asarray(column)
+    array = _one_array(column, kind, lengths, where) if isinstance(column, list) else np.asarray(column)
+    if isinstance(column, list) and not rows:
+        return array
     if kind in WIDE:
         width = array.size // total if total else 1
         if total and (array.size != total * width or not width):
@@ -136,6 +124,23 @@ def _spread(column: Column, kind: str, lengths: npt.NDArray[np.int64], row: npt.
     if kind != "text" and array.dtype.kind not in "biuf":
         raise FormatError(f"{where} holds {array.dtype}, and numbers are expected")
     return array.reshape(-1)
+
+
+def _one_array(column: list[Array], kind: str, lengths: npt.NDArray[np.int64], where: str) -> Array:
+    """Join a column that has an array for each sequence."""
+    total, rows = int(lengths.sum()), len(lengths)
+    if kind in ("tokens", "trainer_tokens"):  # some loops keep prompt and response together
+        column = [part[len(part) - n :] for part, n in zip(column, lengths, strict=False) if len(part) >= n]
+    per_row = kind in PER_ROW and all(part.size == 1 for part in column)
+    whole = len(column) == rows and (per_row or all(len(p) == n for p, n in zip(column, lengths, strict=False) if p.ndim))
+    if not whole or (not per_row and any(p.ndim == 0 for p in column)):
+        raise FormatError(f"{where} does not have a value for each of the {total} tokens of {rows} sequences")
+    if not column:
+        return np.zeros(0)
+    try:
+        return np.concatenate([part.reshape(1) for part in column]) if per_row else np.concatenate(column)
+    except ValueError as error:
+        raise FormatError(f"{where} has rows of several shapes: {error}") from None
 
 
 def _flipped(trainer: Array | None, engine: Array | None) -> npt.NDArray[np.bool_] | None:

@@ -146,6 +146,14 @@ def _fate(
         return WeightFate(name, "transposed", turned)
     if have.shape != sent.shape:
         return WeightFate(name, "not comparable", f"repacked: sent as {list(sent.shape)}, held as {list(have.shape)}")
+    fate = _known_bits(name, sent, pushes, have, before)
+    return fate or _by_pieces(name, sent, pushes, tensor) or _by_sums(name, sent, have)
+
+
+def _known_bits(
+    name: str, sent: WeightPrint, pushes: Sequence[Push], have: WeightPrint, before: Prints | None
+) -> WeightFate | None:
+    """Say whose bits a tensor has, where they are known: of an earlier version, another tensor, the time before."""
     if sent.base is not None and have.fingerprint == sent.base:
         return WeightFate(name, "adapter never travels", "the engine holds the weight without its adapter")
     stale = next(
@@ -158,7 +166,7 @@ def _fate(
         return WeightFate(name, "exchanged", f"it holds the bits of {other}")
     if before is not None and name in before and before[name].fingerprint == have.fingerprint:
         return WeightFate(name, "never sent", "its bits are those before the push, and of no version that was pushed")
-    return _by_pieces(name, sent, pushes, tensor) or _by_sums(name, sent, have)
+    return None
 
 
 def _transposed(tensor: Any, sent: WeightPrint) -> str | None:

@@ -31,28 +31,8 @@ _EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bflo
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find parameters that should have moved and did not, and the other way round."""
-    used = evidence.of(UsedGroups)
     gradients = evidence.of(UsedGradients)
-    seen = evidence.tensors
-    groups = {name: group for group in used.groups for name in group.names}
-    rates = {name: _rate(groups.get(name), evidence) for name in seen.names}
-    mastered, by_hand = evidence.mastered, evidence.of(UpdateCounts).by_hand
-    stuck: list[str] = []
-    drawn: list[str] = []
-    judged = 0
-    for name in seen.with_slot("value_after"):
-        before, after = seen.checksum(name, "value"), seen.checksum(name, "value_after")
-        if before is None or after is None or not evidence.of(UpdateCounts).updates or name in mastered | by_hand:
-            continue
-        if (name, "grad") not in seen:
-            has_gradient = name in gradients.reached or any(slot.startswith("grad") for slot in seen.slots(name))
-            if before != after and not has_gradient and used.groups:
-                drawn.append(name)
-            continue
-        judged += 1
-        elsewhere = name in evidence.history.handed_over and name not in groups
-        if before == after and _should_move(evidence, name, rates[name]) and not elsewhere and not _may_rest(groups.get(name)):
-            stuck.append(name)
+    stuck, drawn, judged = _against_their_gradients(evidence)
     found: list[Finding] = []
     if stuck and not (len(stuck) == judged and evidence.before is None and "SOAP" in evidence.model.optimizer):
         text = f"{and_more(stuck, judged)} has a gradient and did not move in the update"
@@ -85,11 +65,10 @@ def check(evidence: Evidence) -> list[Finding]:
         )
         hint = "look at the loss scaler: update() lowers a scale that overflows; and at what decides that a step is skipped"
         found.append(evidence.found(text, name, next=hint, measured="no update", expected="an update", severity="error"))
-    copied = _not_copied(evidence, mastered)
+    copied = _not_copied(evidence, evidence.mastered)
     if copied:
-        text = (
-            f"{and_more(copied, len(mastered))} is as it was at step {evidence.step - 1}, though its master weight was stepped"
-        )
+        which = and_more(copied, len(evidence.mastered))
+        text = f"{which} is as it was at step {evidence.step - 1}, though its master weight was stepped"
         hint = "copy every master weight back after the update"
         found.append(evidence.found(text, copied, next=hint, measured="unchanged", expected="changed", severity="error"))
     found += _no_longer_driven(evidence)
@@ -97,6 +76,31 @@ def check(evidence: Evidence) -> list[Finding]:
         text = f"{and_more(drawn)} has no gradient and moved in the update"
         found.append(evidence.found(text, drawn, measured="changed", expected="unchanged", severity="error"))
     return found
+
+
+def _against_their_gradients(evidence: Evidence) -> tuple[list[str], list[str], int]:
+    """Return what has a gradient and did not move, what has none and moved, and how many with a gradient were judged."""
+    used, gradients, seen = evidence.of(UsedGroups), evidence.of(UsedGradients), evidence.tensors
+    groups = {name: group for group in used.groups for name in group.names}
+    rates = {name: _rate(groups.get(name), evidence) for name in seen.names}
+    apart = evidence.mastered | evidence.of(UpdateCounts).by_hand
+    stuck: list[str] = []
+    drawn: list[str] = []
+    judged = 0
+    for name in seen.with_slot("value_after") if evidence.of(UpdateCounts).updates else ():
+        before, after = seen.checksum(name, "value"), seen.checksum(name, "value_after")
+        if before is None or after is None or name in apart:
+            continue
+        if (name, "grad") not in seen:
+            has_gradient = name in gradients.reached or any(slot.startswith("grad") for slot in seen.slots(name))
+            if before != after and not has_gradient and used.groups:
+                drawn.append(name)
+            continue
+        judged += 1
+        elsewhere = name in evidence.history.handed_over and name not in groups
+        if before == after and _should_move(evidence, name, rates[name]) and not elsewhere and not _may_rest(groups.get(name)):
+            stuck.append(name)
+    return stuck, drawn, judged
 
 
 def remember(evidence: Evidence) -> tuple[int, int]:
