@@ -34,7 +34,7 @@ REFUSING = (
     "*command.py",
     "engine/plan/*.py",
     "monitor/*.py",
-    "debugger.py",
+    "run/precision_debugger.py",
     "composition.py",
     "integrations/r*.py",
     "again/**/*.py",

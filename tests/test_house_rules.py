@@ -26,7 +26,8 @@ FILES = sorted(path for path in PACKAGE.rglob("*.py") if "__pycache__" not in pa
 STOREYS = {
     "trainprobe": 0,
     "trainprobe.errors": 0,
-    "trainprobe.unobserved": 0,
+    "trainprobe.engine.unobserved": 0,
+    "trainprobe.engine.compiled": 0,
     "trainprobe.engine": 2,
     **dict.fromkeys(
         [
@@ -61,8 +62,7 @@ STOREYS = {
     "trainprobe.kernel_dump": 4,
     "trainprobe.preflight": 4,
     **dict.fromkeys([f"trainprobe.run.{name}" for name in ("dump", "composition", "told", "torch_taps", "backend")], 5),
-    **dict.fromkeys(["trainprobe.run", "trainprobe.watching", "trainprobe.compare_with_cpu"], 6),
-    **dict.fromkeys(["trainprobe.debugger", "trainprobe.pytorch", "trainprobe.core", "trainprobe.mindspore"], 6),
+    **dict.fromkeys([f"trainprobe.{name}" for name in ("run", "watching", "pytorch", "core", "mindspore")], 6),
     "trainprobe.integrations": 6,
     **dict.fromkeys(
         [

@@ -6,18 +6,13 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from trainprobe import unobserved
+from trainprobe.engine import unobserved
 
 __version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from trainprobe.again.conditions.compiled import compile_check as compile_check
-    from trainprobe.compare_with_cpu import CompareWithCPU as CompareWithCPU
-    from trainprobe.compare_with_cpu import ModuleInfo as ModuleInfo
-    from trainprobe.compare_with_cpu import NanInfTracker as NanInfTracker
-    from trainprobe.compare_with_cpu import open_module_tracker as open_module_tracker
     from trainprobe.config_check import ConfigChecker as ConfigChecker
-    from trainprobe.debugger import PrecisionDebugger as PrecisionDebugger
     from trainprobe.engine.core.records import Place as Place
     from trainprobe.engine.plan.model import Plan as Plan
     from trainprobe.op_check.saved_calls import compare_for_single_op as compare_for_single_op
@@ -29,18 +24,23 @@ if TYPE_CHECKING:
     from trainprobe.rollout.weights.prints import fingerprints as fingerprints
     from trainprobe.rollout.weights.sync import read_sync as read_sync
     from trainprobe.rollout.weights.sync import weight_sync as weight_sync
+    from trainprobe.run.compare_with_cpu import CompareWithCPU as CompareWithCPU
+    from trainprobe.run.compare_with_cpu import ModuleInfo as ModuleInfo
+    from trainprobe.run.compare_with_cpu import NanInfTracker as NanInfTracker
+    from trainprobe.run.compare_with_cpu import open_module_tracker as open_module_tracker
+    from trainprobe.run.precision_debugger import PrecisionDebugger as PrecisionDebugger
     from trainprobe.watching import Probe as Probe
     from trainprobe.watching import watch as watch
 
 # public name → the module that holds it; loaded on first use, so that `import trainprobe` stays far below 0.1 s
 _PUBLIC = {
-    "CompareWithCPU": "trainprobe.compare_with_cpu",
+    "CompareWithCPU": "trainprobe.run.compare_with_cpu",
     "ConfigChecker": "trainprobe.config_check",
-    "ModuleInfo": "trainprobe.compare_with_cpu",
-    "NanInfTracker": "trainprobe.compare_with_cpu",
+    "ModuleInfo": "trainprobe.run.compare_with_cpu",
+    "NanInfTracker": "trainprobe.run.compare_with_cpu",
     "Place": "trainprobe.engine.core.records",
     "Plan": "trainprobe.engine.plan.model",
-    "PrecisionDebugger": "trainprobe.debugger",
+    "PrecisionDebugger": "trainprobe.run.precision_debugger",
     "Probe": "trainprobe.watching",
     "SingleComparator": "trainprobe.rollout",
     "SingleSave": "trainprobe.rollout",
@@ -49,7 +49,7 @@ _PUBLIC = {
     "fingerprints": "trainprobe.rollout.weights.prints",
     "nan_inf_track_for_single_op": "trainprobe.op_check.saved_calls",
     "note_rollout": "trainprobe.rollout.health",
-    "open_module_tracker": "trainprobe.compare_with_cpu",
+    "open_module_tracker": "trainprobe.run.compare_with_cpu",
     "preflight": "trainprobe.preflight",
     "read_sync": "trainprobe.rollout.weights.sync",
     "watch": "trainprobe.watching",

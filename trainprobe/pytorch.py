@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trainprobe.debugger import PrecisionDebugger as PrecisionDebugger
 from trainprobe.engine.classic_paths import ClassicModule, add_modules, look_up
 from trainprobe.engine.core.log_lines import say
+from trainprobe.run.precision_debugger import PrecisionDebugger as PrecisionDebugger
 
 if TYPE_CHECKING:
     from trainprobe.dump_compare.classic import compare as compare

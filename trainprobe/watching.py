@@ -14,10 +14,10 @@ from trainprobe.engine.core.naming import chunks_of
 from trainprobe.engine.core.records import Place
 from trainprobe.engine.core.topology import check_place
 from trainprobe.engine.plan.loading import load_plan
+from trainprobe.engine.unobserved import lacks_descriptors, unobserved
 from trainprobe.errors import ProbeError
 from trainprobe.run.probe import PlanSource as PlanSource
 from trainprobe.run.probe import Probe as Probe
-from trainprobe.unobserved import lacks_descriptors, unobserved
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -52,7 +52,7 @@ def steps(place, lasts=True, skips=True, watch=None):
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    with watch(model, optimizer) if watch else trainprobe.unobserved.watch() as probe:
+    with watch(model, optimizer) if watch else trainprobe.engine.unobserved.watch() as probe:
         for i in range(7):
             x, sick = torch.randn(4, 8), i >= AT if lasts else i == AT
             model.norm.wrong = sick and place == "module"

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import trainprobe
-from trainprobe import compiled
 from trainprobe.cli import main
+from trainprobe.engine import compiled
 from trainprobe.self_test import doctor_command
 from trainprobe.self_test.doctor_command import EXTRAS
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from trainprobe.compiled import recording
+from trainprobe.engine.compiled import recording
 from trainprobe.engine.core.containers import MOST, children
 from trainprobe.engine.core.guard import attempt, fault_text
 from trainprobe.engine.core.library import Deferred, Library, Reading, StatsRows

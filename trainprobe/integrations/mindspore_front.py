@@ -22,7 +22,6 @@ import mindspore
 from mindspore import mint, nn, ops
 from mindspore.train import Callback
 
-from trainprobe import debugger
 from trainprobe.engine.capture.mindspore.calls import KnownCalls
 from trainprobe.engine.capture.mindspore.cells import is_graph_mode
 from trainprobe.engine.core.guard import Guard
@@ -30,6 +29,7 @@ from trainprobe.engine.core.log_lines import say
 from trainprobe.errors import UsageError
 from trainprobe.integrations.mindspore_probe import MindSporeProbe
 from trainprobe.integrations.python_seed import DROPOUT_STAYS, seed_python
+from trainprobe.run import precision_debugger
 
 # functions and cells that let everything pass once dropout is taken out, and primitives that are then made to keep everything
 _FUNCTIONS: tuple[tuple[Any, str], ...] = (
@@ -44,11 +44,11 @@ _reported: set[str] = set()
 class MsgConst:
     """The text of the error that a verb of a debugger raises before one is made."""
 
-    NOT_CREATED_INSTANCE: ClassVar[str] = debugger.NO_DEBUGGER
+    NOT_CREATED_INSTANCE: ClassVar[str] = precision_debugger.NO_DEBUGGER
 
 
-class PrecisionDebugger(debugger.PrecisionDebugger):
-    """The classic front with a probe of MindSpore; see `trainprobe.debugger.PrecisionDebugger`."""
+class PrecisionDebugger(precision_debugger.PrecisionDebugger):
+    """The classic front with a probe of MindSpore; see `trainprobe.run.precision_debugger.PrecisionDebugger`."""
 
     @classmethod
     def _probe_kind(cls) -> type[MindSporeProbe]:

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from trainprobe.compiled import require
 from trainprobe.engine.at_start.door import is_off
 from trainprobe.engine.capture import StatesTap, Tap, part_of
 from trainprobe.engine.capture.saved import SavedTap
+from trainprobe.engine.compiled import require
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.naming import Rename, chunks_of
 from trainprobe.engine.core.records import Place

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from trainprobe import __version__
-from trainprobe.compiled import native
+from trainprobe.engine.compiled import native
 from trainprobe.self_test.frameworks import check_framework, installed, version_of
 from trainprobe.self_test.kernels import disagreements
 from trainprobe.self_test.result import CheckResult

@@ -17,7 +17,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from trainprobe import __version__, compiled
+from trainprobe import __version__
+from trainprobe.engine import compiled
 from trainprobe.engine.plan.command import sentences
 from trainprobe.engine.plan.loading import load_plan
 from trainprobe.self_test.frameworks import version_of

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from trainprobe.compiled import recording
 from trainprobe.engine.arrays.torch_library import TorchLibrary
+from trainprobe.engine.compiled import recording
 from trainprobe.engine.core.records import Call
 from trainprobe.engine.stats.partials import CHECKSUM, CRC32, STATS
 from trainprobe.engine.storage.dumps.tensor_files import SAFETENSORS_NAMES

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 import trainprobe
 from tests import zoo
 from tests.lockstep import bits_of, one_step, seed_all
-from trainprobe.compiled import recording
+from trainprobe.engine.compiled import recording
 from trainprobe.engine.core.records import Value
 from trainprobe.engine.core.stacks import Stacks
 from trainprobe.engine.plan.catalog import op_name

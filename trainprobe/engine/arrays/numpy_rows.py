@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainprobe.compiled import native
+from trainprobe.engine.compiled import native
 from trainprobe.engine.geometry.shards import Shard, rectangles_of
 from trainprobe.engine.stats.checksum import fingerprint, shard_fingerprint
 from trainprobe.engine.stats.partials import CHECKSUM, COMPUTED_WITH, CRC32, DEVIATIONS, PARTIALS, SUBNORMAL, uncomputed

@@ -21,10 +21,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trainprobe.compiled import native as _native
 from trainprobe.engine.arrays.torch_reduce import REDUCED
 from trainprobe.engine.arrays.torch_rows import DeviceRows, to_host
 from trainprobe.engine.arrays.without_dispatch import without_dispatch
+from trainprobe.engine.compiled import native as _native
 from trainprobe.engine.core.guard import attempt, fault_text
 from trainprobe.engine.geometry.rectangles import Rectangle
 from trainprobe.engine.geometry.shards import Shard, rectangles_of

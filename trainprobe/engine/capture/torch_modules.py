@@ -15,7 +15,6 @@ import torch
 from torch._C import DisableTorchFunction
 from torch.compiler import is_dynamo_compiling
 
-from trainprobe.compiled import recording
 from trainprobe.engine.capture import ModelTap
 from trainprobe.engine.capture.gradients import edge_of, plus
 from trainprobe.engine.capture.module_gradients import UNTOUCHED, Edges, edges_of_other, places
@@ -24,6 +23,7 @@ from trainprobe.engine.capture.patching import functional_call
 from trainprobe.engine.capture.patching.model_structure import ModelStructure
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.capture.requests import ModuleRequest
+from trainprobe.engine.compiled import recording
 from trainprobe.engine.core.flat_parameters import is_flattened
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.held_parameters import members, shards_of

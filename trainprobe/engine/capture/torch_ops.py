@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from trainprobe.compiled import recording
 from trainprobe.engine.capture import Tap
 from trainprobe.engine.capture.native_torch import learned
 from trainprobe.engine.capture.patching.compiled_regions import forget, register
@@ -25,6 +24,7 @@ from trainprobe.engine.capture.repeated_ops import RepeatedOps
 from trainprobe.engine.capture.requests import OpRequest
 from trainprobe.engine.capture.torch_modules import ModuleTap
 from trainprobe.engine.capture.unwritten_memory import Spec, UnwrittenMemory
+from trainprobe.engine.compiled import recording
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.records import Call
 from trainprobe.engine.core.stacks import Stacks

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 from trainprobe.engine.core.log_lines import say
 from trainprobe.engine.core.records import Finding
+from trainprobe.engine.unobserved import lacks_descriptors
 from trainprobe.errors import ProbeError, StopTraining
-from trainprobe.unobserved import lacks_descriptors
 
 T = TypeVar("T")
 _PACKAGE = f"{Path(__file__).resolve().parents[2]}/"

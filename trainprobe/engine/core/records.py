@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from trainprobe.compiled import native
+from trainprobe.engine.compiled import native
 from trainprobe.engine.core.findings import Finding as Finding
 from trainprobe.engine.core.places import MOST_RANKS as MOST_RANKS
 from trainprobe.engine.core.places import Kind, Phase, Place, Site, Step

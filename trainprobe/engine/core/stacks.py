@@ -28,7 +28,7 @@ _HIDDEN = (
     "trainprobe/integrations/",
     "trainprobe/run/probe.py",
     "trainprobe/watching.py",
-    "trainprobe/debugger.py",
+    "trainprobe/run/precision_debugger.py",
 )
 
 

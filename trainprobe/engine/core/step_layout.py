@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from trainprobe.compiled import native, recording
+from trainprobe.engine.compiled import native, recording
 from trainprobe.engine.core.records import StepData
 
 T = TypeVar("T")

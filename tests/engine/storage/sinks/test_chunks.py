@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from trainprobe.compiled import recording
 from trainprobe.engine.arrays.torch_library import TorchLibrary
+from trainprobe.engine.compiled import recording
 from trainprobe.engine.storage.dumps.direct_file import BLOCK
 from trainprobe.engine.storage.dumps.tensor_files import SAFETENSORS_NAMES, SafetensorsFile
 from trainprobe.engine.tape import SAVE, Tape
