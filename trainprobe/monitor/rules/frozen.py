@@ -3,9 +3,9 @@
 A parameter is frozen when its value is bit-equal (by checksum; without one, if norm, largest magnitude and mean are all equal)
 at `patience` collected steps in a row, while its gradient and the learning rate are not zero. A gradient below 1e-6 of the
 largest one counts as zero: that of a bias before a normalisation is only rounding. So does one below 1e-4 of the parameter's
-largest so far: a converged training stands still. A parameter that has moved and now stands at bounds which others share is
-not judged: the program clips it. If gradients are not collected, a parameter counts only if it has changed before. A parameter
-that is frozen on purpose has no gradient and is not judged. A parameter of 16 bits that has changed before needs
+largest so far: a converged training stands still. A parameter that has moved and whose largest magnitude is that of another
+too is not judged: the program clips both. If gradients are not collected, a parameter counts only if it has changed before. A
+parameter that is frozen on purpose has no gradient and is not judged. A parameter of 16 bits that has changed before needs
 `patience_short` steps, because small updates round away for a while in a healthy training.
 
 Typical causes: the optimizer holds other tensors than the model (accelerate issue 2665), or the update is smaller than half
@@ -27,7 +27,6 @@ from trainprobe.monitor.rules import Patterns, RuleOptions
 from trainprobe.monitor.scalar_names import scalar
 
 _NOISE = 1e-6  # of the largest gradient of the model in a step
-_ROUNDING = 1e-6  # of a number of elements, as a squared norm tells it
 _AT_REST = 1e-4  # of the largest gradient that a parameter has had: below it, a training has come to rest
 
 
@@ -60,8 +59,9 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     pulled = _pulled(frame, gradients, stays, ever[keys], memory.array("pull", fill=0.0), keys)
     held = memory.lasting("still", keys, stays & pulled)
     ripe = memory.newly("frozen", keys, held >= np.where(short & ever[keys], options.patience_short, options.patience))
-    clamped = _clamped(frame, places, member) if ripe.any() else ()
-    found = [key for key in np.flatnonzero(ripe).tolist() if not (key in clamped and ever[keys[key]])]
+    clamped = _clamped(frame, places, [addresses[i].name for i in member.tolist()]) if ripe.any() else set()
+    moved = {address.name for address, key in zip(addresses, keys.tolist(), strict=True) if ever[key]}
+    found = [i for i in np.flatnonzero(ripe).tolist() if addresses[i].name not in moved & clamped]
     if not found:
         return []
     of_16_bits = bool(short[found].all())
@@ -84,19 +84,16 @@ def _parameters(frame: Frame, memory: Memory, places: I64) -> tuple[list[Address
     return addresses, keys, member, exact, np.array([frame.table.short[s] for s in numbers.tolist()])
 
 
-def _clamped(frame: Frame, places: I64, member: I64) -> set[int]:
-    """Return the parameters whose elements all have one magnitude, which is the largest of other parameters too.
+def _clamped(frame: Frame, places: I64, names: list[str]) -> set[str]:
+    """Return the parameters whose largest magnitude is that of others too, in every bit. names: at each place.
 
-    So are the weights of a critic that is clipped to bounds (Arjovsky et al., 2017) once all of them have come to these.
+    So are the weights of a critic that is clipped to bounds (Arjovsky et al., 2017).
     """
-    names, values = [frame.table.series[t].statistic for t in frame.at[places].tolist()], frame.values[places].tolist()
-    norms, largest = (
-        {key: value for key, name, value in zip(member.tolist(), names, values, strict=True) if name == statistic}
-        for statistic in ("norm", "absmax")
-    )
-    shared = {bound for bound, times in Counter(largest.values()).items() if times > 1 and bound > 0}
-    counts = {key: (norms[key] / bound) ** 2 for key, bound in largest.items() if bound in shared and key in norms}
-    return {key for key, count in counts.items() if abs(count - round(count)) <= _ROUNDING * count}
+    statistics = [frame.table.series[t].statistic for t in frame.at[places].tolist()]
+    at = zip(names, statistics, frame.values[places].tolist(), strict=True)
+    largest = {(name, value) for name, statistic, value in at if statistic == "absmax" and value > 0}
+    numbers = Counter(value for _, value in largest)
+    return {name for name, value in largest if numbers[value] > 1}
 
 
 def _per_address(member: I64, n: int, exact: Bools, same: Bools) -> Bools:
