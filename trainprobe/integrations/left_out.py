@@ -42,6 +42,10 @@ class LeftOut:
         self._known[optimizer][0] += 1
         self.in_a_row += self._newest is not None and self._newest() is optimizer
 
+    def optimizers(self) -> list[tuple[Any, int]]:
+        """Return the optimizers of other models, each with the number of its updates."""
+        return [(optimizer, times[0]) for optimizer, times in self._known.items()]
+
     def interrupted(self) -> None:
         """The model that is watched was updated: no other training has begun."""
         self._newest, self.in_a_row = None, 0

@@ -53,8 +53,10 @@ class Session:
         self._micro = -1
         self._loss: Any = None
         self._later: list[Any] = []  # losses of the step since `losses_begin_again`
+        self._of_others = False  # what was added to the loss may have been for another model
         self._seen = 0
         self._trainings = 0
+        self._about = ""
         self.more = False  # values of a step are told until the next one begins
 
     # ---- a training ----------------------------------------------------------------------------------------------
@@ -91,6 +93,7 @@ class Session:
         probe = self.probe_kind(plan, place=place, rename=rename)
         if write_line is not None:
             probe.console.write_line = write_line
+        probe.console.about = self._about
         probe.open(model, list(optimizers))
         if progress is not None and probe.audit is not None:
             probe.audit.tap.follow(progress)
@@ -121,6 +124,12 @@ class Session:
             self._loop_hooks.end()
         probe.close()
 
+    def tell_of(self, model: str) -> None:
+        """Begin what is printed from now on with the name of its model, as there are several."""
+        self._about = model
+        if self.probe is not None:
+            self.probe.console.about = model
+
     # ---- a step --------------------------------------------------------------------------------------------------
 
     def step_begins(self, number: int) -> bool:
@@ -132,7 +141,7 @@ class Session:
             if self._open is not None:
                 probe.end_step(complete=False)
             self._open, self._micro, self._loss = number, -1, None
-            self._later = []
+            self._later, self._of_others = [], False
             probe.begin_step(number)
         return probe.tape is not None
 
@@ -148,9 +157,14 @@ class Session:
         if probe is not None and probe.tape is not None:
             probe.guard.run(self._add_loss, probe, loss)
 
-    def forget_loss(self) -> None:
-        """Begin the sum of the losses anew: what was added so far was for the update of another model."""
-        self._loss, self._later = None, []
+    def others_updated(self) -> None:
+        """Tell that another model was updated: if a further loss comes, all before it was for that model."""
+        self._of_others = True
+        self._to_audit("others_updated")
+
+    def _to_audit(self, event: str) -> None:
+        if self.probe is not None and self.probe.audit is not None:
+            self.probe.audit.tap.notify(event)
 
     def losses_begin_again(self) -> None:
         """Remember where in the step this is: `only_later_losses` may be told of it."""
@@ -278,6 +292,9 @@ class Session:
         return self.plan.output / f"rank{rank}" / f"rules_step{step}.json"
 
     def _add_loss(self, probe: Probe, loss: Any) -> None:
+        if self._of_others:
+            self._of_others, self._loss, self._later = False, None, []
+            self._to_audit("was_of_others")
         share = loss.detach() if hasattr(loss, "detach") else loss
         self._loss = share if self._loss is None else self._loss + share
         self._later.append(share)

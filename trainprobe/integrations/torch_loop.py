@@ -45,6 +45,7 @@ from trainprobe.integrations.loop_gates import DRIVERS, Handle, backward_gate, d
 from trainprobe.integrations.loop_losses import Losses
 from trainprobe.integrations.loop_step import LoopStep, may_be_two
 from trainprobe.integrations.loop_words import ALL_JOINED, JOINED, NO_MODEL, NO_UPDATE, OWN_UPDATES, SKIPPED, no_update
+from trainprobe.integrations.models_beside import ModelsBeside, name_of
 from trainprobe.integrations.output_folder import steps_to_go_on_from
 from trainprobe.integrations.own_updates import OwnGradients, Weights
 from trainprobe.integrations.session import Session, agreed
@@ -82,6 +83,7 @@ class TorchLoop:
         self.session = session
         self.session.more = True
         self._given = False  # the user said which model
+        self._is_first = True  # or alone, of the models of one loop
         self._trainings = 1
         self._output = session.plan.output
         self._found: list[Any] = []  # in trainings that are over
@@ -110,11 +112,17 @@ class TorchLoop:
         self._no_forwards = False  # of the model are seen in training mode
         self._asleep = False
         self._left_out = LeftOut()
+        self._beside = ModelsBeside(self._beside_this)
 
     @property
     def findings(self) -> Any:
         """What was found so far, in this process."""
-        return [*self._found, *self.session.findings] if self._found else self.session.findings
+        others = [*self._found, *self._beside.findings]
+        return [*others, *self.session.findings] if others else self.session.findings
+
+    def watches(self, optimizer: Any) -> bool:
+        """Tell whether an optimizer steps parameters of the model, as far as its updates have shown."""
+        return optimizer in self._held
 
     def watch(self, model: Any, optimizer: Any = None) -> None:
         """Watch this model, opening the probe at once."""
@@ -152,6 +160,8 @@ class TorchLoop:
             self.session = Session(load_plan(self.session.plan, output=output))
             self.session.more = True
             self._take(model, optimizers, first=0)
+        others = [(o, 0) for o in live_optimizers() if held_by(o).isdisjoint(self._parameters)]
+        self._watch_beside(others if self._trainings == 1 else [])
 
     def close(self) -> None:
         """Take everything off and write what is pending. Safe to call twice."""
@@ -178,6 +188,7 @@ class TorchLoop:
             self.session.probe.at_end(ALL_JOINED.format(briefly("step", joined)))
         self._report_missed_steps()
         self.session.end(complete=False)
+        self._found += self._beside.close()
 
     def _say_what_was_skipped(self, forwards: int) -> None:
         if forwards > 1 and self.session.probe is not None:
@@ -188,6 +199,8 @@ class TorchLoop:
         return [step for step, made in self._unused.items() if may_be_two(made, self._usual)]
 
     def _say_what_was_joined(self) -> None:
+        if not self._is_first:  # the graphs of all models are counted together
+            return
         said = bool(self._joined())
         if self._step is not None and self._step.unused:
             self._unused[self._number] = max(len(made) for made in self._step.unused)
@@ -310,6 +323,7 @@ class TorchLoop:
         self._drop_step()
         self.session.end(complete=False)
         self._number, self._own_updates = self._first, 0
+        self._found += self._beside.close()
         self._left_out = LeftOut()
         self._take(model, [], first=0)
         self._begin(id(called))
@@ -421,6 +435,7 @@ class TorchLoop:
             self._other_updated(optimizer)
             return
         self._updates += 1
+        self._watch_beside(self._left_out.optimizers())
         self._left_out.interrupted()
         if self._asleep:
             self._asleep = False
@@ -461,12 +476,31 @@ class TorchLoop:
 
     def _other_updated(self, optimizer: Any) -> None:
         """Take an update of another model: during this training, or in one that has followed it."""
+        if self._step is not None and self._step.backward and not self._step.stepped:
+            self.session.others_updated()
+        if self._beside.holds(optimizer):
+            self._left_out.interrupted()
+            return
         idle = optimizer not in self._left_out and not self._updates and not self._own_updates and not self._is_held()
         self._left_out.saw(optimizer, begins=self._updates > 0)
-        if self._step is not None and self._step.backward and not self._step.stepped:
-            self.session.forget_loss()  # the backward passed through this model for the update of another
         if not self._given and (idle or self._left_out.in_a_row == SUCCESSION):
             self._go_over_to(optimizer, 1 if idle else SUCCESSION)
+        elif not self._updates:
+            self._watch_beside(self._left_out.optimizers())
+
+    def _watch_beside(self, optimizers: list[tuple[Any, int]]) -> None:
+        """Watch the models of other optimizers, given with their updates, while this one trains or waits for its first."""
+        if not self._given:
+            for optimizer in list(self._beside.add(optimizers, self._model)):
+                self._left_out.forget(optimizer)
+
+    def _beside_this(self, model: Any, optimizer: Any, number: int) -> TorchLoop | None:
+        self._trainings += 1
+        self.session.tell_of(name_of(self._model))
+        loop = TorchLoop(self._session_of_another(), number)
+        loop.session.tell_of(name_of(model))
+        loop._is_first = False
+        return loop if loop._watch_from(model, optimizer, number, given=True) else None
 
     def _is_held(self, alone: bool = False) -> bool:
         """Return whether an optimizer of torch.optim holds parameters of the model. alone: and none holds others too."""
@@ -486,15 +520,25 @@ class TorchLoop:
 
     def _watch_another(self, model: Any, optimizer: Any, number: int) -> None:
         self._forget(number)
-        self.session = Session(load_plan(self.session.plan, output=self._output / f"training{self._trainings}"))
+        self.session = self._session_of_another()
         self.session.more = True
+        self._watch_from(model, optimizer, number)
+
+    def _session_of_another(self) -> Session:
+        return Session(load_plan(self.session.plan, output=self._output / f"training{self._trainings}"))
+
+    def _watch_from(self, model: Any, optimizer: Any, number: int, given: bool = False) -> bool:
+        """Watch another training from an update on; return whether that can be."""
+        self._given = given
         try:
             self._take(model, [optimizer], first=number)
         except ProbeError as error:  # raised where the user starts a training, and not within one
-            say(f"the training of {type(model).__name__} that follows is not watched: {error}", severity="warning")
+            name = type(chunks_of(model)[0]).__name__
+            say(f"the training of {name} that follows is not watched: {error}", severity="warning")
             self.close()
-        else:
-            self.wait()
+            return False
+        self.wait()
+        return True
 
     # ---- what people are told ----------------------------------------------------------------------------------------------
 

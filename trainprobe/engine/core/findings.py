@@ -254,12 +254,14 @@ class Console:
 
     speaks: whether this rank prints what all ranks share. silent: rules whose findings are not printed. markers: a folder
     that the ranks of a run share, in which the first rank that prints an error leaves a mark, so that others do not repeat it.
+    about: what the lines begin with, where several models are watched.
     """
 
     def __init__(self, on: bool = True) -> None:
         self.on = on
         self.write_line: Callable[[str], object] | None = None
         self.speaks = True
+        self.about = ""
         self.silent: Collection[str] = ()
         self.markers: Path | None = None
         self._printed: set[Cause] = set()
@@ -283,7 +285,8 @@ class Console:
     def line(self, *lines: str, severity: str = "info", **fields: Any) -> None:
         """Print and log lines of the tool; nothing in a process that was forked from the training's. See `say`."""
         if self.on and os.getpid() == self._pid:
-            say(*lines, severity=severity, write_line=self.write_line, **fields)
+            first = f"{self.about}: {lines[0]}" if self.about else lines[0]
+            say(first, *lines[1:], severity=severity, write_line=self.write_line, **fields)
 
     def _is_for_people(self, finding: Finding) -> bool:
         if not self.on or finding.severity == "info" or finding.rule in _PRINTED_THERE or finding.rule in self.silent:

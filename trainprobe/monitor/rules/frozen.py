@@ -3,9 +3,10 @@
 A parameter is frozen when its value is bit-equal (by checksum; without one, if norm, largest magnitude and mean are all equal)
 at `patience` collected steps in a row, while its gradient and the learning rate are not zero. A gradient below 1e-6 of the
 largest one counts as zero: that of a bias before a normalisation is only rounding. So does one below 1e-4 of the parameter's
-largest so far: a converged training stands still. If gradients are not collected, a parameter counts only if it has changed
-before. A parameter that is frozen on purpose has no gradient and is not judged. A parameter of 16 bits that has changed before
-needs `patience_short` steps, because small updates round away for a while in a healthy training.
+largest so far: a converged training stands still. A parameter that has moved and whose largest magnitude is that of another
+too is not judged: the program clips both. If gradients are not collected, a parameter counts only if it has changed before. A
+parameter that is frozen on purpose has no gradient and is not judged. A parameter of 16 bits that has changed before needs
+`patience_short` steps, because small updates round away for a while in a healthy training.
 
 Typical causes: the optimizer holds other tensors than the model (accelerate issue 2665), or the update is smaller than half
 a unit in the last place of a bfloat16 weight and rounds away.
@@ -13,6 +14,7 @@ a unit in the last place of a bfloat16 weight and rounds away.
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cache
 
 import numpy as np
@@ -57,9 +59,11 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     pulled = _pulled(frame, gradients, stays, ever[keys], memory.array("pull", fill=0.0), keys)
     held = memory.lasting("still", keys, stays & pulled)
     ripe = memory.newly("frozen", keys, held >= np.where(short & ever[keys], options.patience_short, options.patience))
-    if not ripe.any():
+    clamped = _clamped(frame, places, [addresses[i].name for i in member.tolist()]) if ripe.any() else set()
+    moved = {address.name for address, key in zip(addresses, keys.tolist(), strict=True) if ever[key]}
+    found = [i for i in np.flatnonzero(ripe).tolist() if addresses[i].name not in moved & clamped]
+    if not found:
         return []
-    found = np.flatnonzero(ripe).tolist()
     of_16_bits = bool(short[found].all())
     return [_finding(frame, options, [addresses[i] for i in found], len(addresses), int(held[found[0]]), of_16_bits)]
 
@@ -78,6 +82,18 @@ def _parameters(frame: Frame, memory: Memory, places: I64) -> tuple[list[Address
     keys = np.array([memory.row(f"parameter\t{address.name}\t{address.call}") for address in addresses])
     exact = np.array([frame.table.series[t].statistic == "checksum" for t in frame.at[places].tolist()])
     return addresses, keys, member, exact, np.array([frame.table.short[s] for s in numbers.tolist()])
+
+
+def _clamped(frame: Frame, places: I64, names: list[str]) -> set[str]:
+    """Return the parameters whose largest magnitude is that of others too, in every bit. names: at each place.
+
+    So are the weights of a critic that is clipped to bounds (Arjovsky et al., 2017).
+    """
+    statistics = [frame.table.series[t].statistic for t in frame.at[places].tolist()]
+    at = zip(names, statistics, frame.values[places].tolist(), strict=True)
+    largest = {(name, value) for name, statistic, value in at if statistic == "absmax" and value > 0}
+    numbers = Counter(value for _, value in largest)
+    return {name for name, value in largest if numbers[value] > 1}
 
 
 def _per_address(member: I64, n: int, exact: Bools, same: Bools) -> Bools:

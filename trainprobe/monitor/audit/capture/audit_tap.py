@@ -125,6 +125,11 @@ class AuditTap(Tap):
         if self._audited.tape is not None:
             self._observers.notify("stepped")
 
+    def notify(self, event: str) -> None:
+        """Tell the observers of a moment that a loop knows: another model's update, or that all so far was for it."""
+        if self._audited.tape is not None:
+            self._observers.notify(event)
+
     # ---- afterwards ----------------------------------------------------------------------------------------------
 
     def take(self, step_data: StepData) -> Facts:

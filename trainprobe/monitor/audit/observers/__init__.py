@@ -139,6 +139,12 @@ class Observer:
     def stepped(self) -> None:
         """It has stepped."""
 
+    def others_updated(self) -> None:
+        """Behind a backward pass, a loop has updated another model."""
+
+    def was_of_others(self) -> None:
+        """Another loss has come since: what was seen up to that update was for the other model."""
+
     def end(self) -> None:
         """The step has ended: take away what `begin` installed. Called also where the observer has failed."""
 

@@ -68,9 +68,13 @@ class Copy:
         its = {name: p for name, p in _parameters(model).items() if name in self._names}
         return (mine, its) if are_alike(mine, its) else None
 
-    def is_one(self, other: Any) -> bool:
-        """Tell whether this is that object."""
-        return other is self.module or other is self._tensors
+    def is_one(self, other: Any, of: Any = None) -> bool:
+        """Tell whether this is that object. of: and a copy of that model."""
+        return (other is self.module or other is self._tensors) and (of is None or of is self._model())
+
+    def is_beside(self, other: Copy) -> bool:
+        """Tell whether another one is the same object, held against another model."""
+        return other is not self and self.is_one(other.module if other.module is not None else other._tensors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +96,16 @@ class Copies(Observer):
         super().__init__(guard, audited)
         self.found: list[Copy] = []
         self._searches = 0
-        self._models: dict[type, Any] = {}
+        self._models: dict[type, list[Any]] = {}
         self._seen: dict[int, _CalledCopy] = {}
         self._stale: dict[int, tuple[str, ...]] = {}  # id of a copy → what stood still when it was called last
 
     def start(self) -> None:
         """Learn the models, without their wrappers."""
-        models = [list(unwrapped(model))[-1] for model in self._audited.models]
-        self._models = {type(model): model for model in models}
+        self._models = {}
+        for model in self._audited.models:
+            inner = list(unwrapped(model))[-1]
+            self._models.setdefault(type(inner), []).append(inner)
 
     def begin(self) -> None:
         """Search for copies, and let go of those that are gone."""
@@ -111,8 +117,11 @@ class Copies(Observer):
 
     def other_called(self, module: Any) -> None:
         """See a module that is called and is no watched model itself."""
-        model = self._models.get(type(module))
-        if model is None or module is model or in_training(module) or any(p.is_inference() for p in module.parameters()):
+        models = self._models.get(type(module), [])
+        if len(models) != 1 or in_training(module) or any(p.is_inference() for p in module.parameters()):
+            return
+        model = models[0]
+        if module is model:
             return
         known = self._seen.get(id(module))
         named = [dict(one.named_parameters()) for one in (module, model)]
@@ -138,14 +147,16 @@ class Copies(Observer):
             if type(one) is torch.Tensor:
                 others.append(one)
             elif id(one) not in inside:
-                self._add(one, model := self._models[type(one)], _parameters(model))
+                for model in self._models[type(one)]:
+                    self._add(one, model, _parameters(model))
         optimizers = self._audited.optimizers
         states = (state for optimizer in optimizers for _, state in getattr(optimizer, "state", {}).items())  # Megatron's too
         ours = {id(value) for state in states if isinstance(state, dict) for value in state.values()}
-        ours |= {id(p.grad) for model in self._models.values() for p in model.parameters() if p.is_leaf and p.grad is not None}
+        models = [model for alike in self._models.values() for model in alike]
+        ours |= {id(p.grad) for model in models for p in model.parameters() if p.is_leaf and p.grad is not None}
         tensors = tuple(one for one in others if id(one) not in ours)
         del others  # a list that holds them too
-        for model in self._models.values():
+        for model in models:
             parameters = _parameters(model)
             for container in containers_of(_like_the_largest(tensors, parameters)):
                 trained = {name: p for name, p in parameters.items() if p.requires_grad}
@@ -157,7 +168,7 @@ class Copies(Observer):
         """Add what has the form of a copy of these parameters of a model, once; tell whether it has."""
         mine = _parameters(copy) if isinstance(copy, torch.nn.Module) else _held(copy, tuple(parameters))
         alike = are_alike(mine, parameters)
-        if alike and not any(known.is_one(copy) for known in self.found):
+        if alike and not any(known.is_one(copy, model) for known in self.found):
             self.found.append(Copy(copy, model, parameters))
         return alike
 

@@ -8,7 +8,7 @@ other is known by both.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from trainprobe.monitor.audit.capture.set_up import drops
 from trainprobe.monitor.audit.observers import Audited, Observer
 from trainprobe.monitor.audit.observers.copies import Copies, Copy
 from trainprobe.monitor.audit.observers.model_calls import ModelCalls
-from trainprobe.monitor.audit.relations.followers import Followed, FollowedTensor, FollowerSteps
+from trainprobe.monitor.audit.relations.followers import Followed, FollowedTensor, FollowerSteps, is_led
 
 SAMPLE = 256  # elements of a tensor
 _Arrays = dict[str, np.ndarray]
@@ -44,13 +44,17 @@ class _Sample:
 class _Pair:
     """A copy and what is known of it. number: among those that were found.
 
-    is_copy: it had the model's numbers when it was first read. begun, ended: samples of both in this step. last: the copy's
+    is_copy: it had the model's numbers when it was first read. others: it had those of another model. was, now: the numbers of
+    `begun` and `ended` on the host. begun, ended: samples of both in this step. last: the copy's
     own numbers at the end of the audited step before, with its sample, and the number of that step.
     """
 
     copy: Copy
     number: int
     is_copy: bool = False
+    others: bool = False
+    was: list[_Arrays] = field(default_factory=list[_Arrays])
+    now: list[_Arrays] = field(default_factory=list[_Arrays])
     begun: tuple[_Sample, _Sample] | None = None
     ended: tuple[_Sample, _Sample] | None = None
     last: tuple[int, _Sample, _Arrays] | None = None
@@ -84,25 +88,40 @@ class Followers(Observer):
     def facts(self, step_data: StepData) -> FollowerSteps:
         """Return how each copy moved in this step, or since the step before; one transfer brings all that was read."""
         read = [sample for pair in self._pairs for both in (pair.begun, pair.ended) for sample in both or ()]
-        numbers, ordinal = iter(_host(read)), self._audited.run.ordinal
-        seen: list[Followed] = []
-        for pair in list(self._pairs):
-            begun = [next(numbers), next(numbers)] if pair.begun else []
-            ended = [next(numbers), next(numbers)] if pair.ended else []
-            if begun and not pair.is_copy:
-                pair.is_copy = all(np.array_equal(begun[0][name], begun[1][name]) for name in begun[0])
-                if not pair.is_copy:
-                    self._pairs.remove(pair)
-                    pair.copy.release(always=True)
-                    continue
-            if pair.begun and pair.ended:
-                steps = _followed(pair, [pair.begun[0], pair.ended[0]], begun[0], ended[0], (ended[1], begun[1]))
-                if pair.last and pair.last[0] == ordinal - 1 and not any(t.moved or t.written for t in steps.tensors):
-                    steps = _followed(pair, [pair.last[1], pair.begun[0]], pair.last[2], begun[0], (begun[1],))
-                seen.append(replace(steps, dropped=self._dropped(pair.copy.module)))
-                pair.last = ordinal, pair.ended[0], ended[0]
+        numbers = iter(_host(read))
+        for pair in self._pairs:
+            pair.was = [next(numbers), next(numbers)] if pair.begun else []
+            pair.now = [next(numbers), next(numbers)] if pair.ended else []
+        self._know_copies()
+        seen = [self._moved(pair) for pair in self._pairs if pair.is_copy and pair.was and pair.now]
+        for pair in self._pairs:
             pair.begun = pair.ended = None
         return FollowerSteps(tuple(seen))
+
+    def _know_copies(self) -> None:
+        """Keep what had the numbers of its model when it was first read, and what such a copy may follow in its place."""
+        for pair in (pair for pair in self._pairs if pair.was and not pair.others):
+            pair.is_copy |= all(np.array_equal(pair.was[0][name], pair.was[1][name]) for name in pair.was[0])
+        for pair in list(self._pairs):
+            beside = [other for other in self._pairs if other.copy.is_beside(pair.copy)]
+            pair.others = not pair.is_copy and any(other.is_copy for other in beside)
+            if pair.was and not pair.is_copy and not pair.others:
+                self._pairs.remove(pair)
+                if not beside:
+                    pair.copy.release(always=True)
+
+    def _moved(self, pair: _Pair) -> Followed:
+        assert pair.begun is not None and pair.ended is not None
+        ordinal, (was, weights_before), (now, weights) = self._audited.run.ordinal, pair.was, pair.now
+        beside = [p for p in self._pairs if p.others and p.was and p.now and p.copy.is_beside(pair.copy)]
+        at, others = (was, now), [arrays for other in beside for arrays in (other.now[1], other.was[1])]
+        steps = _followed(pair, [pair.begun[0], pair.ended[0]], *at, (weights, weights_before))
+        if pair.last and pair.last[0] == ordinal - 1 and not any(t.moved or t.written for t in steps.tensors):
+            at, others = (pair.last[2], was), [other.was[1] for other in beside]
+            steps = _followed(pair, [pair.last[1], pair.begun[0]], *at, (weights_before,))
+        pair.last = ordinal, pair.ended[0], now
+        led = any(is_led(_against(*at, arrays, {})) for arrays in others) and not is_led(steps.tensors)
+        return replace(steps, dropped=self._dropped(pair.copy.module), by_another=led)
 
     def stop(self) -> None:
         """Hold no copy."""
@@ -167,5 +186,5 @@ def _against(
         off = moved - rate * gap
         residual = float(np.sqrt(off @ off / length)) if length else 0.0
         shares = float(np.mean(moved != 0)), float(np.mean(gap != 0))
-        found.append(FollowedTensor(name, rate, residual, *shares, written[name]))
+        found.append(FollowedTensor(name, rate, residual, *shares, written.get(name, False)))
     return found

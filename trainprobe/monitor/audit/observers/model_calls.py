@@ -47,6 +47,7 @@ class ModelCalls(Observer):
     def __init__(self, guard: Guard, audited: Audited) -> None:
         super().__init__(guard, audited)
         self.batches: list[list[Value]] = []
+        self._others = 0  # how many of them came before another model was updated
         self._resting: list[list[Value]] = []  # the same of calls in evaluation mode, of a model that trains so
         self.evaluations: list[Evaluation] = []
         self.bypassed = False
@@ -89,7 +90,7 @@ class ModelCalls(Observer):
         self._reports = {event: self._audited.observers.hears(event) for event in _OF_MODULES}
         self.batches, self._resting, self.bypassed, self.drawn = [], [], False, False
         self.called, self._asked = {}, {}
-        self._depth = self.within = 0
+        self._depth = self.within = self._others = 0
         self._install()
 
     def end(self) -> None:
@@ -97,6 +98,14 @@ class ModelCalls(Observer):
         self._tape = None
         if not self._left:
             self._uninstall()
+
+    def others_updated(self) -> None:
+        """See that another model was updated."""
+        self._others = len(self.batches)
+
+    def was_of_others(self) -> None:
+        """Forget what the model was called with for that update."""
+        del self.batches[: self._others]
 
     def stop(self) -> None:
         """Put everything back."""

@@ -10,6 +10,8 @@ Each of these is reported as a warning:
 - r = 0 in some tensors that differ from the weights, at two audited steps, while others follow: they are left out.
 - Fewer than half of the elements that differ from the weights change, at two audited steps in 16 bits: the rest rounds away.
 - It is written at two audited steps, differs from the weights and keeps its values: it is updated with itself.
+- It moves towards another model of the same class that is watched too, at two audited steps, and not towards the one whose
+  numbers it had.
 - It does not change, and ran without gradients and with active dropout at four audited steps in a row: the outputs of a
   reference are then random.
 
@@ -19,7 +21,7 @@ audited steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -68,6 +70,8 @@ class Followed:
     """Its parameters."""
     dropped: bool = False
     """It ran without gradients, and a dropout within it was active."""
+    by_another: bool = False
+    """It moved towards another model of the class, and not towards its own."""
     number: int = 0
     """Of the copy, in the order in which they were found."""
 
@@ -89,7 +93,7 @@ def remember(evidence: Evidence) -> dict[int, dict[str, Any]]:
     """Return for each copy: the rate at the last audited steps, and how often in a row each other violation was seen."""
     found: dict[int, dict[str, Any]] = dict(evidence.remembered("followers", {}))
     for copy in evidence.of(FollowerSteps).copies:
-        known, rate = found.get(copy.number, {}), _rate(copy)
+        known, rate = found.get(copy.number, {}), _rate(copy.tensors)
         if copy.rests:  # as many do between updates that come now and then
             found[copy.number] = {name: count for name, count in known.items() if name != "drops"}
             continue
@@ -108,16 +112,21 @@ def check(evidence: Evidence) -> list[Finding]:
                 found.append(_finding(evidence, copy, name, tensors))
                 break
         else:
-            rates = [*known.get("rates", []), _rate(copy)]
+            rates = [*known.get("rates", []), _rate(copy.tensors)]
             if len(rates) >= 3 and all(0.5 < r < 0.999 for r in rates) and max(rates[-3:]) - min(rates[-3:]) < 0.01:
                 found.append(_finding(evidence, copy, "memory", list(copy.tensors)))
     return found
 
 
-def _rate(copy: Followed) -> float:
+def is_led(tensors: Sequence[FollowedTensor]) -> bool:
+    """Tell whether a copy as a whole moved towards the weights that it was held against."""
+    return 0 < _rate(tensors) <= 1
+
+
+def _rate(tensors: Sequence[FollowedTensor]) -> float:
     """Return the rate of a copy that follows as a whole; 0 where it does not."""
-    rates = [t.rate for t in copy.tensors if t.moved and t.residual < FITS]
-    return median(rates) if len(rates) * 2 > len(copy.tensors) else 0.0
+    rates = [t.rate for t in tensors if t.moved and t.residual < FITS]
+    return median(rates) if len(rates) * 2 > len(tensors) else 0.0
 
 
 def _violations(copy: Followed) -> Iterator[tuple[str, list[FollowedTensor]]]:
@@ -125,6 +134,7 @@ def _violations(copy: Followed) -> Iterator[tuple[str, list[FollowedTensor]]]:
     away = [t for t in copy.tensors if t.away > 0.5]
     fitting = [t for t in away if t.moved and t.residual < FITS]
     yield "away", [t for t in fitting if t.rate < 0] if 2 * len(fitting) > len(away) else []
+    yield "another", list(copy.tensors) if copy.by_another else []
     still = [t for t in away if not t.moved]
     follows = [t for t in fitting if 0 < t.rate <= 1]
     yield "itself", still if len(still) == len(away) and all(t.written for t in still) else []
@@ -150,6 +160,12 @@ def _finding(evidence: Evidence, copy: Followed, name: str, tensors: list[Follow
             1 - rate,
             "a decay near 1",
             "decay and 1 - decay are exchanged: average = decay * average + (1 - decay) * weight",
+        ),
+        "another": (
+            f"{whole} moves towards another model of its class in their place",
+            "follows another model",
+            "follows the model whose numbers it had",
+            "pair each copy with its own model where the copies are updated",
         ),
         "itself": (
             f"{whole} is updated with its own numbers. It is written in each step and never changes",

@@ -3,9 +3,9 @@
 Relation: where a module ran in training, the optimizer that steps holds its parameters, and they require a gradient, they have
 one when it steps. Reported at once where they had one at each of the audited steps before, of which there were three or more;
 and where they never had one although the module ran with gradients enabled. A gradient that is all zeros is none where it was
-not at the audited step before and that of another parameter of the module is not. What the program takes away between backward
-and update is reported only where it was not at three audited steps before. Tolerance none. Experts and layers that did not run
-are not judged.
+not at the audited step before and that of another parameter of the module is not; a bias counts only where the model ran once.
+What the program takes away between backward and update is reported only where it was not at three audited steps before.
+Tolerance none. Experts and layers that did not run are not judged.
 Usually caused by a `detach`, an `item`, an index or a `no_grad` between the module and the loss, or by an output that the loss
 does not use: the parameters then never train, and no number looks wrong.
 """
@@ -68,9 +68,15 @@ def _is_masked(evidence: Evidence, name: str) -> bool:
     seen, before = evidence.tensors, evidence.before
     if seen.number(name, "grad", "absmax") != 0 or before is None or not before.tensors.number(name, "grad", "absmax") > 0:
         return False
+    if len(evidence.batches) > 1 and _dimensions(evidence, name) < 2:  # sums over calls may cancel, as in a Wasserstein critic
+        return False
     module = name.rpartition(".")[0]
     siblings = (n for n in seen.names if n != name and n.rpartition(".")[0] == module)
     return any(seen.number(other, "grad", "absmax") > 0 for other in siblings)
+
+
+def _dimensions(evidence: Evidence, name: str) -> int:
+    return next((len(p.shape) for p in evidence.model.parameters if p.name == name), 0)
 
 
 def _finding(evidence: Evidence, text: str, names: list[str], severity: str, hint: str = _HINT) -> Finding:
