@@ -42,6 +42,7 @@ def train(folder: Path, planted: str = "", steps: int = 4, plan: dict[str, Any] 
     net = Net()
     if planted == "operation":
         net.act = torch.relu
+    net.first.requires_grad_(planted != "frozen")
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     data = torch.Generator().manual_seed(8 if planted == "data" else 7)
     with trainprobe.watch(net, optimizer, {**plan, "output": folder}) as probe:
@@ -139,6 +140,17 @@ def test_a_run_that_is_the_same_has_no_cause(good: Path, tmp_path: Path, capsys:
     assert "not compared: settings, which not both runs have" in said
 
 
+def test_series_that_one_run_alone_has_are_said(tmp_path: Path) -> None:
+    """A layer that was frozen by mistake has no gradients."""
+    runs = [train(tmp_path / name, planted, plan=LOG) for name, planted in (("good", ""), ("run", "frozen"))]
+    causes, _ = answer(left_by(runs[1]), runs[0])
+    assert causes[0].what == STEP
+    assert "it is the first step of both" in causes[0].evidence
+    assert any(
+        line.startswith(f"not compared, as {runs[0]} alone has them: ") and "first." in line for line in causes[0].evidence
+    )
+
+
 def test_a_run_alone_is_told_by_exact_evidence_first(tmp_path: Path) -> None:
     causes, _ = answer(left_by(train(tmp_path / "run", "written", steps=30, plan={**LOG, "audit": {"every": 1}})))
     assert causes[0].what == "untouched_between_steps"
@@ -155,6 +167,15 @@ def test_symptoms_follow_and_what_came_before_speaks_against() -> None:
     assert [(cause.what, cause.step) for cause in causes] == [("replicas", 20), ("spike", 3), ("drift", 90)]
     assert causes[0].evidence[-1] == "then: spike of w (step 22, rank 0)"
     assert causes[0].against == ["before it was seen: spike of early (step 3, rank 0)"]
+
+
+def test_what_a_relation_says_to_do_is_not_followed_by_a_dump_that_shows_nothing_of_it() -> None:
+    causes = ranked([found("learning_rate", 3, next="step the scheduler once"), found("spike", 90, next="look there")], "run")
+    assert causes[0].next == "step the scheduler once"
+    assert (
+        causes[1].next
+        == "look there; record the step whole: `{record: mix, summary: both, step: [90]}`, then `trainprobe show`"
+    )
 
 
 def test_what_a_nan_breaks_later_is_no_cause_of_it() -> None:

@@ -77,6 +77,27 @@ def test_labels_that_are_shifted_wrongly_are_found(tmp_path, shift, words):
     assert "assuming" in message
 
 
+@pytest.mark.parametrize("twice", [True, False])
+def test_labels_that_are_shifted_twice_are_found_where_rows_end_in_padding(tmp_path, twice):
+    """The data's own shift ends each row with an end token, at which the token two places further is padding."""
+    model = Language()
+
+    def loss(number):
+        ids, mask = tokens(number, 12), torch.ones(4, 12, dtype=torch.long)
+        labels = functional.pad(ids, (0, 1), value=1)[:, 1:].clone()
+        for row, end in enumerate((12, 11, 10, 9)):
+            labels[row, end - 1 :] = -100
+            labels[row, end - 1] = 1
+            ids[row, end:], mask[row, end:] = 0, 0
+        logits = model(ids, mask)
+        wrong = cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return wrong if twice else cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    told = found(tmp_path, model, loss, steps=1)
+    assert [rule for rule, _ in told] == ["shifted_targets"] * twice
+    assert not twice or "34 of 38 targets of cross_entropy are the input token two places further" in told[0][1]
+
+
 def test_labels_along_the_first_dimension_are_understood(tmp_path):
     model = nn.Sequential(nn.Embedding(32, 8), nn.Linear(8, 32))
 

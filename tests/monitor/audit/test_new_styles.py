@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import trainprobe
 from benchmarks.bugs import unseen_fourth as fourth
 from benchmarks.bugs.loops import Averaged, Vision
 from benchmarks.bugs.modern_loops import Diffusion, Distilled, Patches, Streamed
@@ -245,3 +246,43 @@ def test_a_mean_that_the_last_micro_batch_happens_to_equal_is_not_taken_for_it_a
     facts = Facts(TrainingCalls((1, 2)), UsedGradients(differentiated=losses), UpdateCounts(1))
     evidence = Evidence(9, place, facts, TensorsOfStep(), AuditPlan(), scalars={"loss": reported})
     assert ["last of 2 micro-batches" in f.message for f in reported_loss.check(evidence)] == [True] * alarms
+
+
+@pytest.mark.parametrize(("forwards", "alarms"), [(2, 1), (4, 1), (3, 0)])
+def test_a_sum_of_micro_batches_is_found_where_each_has_several_forwards(forwards, alarms):
+    """Policies compare a chosen answer with a rejected one: two forwards for one loss."""
+    facts = Facts(TrainingCalls(tuple(range(forwards))), UsedGradients(differentiated=(1.0, 3.0)), UpdateCounts(1))
+    evidence = Evidence(9, Place(0, 1, {}), facts, TensorsOfStep(), AuditPlan(), scalars={"loss": 2.0})
+    assert ["summed over the micro-batches" in f.message for f in reported_loss.check(evidence)] == [True] * alarms
+
+
+def train_with(optimizers, chosen, folder):
+    """Train six steps, of which `chosen` names the optimizer of each: a function that makes it, or one made before."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 2)
+    made = [make(model.parameters()) for make in optimizers]
+    with trainprobe.watch(model, output=folder, level="off", sinks=[], audit={"every": 1}, console=False) as probe:
+        for which in chosen:
+            optimizer = which(model.parameters()) if callable(which) else made[which]
+            with probe.step():
+                optimizer.zero_grad()
+                model(torch.randn(8, 4)).square().mean().backward()
+                optimizer.step()
+    return [(f.rule, f.step, f.message) for f in probe.findings]
+
+
+def adam(parameters):
+    """Return the optimizer of these tests."""
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def test_optimizers_that_take_turns_over_the_same_parameters_keep_states_of_their_own(tmp_path):
+    """A mistake that does so, the generator's optimizer over the discriminator, is told by its gradients alone."""
+    found = train_with([adam, adam], (0, 1, 0, 1, 0, 1), tmp_path)
+    assert [(rule, step) for rule, step, _ in found] == [("untouched_between_steps", 1)]  # the second is new to it there
+    assert found[0][2].endswith("is gone since step 0: another optimizer makes this update")
+
+
+def test_an_optimizer_that_is_made_again_has_lost_its_state(tmp_path):
+    found = train_with([adam], (0, 0, 0, adam, adam, adam), tmp_path)
+    assert ("untouched_between_steps", 3) in [(rule, step) for rule, step, _ in found]

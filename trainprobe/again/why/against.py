@@ -30,7 +30,7 @@ from trainprobe.monitor.history import History
 from trainprobe.monitor.report.from_run import collect_histories
 from trainprobe.monitor.run_folder import find_logs, read_frames
 from trainprobe.monitor.scalar_names import role_of
-from trainprobe.monitor.two_runs import departures, first_departure
+from trainprobe.monitor.two_runs import departures, first_departure, notes_on
 
 CONFIGURATION, WEIGHTS, DATA, STEP, OPERATION = "configuration", "weights", "data", "first step", "first operation"
 _EFFECTS = {"weights": WEIGHTS, "dataset": DATA}  # beginnings of topics of what a run did
@@ -58,7 +58,8 @@ def partings(run: Path, good: Path) -> tuple[list[Parting], list[str]]:
             details.append(f"not compared: {what}: {error}")
             continue
         if pairs is None:
-            details.append(f"not compared: {what}, which not both runs have")
+            kept = " (`config_check: true` in a plan keeps them)" if looked is _packs else ""
+            details.append(f"not compared: {what}, which not both runs have{kept}")
             continue
         for stage, cause in pairs:
             found.setdefault(stage, []).append(cause)
@@ -142,7 +143,8 @@ def _series(run: Path, good: Path) -> Found:
     steps = {int(step) for history in here.values() for step in history.steps}
     before = sum(step < (first.step or 0) for step in steps)
     stage = STEP if before or first.site is None else _stage_of(first.site)
-    evidence = [f"{before} steps before are the same within rounding", f"{len(found)} series differ"]
+    since = f"{before} steps before are the same within rounding" if before else "it is the first step of both"
+    evidence = [since, f"{len(found)} series differ", *notes_on(here, there, str(good), found)]
     command = f"`trainprobe report {shlex.quote(str(run))} --beside {shlex.quote(str(good))}`"
     weak = "rounding is a model here: a third run, given to `trainprobe report --floor`, measures it"
     cause = Cause(stage, first.message, command, first.step, stage != STEP, evidence, [weak], first)

@@ -125,12 +125,12 @@ def _cause(group: Sequence[Finding], folder: str) -> Cause:
 
 
 def _next(finding: Finding, following: str, folder: str) -> str:
-    if "`" in following:
+    if "`" in following or (following and is_exact(finding)):  # what a relation says to do needs no values of the step
         return following
     if finding.step is None:
         command = f"`trainprobe report {folder}`"
     else:
-        command = f"record the step whole: `{{level: mix, summary: both, step: [{finding.step}]}}`, then `trainprobe show`"
+        command = f"record the step whole: `{{record: mix, summary: both, step: [{finding.step}]}}`, then `trainprobe show`"
     return f"{following}; {command}" if following else command
 
 

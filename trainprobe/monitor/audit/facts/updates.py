@@ -18,6 +18,10 @@ class UpdateCounts:
     """Since the audited step before, in steps that are not audited, or in none."""
     by_hand: frozenset[str] = frozenset()
     """Trainable parameters that no optimizer holds and that the program moved between the backward pass and the step's end."""
+    another: bool = False
+    """Other optimizers stepped than in the audited step before."""
+    in_turns: bool = False
+    """These had stepped earlier, too: they and the others take turns."""
 
     @property
     def once(self) -> bool:

@@ -24,17 +24,20 @@ class Updates(Observer):
     essential = True
 
     def __init__(self, guard: Guard, audited: Audited) -> None:
+        self._last = self._by = frozenset[int]()  # ids of the optimizers of the audited step before, and of this one
         super().__init__(guard, audited)
         self._between = 0  # updates since the last step that was listened to
+        self._known = set[int]()  # ids of those that have stepped before this step
         self._listener: StepListener | None = None
 
     def start(self) -> None:
         """Count the updates between audited steps too."""
-        self._listener = self._listener or StepListener(lambda optimizer, args, kwargs: self._count_between())
+        self._listener = self._listener or StepListener(lambda optimizer, args, kwargs: self._count_between(optimizer))
 
     def forget(self) -> None:
         """Forget the last step."""
         self._count, self._repeated = 0, False
+        self._last, self._by = self._by or self._last, frozenset()
         self._held: set[int] = set()  # ids of what an optimizer of this step holds
         self._unowned: list[tuple[Any, Any]] = []  # parameters that no optimizer is known to hold, and what they were
         self._moved: dict[str, Any] = {}  # name of each that is not held → whether it moved, on its device
@@ -51,6 +54,7 @@ class Updates(Observer):
         held = {id(p) for p in parameters_of(optimizer)}
         self._repeated |= bool(held & self._held)
         self._held |= held
+        self._by |= {id(optimizer)}
 
     def stepped(self) -> None:
         """Count."""
@@ -67,9 +71,10 @@ class Updates(Observer):
     def facts(self, step_data: StepData) -> UpdateCounts:
         """Return the counts."""
         between, self._between = self._between, 0
-        return UpdateCounts(
-            self._count, self._repeated, between, frozenset(name for name, moved in self._moved.items() if moved)
-        )
+        by_hand = frozenset(name for name, moved in self._moved.items() if moved)
+        another, in_turns = bool(self._last) and self._by != self._last, self._by <= self._known
+        self._known |= self._by
+        return UpdateCounts(self._count, self._repeated, between, by_hand, another, another and in_turns)
 
     def stop(self) -> None:
         """Count no more."""
@@ -77,8 +82,10 @@ class Updates(Observer):
             self._listener.remove()
             self._listener = None
 
-    def _count_between(self) -> None:
-        self._between += self._audited.tape is None
+    def _count_between(self, optimizer: Any) -> None:
+        if self._audited.tape is None:
+            self._between += 1
+            self._known.add(id(optimizer))
 
 
 def _is_plain(p: Any) -> bool:

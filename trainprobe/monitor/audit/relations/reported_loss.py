@@ -11,9 +11,9 @@ is their sum, the mean or sum of that over the dp and cp ranks, or one of them i
 
 Floor: 1e-4 of Σ|ℓᵢ| for equality, 1e-2 for what is no longer equal (losses of 16 bits round; 1e-4 if it was equal within 3e-6
 at each of three steps), 3e-6 for a scale that changed. The first is not judged if there are as many data-parallel ranks as
-micro-batches, because either may be the factor. Not judged are a report that was never the loss itself (a moving average), an
-optimizer that tries several points within its step, and a step whose gradients were cleared unused. Passes with an update
-between them belong to several models, not to micro-batches.
+micro-batches, because either may be the factor. Each pass may use several forwards, as many as the others. Not judged are a
+report that was never the loss itself (a moving average), an optimizer that tries several points within its step, and a step
+whose gradients were cleared unused. Passes with an update between them belong to several models, not to micro-batches.
 Usually caused by gradient accumulation without a division (the gradient is n times too large, which Adam hides and clipping or
 SGD does not), by a report of one micro-batch, by a loss that is divided by the tokens of one rank, and by a term of the loss
 that bypasses the scaler.
@@ -51,7 +51,7 @@ def check(evidence: Evidence) -> list[Finding]:
         return []
     n, size = len(losses), sum(map(abs, losses))
     totals = _totals(evidence)
-    per_micro = n > 1 and n == len(evidence.batches) and not gradients.in_turns
+    per_micro = n > 1 and bool(evidence.batches) and len(evidence.batches) % n == 0 and not gradients.in_turns
     if per_micro and evidence.place.world_size % n and any(_near(total, n * reported, size) and total for total in totals):
         return [_summed(evidence, n, totals[0], reported)]
     if any(_near(total, reported, size) for total in totals):

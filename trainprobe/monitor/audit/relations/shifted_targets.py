@@ -3,9 +3,10 @@
 Relation, if a loss over classes (`cross_entropy`, `nll_loss`) has one target for each input token: the valid targets are not
 all the input token at the same place, two places later, or one place earlier, unless they are also the next token. Targets that
 are the next token are at places where the attention mask is not 0, except one a row (an end-of-text token may be the padding
-token). At least 16 targets, and an equality that holds for all of them; tolerance none. If one loss of the step predicts the
-next token, others may predict the one after it. Encoder-decoder models are not judged, as their input may be copied. Reported
-as a warning, because a model that should reproduce its input does the first on purpose.
+token). At least 16 targets, and an equality that holds for all of them; tolerance none. Where labels were shifted twice, what
+stands two places further may be padding, which is not compared. If one loss of the step predicts the next token, others may
+predict the one after it. Encoder-decoder models are not judged, as their input may be copied. Reported as a warning, because a
+model that should reproduce its input does the first on purpose.
 Usually caused by labels that are not shifted (the loss falls to nothing, as the model may copy), that both loader and model
 shift, or that are a copy of padded inputs. A model that predicts the next token of text cannot violate this.
 """
@@ -45,10 +46,14 @@ def check(evidence: Evidence) -> list[Finding]:
         return []
     if any(_all_equal(call, 1) for call in calls):
         return [_masked(evidence, call) for call in calls if _masked_targets(call) > call.rows][:1]
+    if any(_all_but_padding(call, 1) for call in calls):
+        return []
     for shift, (what, hint) in _WRONG.items():
-        call = next((call for call in calls if _all_equal(call, shift)), None)
+        call = next((call for call in calls if _all_equal(call, shift) or (shift > 1 and _all_but_padding(call, shift))), None)
         if call is not None:
-            text = f"all {call.number('valid'):.0f} targets of {call.kind} are {what}"
+            equal = max(call.numbers.get(f"equal {dim} {shift}", 0.0) for dim in (0, 1))
+            number = "all" if _all_equal(call, shift) else f"{equal:.0f} of"
+            text = f"{number} {call.number('valid'):.0f} targets of {call.kind} are {what}"
             text += " (assuming that the model is to predict the next token)"
             return [_finding(evidence, text, float(shift), 1.0, hint)]
     return []
@@ -59,6 +64,15 @@ def _all_equal(call: LossCall, shift: int, dims: Sequence[int] = (0, 1)) -> bool
         call.number(f"pairs {dim} {shift}") >= _FEWEST
         and call.number(f"equal {dim} {shift}") == call.number(f"pairs {dim} {shift}")
         for dim in dims
+    )
+
+
+def _all_but_padding(call: LossCall, shift: int) -> bool:
+    """Tell whether all of at least 16 targets equal what stands so many places further, unless that is padding."""
+    return any(
+        call.number(f"equal {dim} {shift}") >= _FEWEST
+        and call.number(f"equal {dim} {shift}") + call.number(f"masked {dim} {shift}") >= call.number(f"pairs {dim} {shift}")
+        for dim in (0, 1)
     )
 
 

@@ -2,7 +2,8 @@
 
 Relation: no parameter is stepped again while its gradient is the tensor, unchanged, that the update before used; an
 optimizer's `step` of every parameter with a gradient is, after the updates of a step, larger by their number; parameters that
-were stepped together count the same. Tolerance zero.
+were stepped together count the same. Counters are not compared with the step before where optimizers take turns over the same
+parameters, as each has its own. Tolerance zero.
 Usually caused by `step` that is called in two places, by two optimizers that hold the same parameter, or by counters that were
 lost or loaded twice (bias correction is then wrong).
 """
@@ -52,7 +53,7 @@ def check(evidence: Evidence) -> list[Finding]:
 def _between(evidence: Evidence) -> list[Finding]:
     """Compare with the audited step before: as many updates as steps can have passed, and none backwards."""
     before = evidence.before
-    if before is None:
+    if before is None or evidence.of(UpdateCounts).in_turns:
         return []
     for name in evidence.tensors.with_slot("step"):
         if (name, "step_after") not in before.tensors:

@@ -5,6 +5,7 @@ last update left. Checked if the audited steps are consecutive. The running stat
 from the last update to the next forward pass. This is judged on the first rank of each data-parallel group, because wrappers
 broadcast its buffers before a forward pass. If other steps lie between, such a layer averaged as many batches in each of them
 (`num_batches_tracked`) as in each audited step, of which there were three or more.
+State is not compared where optimizers take turns over the same parameters, as each has its own.
 Left out are frozen parameters that are moved from the start (the average of a student), parameters that no optimizer holds and
 no loss reaches, parameters that the program updates by hand (each with the statistics of their layers), and those that other
 ranks hand over. State that neither update changed for any parameter is left out too: it is kept for another purpose (the
@@ -45,6 +46,8 @@ def check(evidence: Evidence) -> list[Finding]:
     written: dict[str, list[str]] = {}
     known = {slot for _, slot in before.tensors.rows}
     slots = dict.fromkeys(slot for _, slot in evidence.tensors.rows if f"{slot}_after" in known)
+    if evidence.of(UpdateCounts).in_turns:
+        slots = dict.fromkeys(["value"])
     for slot in (slot for slot in slots if slot != "step"):  # counters have a relation of their own
         copied = evidence.mastered | _of_others(evidence) if slot == "value" else ()
         held = [name for name in evidence.tensors.with_slot(slot) if name not in copied]
@@ -56,6 +59,11 @@ def check(evidence: Evidence) -> list[Finding]:
             written[slot] = changed
     found = _written(evidence, before, written)
     found += [] if "value" in written else _statistics(evidence, before)  # what writes to both is told of the weights
+    return found if evidence.of(UpdateCounts).in_turns else [*found, *_gone(evidence, before)]
+
+
+def _gone(evidence: Evidence, before: Evidence) -> list[Finding]:
+    """Find state that is no longer there."""
     gone = [
         (name, slot.removesuffix("_after"))
         for name, slot in before.tensors.rows
@@ -64,12 +72,14 @@ def check(evidence: Evidence) -> list[Finding]:
         and name in set(evidence.tensors.names)
         and (name, slot.removesuffix("_after")) not in evidence.tensors
     ]
-    if gone:
-        names, slot = list(dict.fromkeys(name for name, _ in gone)), gone[0][1]
-        text = f"the optimizer state {slot} of {and_more(names)} is gone since step {before.step}"
-        was = "as the last update left it"
-        found.append(evidence.found(text, names, slot, measured="absent", expected=was, severity="error"))
-    return found
+    if not gone:
+        return []
+    names, slot = list(dict.fromkeys(name for name, _ in gone)), gone[0][1]
+    another = ": another optimizer makes this update" if evidence.of(UpdateCounts).another else ""
+    text = f"the optimizer state {slot} of {and_more(names)} is gone since step {before.step}{another}"
+    hint = "look at which parameters each optimizer was given; nothing is wrong where one is to take over" if another else None
+    was = "as the last update left it"
+    return [evidence.found(text, names, slot, next=hint, measured="absent", expected=was, severity="error")]
 
 
 def remember(evidence: Evidence) -> dict[str, tuple[float, int]]:
