@@ -268,6 +268,7 @@ ANYWHERE: dict[str, tuple[dict[str, Any], Shows]] = {
     "op_check": ({"level": "off", "op_check": True}, lambda r: False),
     "replay": ({"level": "off", "monitor": True, "replay": True}, lambda r: False),
     "save_gate": ({"level": "off", "monitor": True, "save_gate": True}, lambda r: False),
+    "skip": ({"level": "off", "monitor": True, "skip": True}, lambda r: False),
 }
 
 

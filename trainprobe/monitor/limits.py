@@ -12,7 +12,7 @@ from trainprobe.monitor.scalar_names import role_of
 
 _WHOLE = re.compile(r"((train|training|total|reported|lm)[ _./-]?)?loss([ _./-](total|train|sum))?")
 _FADES = 1 - 2**-10
-_LEAST = 1e-6  # of the largest value that a series has had: a smaller one is what rounding leaves
+LEAST = 1e-6  # of the largest value that a series has had: a smaller one is what rounding leaves
 
 
 def limits(frame: Frame, memory: Memory, places: I64, rows: I64, *, loss: float, norms: float) -> F64:
@@ -71,7 +71,7 @@ def above_rounding(memory: Memory, rows: I64, size: F64) -> F64:
     risen = np.minimum(seen, 3 * known)
     now = np.maximum(known, np.where(new, seen, risen) if new.any() else risen)
     largest[rows] = now
-    return np.maximum(size, _LEAST * now)
+    return np.maximum(size, LEAST * now)
 
 
 def _kind_of_loss(series: Series) -> float:

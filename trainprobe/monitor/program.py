@@ -188,8 +188,13 @@ def row_in_words(step_data: StepData, decode: Decode | None = None) -> str:
             tokens[feature.call] = [int(number) for number in feature.numbers]
         elif feature.slot.startswith("loss_row"):
             calls.setdefault(feature.call, {})[feature.slot] = float(feature.numbers[0])
-    if not calls:
-        return ""
+    return words_of_row(calls, tokens, step_data.place.rank, decode) if calls else ""
+
+
+def words_of_row(
+    calls: Mapping[int, Mapping[str, float]], tokens: Mapping[int, list[int]], rank: int, decode: Decode | None
+) -> str:
+    """Return what `row_in_words` does. calls, tokens: by the call of a loss; slot → number, and what its row begins with."""
     call, most = max(calls.items(), key=lambda pair: pair[1]["loss_row_loss"])
     loss, median, of = most["loss_row_loss"], most["loss_row_median"], most["loss_row_of"]
     above = loss / most["loss_row_share"] - of * median if most["loss_row_share"] else 0.0
@@ -197,7 +202,7 @@ def row_in_words(step_data: StepData, decode: Decode | None = None) -> str:
         return ""
     part = f" in loss call {call}" if len(calls) > 1 else ""  # of the step, counted from 0
     return (
-        f"row {most['loss_row']:.0f} of {of:.0f}{part} on rank {step_data.place.rank} has {most['loss_row_share']:.0%} of the "
+        f"row {most['loss_row']:.0f} of {of:.0f}{part} on rank {rank} has {most['loss_row_share']:.0%} of the "
         f"loss there and {most['loss_row_gradient']:.0%} of its gradient, {loss:.3g} where the median row has {median:.3g}"
         + _read(tokens.get(call, []), decode)
     )

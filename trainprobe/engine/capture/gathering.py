@@ -31,6 +31,16 @@ def _all_gather(words: Payload) -> list[Payload]:
     return list(torch.stack(received).cpu().numpy().view(np.uint64))
 
 
+def largest(number: torch.Tensor) -> torch.Tensor:
+    """Return the largest number of all ranks, by one collective of the default group; the own one where there is none."""
+    if ranks() == 1:
+        return number
+    number = number.to(_device(), copy=True)
+    dist.all_reduce(number, dist.ReduceOp.MAX)
+    released((number,))
+    return number
+
+
 def released(tensors: Iterable[torch.Tensor], timeout: float = 1.0) -> None:
     """Wait until a collective that has ended no longer holds these tensors, at most `timeout` seconds.
 

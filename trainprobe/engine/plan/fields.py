@@ -65,3 +65,4 @@ class PlanFields(TypedDict, total=False):
     op_check: Section
     replay: Section
     save_gate: Section
+    skip: Section

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from threading import get_ident
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch._C import DisableTorchFunction, _current_graph_task_id, _DisableAutocast
@@ -26,6 +26,7 @@ from trainprobe.engine.core.naming import chunks_of
 from trainprobe.engine.tape import Tape
 
 Entry = tuple[str, tuple["FeatureKind", ...]]  # name, features that look at the module
+K = TypeVar("K", bound="FeatureKind")
 
 
 class FeatureKind(Protocol):
@@ -110,6 +111,10 @@ class FeatureTap(Tap):
     def notes(self) -> list[str]:
         """What could not be seen, and why."""
         return [*(note for kind in self._kinds for note in kind.notes), *self._left_out]
+
+    def of(self, kind: type[K]) -> K | None:
+        """Return the feature of a class, where the plan asks for it."""
+        return next((one for one in self._kinds if isinstance(one, kind)), None)
 
     def open(self, model: Any, optimizer: Any = None) -> None:
         """Remember whose modules to look at."""

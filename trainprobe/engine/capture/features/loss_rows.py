@@ -47,6 +47,9 @@ class LossRows(QuietFeature):
         self._replaced: list[Replaced] = []
         self._shape = torch.Size()  # of the first tensor that the model was called with last
         self._seen = False
+        self.rows: list[
+            tuple[int, Tensor]
+        ] = []  # of the losses of this step: how many rows, and [2 · rows + k] as `largest_row`
         self._nn: Any = getattr(torch._C, "_nn")  # noqa: B009
 
     def wants(self, name: str, module: Any) -> bool:
@@ -75,7 +78,7 @@ class LossRows(QuietFeature):
         self.sleep(True)
         if not self._seen:
             self.notes[_UNSEEN] = None
-        self._seen, self._shape, self._tokens = False, torch.Size(), None
+        self._seen, self._shape, self._tokens, self.rows = False, torch.Size(), None, []
         super().end()
 
     def _watched(self, name: str, original: Any) -> Any:
@@ -101,12 +104,12 @@ class LossRows(QuietFeature):
             losses = _losses(x, y, int(args[4]) if len(args) > 4 else -100, out.grad_fn, name == "nll_loss_nd")
             moved = losses.neg().expm1().neg()  # 1 - p
             numbers = torch.stack((losses.reshape(n, -1).sum(1), moved.reshape(n, -1).sum(1)))
-            if self._tokens is None or len(self._tokens) != n:
-                self._tape.feature(ROOT, SLOTS, numbers, partial(_largest, n))
-                return
-            around = _around(losses.reshape(n, -1), numbers[0].argmax(), self._tokens, self._wanted)
-            numbers = torch.cat((numbers.reshape(-1), around.to(numbers)))
-            self._tape.feature(ROOT, (*SLOTS, TOKENS), numbers, partial(_largest, n))
+            tokens = self._tokens if self._tokens is not None and len(self._tokens) == n else None
+            if tokens is not None:
+                around = _around(losses.reshape(n, -1), numbers[0].argmax(), tokens, self._wanted)
+                numbers = torch.cat((numbers.reshape(-1), around.to(numbers)))
+            self.rows.append((n, numbers))
+            self._tape.feature(ROOT, SLOTS if tokens is None else (*SLOTS, TOKENS), numbers, partial(largest_row, n))
 
 
 def _around(losses: Tensor, row: Tensor, tokens: Tensor, most: int) -> Tensor:
@@ -161,7 +164,7 @@ def _kept(node: Any) -> Tensor | None:
     return kept.detach() if type(kept) is Tensor else None
 
 
-def _largest(rows: int, numbers: Any) -> list[tuple[None, Any]]:
+def largest_row(rows: int, numbers: Any) -> list[tuple[None, Any]]:
     """Return the number of each slot. numbers: [2 · rows + k], losses, what they are in the gradient, and tokens."""
     flat = numbers.reshape(-1).astype(np.float64)
     losses, moved, tokens = np.split(flat, (rows, 2 * rows))

@@ -52,6 +52,20 @@ _handles: list[Any] = []
 _walks = 0  # how many walks over torch's hooks are under way
 _graphs = 0  # nodes of autograd that this thread had made at the last update
 _unheard: set[int] = set()  # ids of the optimizers whose updates that nobody hears of are under way
+_left_out: set[int] = set()  # ids of the optimizers whose last update was left out
+
+
+def leave_out(optimizer: Any) -> None:
+    """Leave out the update that has begun: without gradients, an optimizer of torch writes nothing and counts no step."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad = None
+    _left_out.add(id(optimizer))
+
+
+def is_left_out(optimizer: Any) -> bool:
+    """Tell whether the update that is under way, or was the last, was left out."""
+    return id(optimizer) in _left_out
 
 
 def settle() -> None:
@@ -86,6 +100,7 @@ def _is_zero(rate: Any) -> bool:
 
 @_disable_dynamo
 def _all_before(optimizer: Any, args: Any, kwargs: Any) -> Any:
+    _left_out.discard(id(optimizer))
     if makes_state(optimizer):
         _unheard.add(id(optimizer))
         return None
