@@ -37,7 +37,7 @@ def train(folder: Path | None, sink: str, log: Callable[[int], Any]) -> list[tor
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-    plan = {"sinks": ["parquet", sink], "monitor": True, "console": False}
+    plan = {"sinks": ["parquet", sink], "monitor": True, "audit": {"every": 2}, "console": False}
     with ExitStack() as stack:
         watched = trainprobe.watch(model, optimizer, plan, output=folder) if folder is not None else None
         probe = stack.enter_context(watched) if watched is not None else None
