@@ -60,7 +60,8 @@ def test_trackio_gets_the_series_in_a_run_of_its_own_and_that_of_the_script_goes
     import trackio
 
     trackio.init(project="script", name="theirs", embed=False, auto_log_cpu=False, auto_log_gpu=False)
-    wanted = train(tmp_path / "run", "trackio", nan=True, inside=lambda probe, step: trackio.log({"mine": step}))
+    mine = {"inside": lambda probe, step: trackio.log({"mine": step}), "join_runs": False}
+    wanted = train(tmp_path / "run", "trackio", nan=True, **mine)
     trackio.log({"mine": 99})
     trackio.finish()
     assert series(storage, "script", "theirs") == {step: {"mine": x} for step, x in enumerate([*range(STEPS), 99])}

@@ -32,15 +32,13 @@ from trainprobe.errors import PlanError, ProbeError
 STEPS = 5
 
 
-def train(folder: Path, *sinks: str, nan: bool = False, inside: Any = None) -> list[dict[str, float]]:
-    """Train with these sinks beside the run log, and return the numbers of its steps by their tags."""
+def train(folder: Path, *sinks: str, nan: bool = False, inside: Any = None, **fields: Any) -> list[dict[str, float]]:
+    """Train with these sinks beside the run log and other fields of a plan; return the numbers of its steps by their tags."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-    with (
-        same_random_state(),
-        trainprobe.watch(model, optimizer, output=folder, sinks=["parquet", *sinks], console=False) as probe,
-    ):
+    plan = {"sinks": ["parquet", *sinks], "console": False, **fields}
+    with same_random_state(), trainprobe.watch(model, optimizer, output=folder, **plan) as probe:
         for step in range(STEPS):
             with probe.step(step):
                 loss = model(torch.randn(6, 4)).square().mean() * (float("nan") if nan and step == 3 else 1.0)
@@ -70,7 +68,7 @@ def test_wandb_gets_the_series_in_a_run_of_its_own_and_the_script_keeps_its_step
     from trainprobe.monitor.scalar_logs import wandb as reader
 
     theirs = wandb.init(project="script", dir=str(tmp_path))
-    wanted = train(tmp_path / "run", "wandb", inside=lambda probe, step: theirs.log({"mine": step}))
+    wanted = train(tmp_path / "run", "wandb", inside=lambda probe, step: theirs.log({"mine": step}), join_runs=False)
     theirs.log({"mine": 99})
     theirs.finish()
     wandb.teardown()  # its process writes the rest
@@ -259,7 +257,7 @@ def test_the_page_of_a_run_is_an_artifact_of_wandb_in_the_group_of_its_run(tmp_p
         begun += [record.run for record in records if record.HasField("run")]
         logged += [record.artifact for record in records if record.HasField("artifact")]
     assert {(run.project, run.run_group) for run in begun} == {("script", theirs.id)}
-    assert len({run.run_id for run in begun}) == 2
+    assert len({run.run_id for run in begun}) == 1  # the numbers are in that of the script
     (artifact,) = logged
     (entry,) = artifact.manifest.contents
     digest = base64.b64encode(hashlib.md5((tmp_path / "a run" / "report.html").read_bytes()).digest()).decode()

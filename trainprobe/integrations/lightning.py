@@ -82,6 +82,7 @@ class PlainCallback:
             rename=None if engine is None else renaming(engine.module),
             follow=partial(follow, engine=engine),
             progress=lambda: Progress(trainer.current_epoch, max(trainer.max_steps or 0, 0)),
+            logs=_logs(trainer),
         )
         if getattr(trainer.precision_plugin, "scaler", None) is not None:
             self._hooks = [optimizer.register_step_post_hook(self._updated) for optimizer in trainer.optimizers]
@@ -221,6 +222,18 @@ def _model(trainer: Any, pl_module: Any) -> Any:
     """Return what is watched: the module, or the wrapper around it that keeps its parameters (FSDPStrategy)."""
     around = trainer.strategy.model
     return around if len(handles_of([around])) > len(handles_of([pl_module])) else pl_module
+
+
+def _logs(trainer: Any) -> dict[str, Any]:
+    """Return where the trainer's loggers write. On rank 0, as they do: the others would have to ask it for the folder."""
+    found: dict[str, Any] = {}
+    for logger in trainer.loggers if trainer.is_global_zero else ():
+        kinds = {kind.__name__ for kind in type(logger).__mro__}
+        if "TensorBoardLogger" in kinds and "://" not in logger.log_dir:
+            found.setdefault("tensorboard", logger.log_dir)
+        elif "MLFlowLogger" in kinds:
+            found.setdefault("mlflow", (logger.experiment, logger.run_id))
+    return found
 
 
 def _place(trainer: Any) -> Place:

@@ -17,6 +17,7 @@ from trainprobe.engine.core.naming import Rename
 from trainprobe.engine.core.records import Finding, Place, StepData
 from trainprobe.engine.plan.loading import load_plan
 from trainprobe.engine.stats import finish
+from trainprobe.engine.storage.script_logs import SCRIPT_LOGS
 from trainprobe.errors import StopTraining
 from trainprobe.integrations import announce
 from trainprobe.integrations.output_folder import placed
@@ -73,6 +74,7 @@ class Session:
         write_line: WriteLine | None = None,
         follow: Follow | None = None,
         progress: Callable[[], Progress] | None = None,
+        logs: Mapping[str, Any] | None = None,
     ) -> None:
         """Training begins. Raises what `Probe.open` raises.
 
@@ -80,6 +82,7 @@ class Session:
         rename: gives modules their names over all ranks. write_line: prints a line (what is watched at the start, each
         finding, the outcome at the end). follow: attaches the open probe to an engine that trains by its own rules; returns
         an object with `end()`, or None. progress: returns how far the training is; called at audited steps.
+        logs: where the framework's own loggers write, by the name of the sink that goes there, too (SCRIPT_LOGS).
         """
         if self.probe is not None and self._model is model and self._last is None:
             return  # the callback was added twice: each event comes twice
@@ -94,7 +97,11 @@ class Session:
         if write_line is not None:
             probe.console.write_line = write_line
         probe.console.about = self._about
-        probe.open(model, list(optimizers))
+        told = SCRIPT_LOGS.set(logs or {})
+        try:
+            probe.open(model, list(optimizers))
+        finally:
+            SCRIPT_LOGS.reset(told)
         if progress is not None and probe.audit is not None:
             probe.audit.tap.follow(progress)
         probe.watchers.append(self._keep_step)

@@ -26,6 +26,7 @@ from trainprobe.watching import PlanSource
 
 try:
     from transformers import TrainerCallback
+    from transformers.integrations.integration_utils import TensorBoardCallback
     from transformers.trainer_callback import ExportableState
 except ImportError as error:
     raise MissingExtra("transformers", "transformers", "the callback for the Trainer") from error
@@ -74,6 +75,7 @@ class ProbeCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             rename=None if engine is None else renaming(engine.module),
             follow=partial(follow, engine=engine),
             progress=lambda: Progress(int(state.epoch or 0), max(state.max_steps, 0)),
+            logs=_logs(self.trainer),
         )
         monitor = getattr(self.session.probe, "monitor", None)
         if monitor is not None:
@@ -250,6 +252,17 @@ def _micro_batches() -> list[Any]:
     while frame is not None and "batch_samples" not in frame.f_locals:
         frame = frame.f_back
     return [] if frame is None else frame.f_locals["batch_samples"]
+
+
+def _logs(trainer: Any) -> dict[str, Any]:
+    """Return where the Trainer's reporters write; those of W&B, MLflow and Trackio open the run that their clients know."""
+    callbacks = trainer.callback_handler.callbacks if trainer is not None else []
+    folders = [
+        callback.tb_writer.log_dir if callback.tb_writer else callback.logging_dir  # none between two trainings
+        for callback in callbacks
+        if isinstance(callback, TensorBoardCallback)
+    ]
+    return {"tensorboard": folders[0]} if any(folders) else {}
 
 
 def _place(trainer: Any) -> Place:

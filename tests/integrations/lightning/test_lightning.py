@@ -371,6 +371,28 @@ def test_the_users_loggers_get_scalars_and_findings(tmp_path, require):
     assert "trainprobe/findings/text_summary" in events.Tags()["tensors"]
 
 
+def test_tensorboard_files_stand_beside_those_of_the_logger_and_hold_each_step(tmp_path, require):
+    require("tensorboard")
+    from lightning.pytorch.loggers import TensorBoardLogger
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from trainprobe.engine.storage.dumps.log import read_log
+    from trainprobe.engine.storage.tagged_numbers import numbers_of
+
+    def tags(folder: Path, join: bool) -> dict[str, list[tuple[int, float]]]:
+        logger = TensorBoardLogger(tmp_path / "tb", name=folder.name)
+        fit(folder, "accumulated and clipped", logger=logger, plan={"sinks": ["parquet", "tensorboard"], "join_runs": join})
+        assert (folder / "tensorboard").exists() != join
+        events = EventAccumulator(str(Path(logger.log_dir) / "trainprobe/rank0" if join else folder / "tensorboard/rank0"))
+        events.Reload()
+        return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+    beside, apart = tags(tmp_path / "beside", True), tags(tmp_path / "apart", False)
+    assert beside == apart
+    recorded = {step.step: dict(numbers_of(step)) for step in read_log(tmp_path / "beside")}
+    assert beside["scalars/loss"] == [(step, pytest.approx(numbers["scalars/loss"])) for step, numbers in recorded.items()]
+
+
 # ---- either Lightning ------------------------------------------------------------------------------------------------
 
 OLD = """

@@ -240,6 +240,21 @@ def test_the_reporters_get_a_few_scalars(tmp_path, require):
     assert {"train/trainprobe/findings", "train/trainprobe/grad_norm"} <= set(events.Tags()["scalars"])
 
 
+def test_tensorboard_files_stand_beside_those_of_the_reporter_in_each_training(tmp_path, require):
+    require("tensorboard")
+    from tests.integrations.transformers.small_trainer import trainer
+    from trainprobe.integrations.transformers import ProbeCallback
+
+    plan = {"sinks": ["parquet", "tensorboard"], "console": False}
+    reported = {"report_to": ["tensorboard"], "logging_strategy": "steps", "logging_steps": 1}
+    run = trainer(tmp_path, [ProbeCallback(plan, output=tmp_path / "out")], **reported)
+    for trainings in (1, 2):  # between them the reporter has no writer
+        run.train()
+        (folder,) = {path.parent for path in tmp_path.rglob("*tfevents*") if path.parent.name == "rank0"}
+        assert folder.parent.name == "trainprobe" and list(folder.parent.parent.glob("*tfevents*"))
+        assert len(list(folder.iterdir())) == trainings
+
+
 # ---- what programs do with a Trainer besides -------------------------------------------------------------------------
 
 

@@ -218,6 +218,78 @@ def test_a_line_that_is_no_json_is_told_and_is_not_healthy(tmp_path, capsys):
     assert "line 302" in capsys.readouterr().err
 
 
+def _rows(file: Path, rows: list[dict[str, Any]], before: str = "") -> Path:
+    file.write_text(before + "".join(f"{json.dumps(row)}\n" for row in rows))
+    return file
+
+
+ODD: dict[str, tuple[list[dict[str, Any]], str]] = {
+    "a NaN before a resumed run": (
+        [{"step": i, "loss": math.nan if i == 150 else x} for i, x in enumerate(losses(False)[:160])]
+        + [{"step": i, "loss": x} for i, x in enumerate(losses(False)) if i >= 140],
+        "'loss' of step 150 is nan, and",
+    ),
+    "each row is given one step": (
+        [{"step": 0, "loss": x} for x in losses(False)],
+        "'loss' has several numbers a step, in 299 rows",
+    ),
+    "a loss that turns null": (
+        [{"step": i, "loss": x if i < 250 else None} for i, x in enumerate(losses(False))],
+        "line 251: 'loss' turns null",
+    ),
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_what_a_log_hides_of_a_run_is_told_and_is_not_healthy(tmp_path, capsys, odd):
+    rows, sentence = ODD[odd]
+    log = _rows(tmp_path / "log.jsonl", rows)
+    assert main(["judge", str(log)]) == 3
+    assert sentence in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_resumed_run_and_an_evaluation_that_is_seldom_hide_nothing(tmp_path, capsys):
+    usual = losses(False)
+    rows = [{"step": i, "loss": x, "val_loss": x if i % 50 == 49 else None} for i, x in enumerate(usual[:200])]
+    rows += [{"step": i, "loss": 1.001 * x} for i, x in enumerate(usual) if i >= 180]
+    assert main(["judge", str(_rows(tmp_path / "log.jsonl", rows))]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_the_ranks_that_write_one_file_are_told_apart(tmp_path, capsys):
+    rows = [
+        {"step": i, "rank": r, "loss": math.nan if (i, r) == (99, 0) else x}
+        for i, x in enumerate(losses(False))
+        for r in (0, 1)
+    ]
+    assert main(["judge", str(_rows(tmp_path / "log.jsonl", rows))]) == 1
+    assert "the first NaN of step 99 is in rank0/loss" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_log_behind_a_line_of_text_is_read(tmp_path, capsys):
+    rows = [{"step": i, "loss": math.nan if i == 99 else x} for i, x in enumerate(losses(False))]
+    assert main(["judge", str(_rows(tmp_path / "log.jsonl", rows, "INFO begins\n"))]) == 1
+    assert "line 1, is left out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("fault", ["cut off", "damaged", "two ranks"])
+def test_what_event_files_hide_is_told_and_is_not_healthy(require, tmp_path, capsys, fault):
+    require("tensorboard")
+    bad = [math.nan if i == 250 else x for i, x in enumerate(losses(False))]
+    folder = event_files(tmp_path / "run", bad, filename_suffix=".rank0")
+    if fault == "two ranks":
+        event_files(folder, losses(False), filename_suffix=".rank1")
+    else:
+        (file,) = folder.iterdir()
+        data = bytearray(file.read_bytes())
+        at = len(data) * 200 // STEPS
+        data[at] ^= 1
+        file.write_bytes(data[:at] if fault == "cut off" else data)
+    assert main(["judge", str(folder)]) == 3
+    told = "'train/loss' of step 250 is nan, and" if fault == "two ranks" else "bytes are left out"
+    assert told in " ".join(capsys.readouterr().err.split())
+
+
 def test_a_data_set_of_json_lines_is_no_log(tmp_path):
     (tmp_path / "train.jsonl").write_text('{"text": "step 3", "label": 1}\n' * 5)
     assert read_scalar_log(tmp_path) is None

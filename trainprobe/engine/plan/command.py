@@ -82,10 +82,27 @@ def _allow_one(name: str, field: dict[str, Any]) -> None:
         field["anyOf"].append({"type": "string"})
 
 
+_BEGINNING = """# Plan
+
+    trainprobe plan --new plan.yaml
+
+asks three questions and writes a commented plan, which an editor completes and checks:
+
+```yaml
+# yaml-language-server: $schema=…/plan.schema.json
+sinks: ["parquet", "wandb"]
+output: "probe_out"
+monitor: true
+audit: true
+```
+
+A plan is YAML, JSON, a dict or keyword arguments. Every key is checked.
+"""
+
+
 def explain_text() -> str:
     """Return every field with its default and what it does, as it stands in docs/plan.md."""
-    lines = ["# Plan", "", "A plan is YAML, JSON, a dict or keyword arguments. Every key is checked.", ""]
-    lines += [*_explain(Plan)]
+    lines = [_BEGINNING, *_explain(Plan)]
     for name, section in _SECTIONS.items():
         lines += [f"## An entry of `{name}`", "", _wrapped(_one_line(section.__doc__ or "")), "", *_explain(section)]
     return "\n".join(lines)

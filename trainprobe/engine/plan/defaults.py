@@ -11,7 +11,18 @@ from trainprobe.errors import PlanError
 # fields that say where and how, not what: none of them asks for a dump
 HOW = frozenset(
     {
-        *("output", "on_existing", "rank", "sinks", "csv_layout", "csv_steps", "nan_tokens", "console", "on_error"),
+        *(
+            "output",
+            "on_existing",
+            "rank",
+            "sinks",
+            "join_runs",
+            "csv_layout",
+            "csv_steps",
+            "nan_tokens",
+            "console",
+            "on_error",
+        ),
         *("reuse", "native", "control", "told"),
     }
 )

@@ -138,8 +138,11 @@ class Plan(Section):
     contains one of these texts; at level mix also what ran inside such a module."""
     sinks: Patterns = ("dump", "parquet")
     """Which writers: dump, parquet (the run log, docs/run_log.md), csv, tensorboard, memory, jsonl (each step as a line of
-    JSON, for programs that read that), a service (wandb, mlflow, otlp, prometheus: docs/services.md), one that another package
-    brings, or the files that the two monitors of mindstudio-probe write (msprobe_csv, msprobe_second_csv, msprobe_anomaly)."""
+    JSON, for programs that read that), a service (wandb, mlflow, trackio, otlp, prometheus: docs/services.md), one that another
+    package brings, or files of the two monitors of mindstudio-probe (msprobe_csv, msprobe_second_csv, msprobe_anomaly)."""
+    join_runs: Flag = True
+    """Send to a run of W&B, MLflow or Trackio that the script has open, as `trainprobe/…`, and write TensorBoard's files where
+    the script's trainer does; false: a run and a folder of its own, with every step (docs/services.md)."""
     csv_layout: Literal["tidy", "wide"] = "tidy"
     """tidy: one row a value and statistic; wide: one row a value, one column a statistic."""
     csv_steps: Annotated[Whole, Field(ge=1)] = 1000

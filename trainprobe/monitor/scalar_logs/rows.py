@@ -20,6 +20,7 @@ STEPS = (
 )
 MOST = 1 << 53  # a larger number is no step
 _DEPTH = 4  # of dictionaries within a row
+_RANKS = ("rank", "global_rank")  # which process wrote a row, where several write to one file
 
 
 def step_of(row: Mapping[str, Any]) -> int | None:
@@ -29,6 +30,16 @@ def step_of(row: Mapping[str, Any]) -> int | None:
         if number is not None and math.isfinite(number) and 0 <= number < MOST:
             return int(number)
     return None
+
+
+def numbers_of(row: Mapping[str, Any]) -> Iterator[tuple[int, str, float]]:
+    """Yield (step, name, number) of a row; nothing of one that tells no step. A rank that it tells stands before the names."""
+    step = step_of(row)
+    rank = next((row[name] for name in _RANKS if str(row.get(name)).isdecimal()), None)
+    if step is not None:
+        for name, number in scalars_of(row, "" if rank is None else f"rank{rank}/"):
+            if name.rpartition("/")[2] not in _RANKS:
+                yield step, name, number
 
 
 def scalars_of(row: Mapping[str, Any], above: str = "", depth: int = _DEPTH) -> Iterator[tuple[str, float]]:

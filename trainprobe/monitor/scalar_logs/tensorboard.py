@@ -11,12 +11,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from trainprobe.engine.storage.left_out import DAMAGED, leave_out
+from trainprobe.engine.storage.left_out import DAMAGED, leave_out, tell
 from trainprobe.engine.storage.safe_files import regular
 from trainprobe.errors import MissingExtra
 
 WHAT = "TensorBoard event files"
 _PATTERN = "*tfevents*"
+_AROUND = 16  # bytes of a record's length and checksums
 
 
 def find(path: Path) -> list[list[Path]]:
@@ -34,34 +35,36 @@ def read(files: list[Path]) -> Iterator[tuple[int, str, float]]:
     home = min((file.parent for file in files), key=lambda folder: len(folder.parts))
     for folder in sorted({file.parent for file in files}):
         above = "" if folder == home else f"{folder.relative_to(home).as_posix()}/"
-        kept: dict[tuple[int, str], float] = {}
+        kept: list[tuple[int, str, float]] = []
         for file in files:
             if file.parent == folder:
                 _read_file(file, kept)
-        for (step, name), number in kept.items():
+        for step, name, number in kept:
             yield step, above + name, number
 
 
-def _read_file(file: Path, kept: dict[tuple[int, str], float]) -> None:
+def _read_file(file: Path, kept: list[tuple[int, str, float]]) -> None:
     try:
         from google.protobuf.message import DecodeError
         from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
-        from tensorboard.compat import tf
 
         proto: Any = import_module("tensorboard.compat.proto.event_pb2")
     except ImportError as error:
         raise MissingExtra("tensorboard", "tensorboard", f"reading {file}") from error
+    whole = 0  # bytes of the records that were read
     try:
         for text in RawEventFileLoader(str(regular(file))).Load():
+            whole += _AROUND + len(text)
             event = proto.Event.FromString(text)
             if event.HasField("session_log") and event.session_log.status == proto.SessionLog.START:
-                for key in [key for key in kept if key[0] >= event.step]:
-                    del kept[key]
-            for value in event.summary.value:
-                if (number := _number(value)) is not None:
-                    kept[event.step, value.tag] = number
-    except (*DAMAGED, DecodeError, tf.errors.DataLossError) as error:
+                kept[:] = [told for told in kept if told[0] < event.step]
+            numbers = ((value.tag, _number(value)) for value in event.summary.value)
+            kept += ((event.step, tag, number) for tag, number in numbers if number is not None)
+    except (*DAMAGED, DecodeError) as error:
         leave_out(f"{file} is damaged, and what is behind its damage is left out ({type(error).__name__}: {error!s:.200})")
+    else:
+        if (size := file.stat().st_size) > whole:  # the reader ends at what it cannot read, as if the file did
+            tell(f"{file}: its last {size - whole} bytes are left out: they are damaged, or the run was killed or goes on")
 
 
 def _number(value: Any) -> float | None:

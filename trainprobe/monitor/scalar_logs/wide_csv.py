@@ -12,7 +12,7 @@ from pathlib import Path
 from trainprobe.engine.storage.left_out import leave_out
 from trainprobe.engine.storage.safe_files import text_lines
 from trainprobe.errors import FormatError
-from trainprobe.monitor.scalar_logs.rows import STEPS, scalars_of, step_of
+from trainprobe.monitor.scalar_logs.rows import STEPS, numbers_of, step_of
 
 WHAT = "CSV files with a column `step`"
 
@@ -43,9 +43,7 @@ def read(files: list[Path]) -> Iterator[tuple[int, str, float]]:
         if row is None:
             return
         named = {name.strip(): value for name, value in row.items() if name is not None}
-        step = step_of(named)
-        if step is None:
+        if step_of(named) is None:
             leave_out(f"{files[0]}, line {rows.line_num}: the row has no number in any of the columns {', '.join(STEPS)}")
             continue
-        for name, number in scalars_of(named):
-            yield step, name, number
+        yield from numbers_of(named)

@@ -15,6 +15,7 @@ from typing import Any
 
 from trainprobe.engine.core.records import Finding, Place
 from trainprobe.engine.plan.model import Plan
+from trainprobe.engine.storage.script_logs import script_log
 from trainprobe.engine.storage.service_clients import SendsNothing, client_of, remember_run, remembered_run
 from trainprobe.engine.storage.service_thread import ServiceSink
 
@@ -63,12 +64,15 @@ def open(folder: Path, plan: Plan, place: Place) -> ServiceSink | SendsNothing:
     mlflow, fluent = client_of("mlflow", "mlflow", "mlflow.tracking.fluent")
     if place.rank:
         return SendsNothing()
-    active = mlflow.active_run()
-    client = mlflow.MlflowClient()
-    run = active or client.create_run(fluent._get_experiment_id(), run_name=f"trainprobe {folder.name}")
-    remember_run(folder, "mlflow", run=run.info.run_id)
+    client, run = script_log("mlflow", plan) or (mlflow.MlflowClient(), None)
+    if run is None and plan.join_runs and (active := mlflow.active_run()):
+        run = active.info.run_id
+    own = run is None
+    if run is None:
+        run = client.create_run(fluent._get_experiment_id(), run_name=f"trainprobe {folder.name}").info.run_id
+    remember_run(folder, "mlflow", run=run)
     most = OF_FILES if _FILES.match(mlflow.get_tracking_uri()) else SERIES
-    return ServiceSink("mlflow", MlflowService(client, mlflow.entities.Metric, run.info.run_id, active is None), most)
+    return ServiceSink("mlflow", MlflowService(client, mlflow.entities.Metric, run, own), most)
 
 
 def upload(page: Path, folder: Path) -> str:

@@ -1,5 +1,6 @@
 """Statistics as TensorBoard event files: `tensorboard/rank{R}/events.out.tfevents.…`, one file a run, flushed each step.
 
+Where the script's own trainer writes such files, they are in the folder `trainprobe/rank{R}` beside these.
 Tags are those of `tagged_numbers`. Only tensorboard's record writer and messages are used, so that TensorFlow is not imported
 where it happens to be installed.
 """
@@ -11,7 +12,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,11 @@ from trainprobe.engine.core.records import Place, Record, Site, Step, StepData
 from trainprobe.engine.core.step_data import slots
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.storage.safe_files import open_private
+from trainprobe.engine.storage.script_logs import script_log
 from trainprobe.engine.storage.tagged_numbers import numbers_of, tag
 from trainprobe.errors import MissingExtra
+
+_NUMBERS = count()  # of the files of this process: two may begin in one second
 
 
 class TensorboardSink:
@@ -29,7 +33,7 @@ class TensorboardSink:
     def __init__(self, folder: Path) -> None:
         self._messages, self._event, record_writer = _load()
         folder.mkdir(parents=True, exist_ok=True)
-        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS)}"
         self._file = open_private(folder / name, "xb")
         self._records = record_writer.RecordWriter(self._file)
         self._write(self._event.Event(wall_time=time.time(), file_version="brain.Event:2"))
@@ -91,4 +95,8 @@ def _load() -> tuple[Any, Any, Any]:
 
 def open(folder: Path, plan: Plan, place: Place) -> TensorboardSink:
     """Open a new event file of one rank. Raises MissingExtra without tensorboard."""
-    return TensorboardSink(folder / "tensorboard" / f"rank{place.rank}")
+    theirs = script_log(
+        "tensorboard", plan
+    )  # a folder of its own in it: TensorBoard may read the newest file of a folder alone
+    above = folder / "tensorboard" if theirs is None else Path(theirs) / "trainprobe"
+    return TensorboardSink(above / f"rank{place.rank}")

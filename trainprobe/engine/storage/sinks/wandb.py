@@ -1,4 +1,4 @@
-"""Weights & Biases: a run of its own beside that of the script, in its project and group; findings are alerts.
+"""Weights & Biases: the run that the script has open, as `trainprobe/…`, or one of its own; findings are alerts.
 
 The client's own environment variables decide where to: `WANDB_PROJECT`, `WANDB_MODE=offline`. Rank 0 sends, on a
 thread of its own, so a step does not wait for the network.
@@ -24,34 +24,61 @@ class WandbService:
     """Logs the numbers of each step. run: that of the client. folder: of the run log."""
 
     def __init__(self, run: Any, folder: Path) -> None:
-        self._run, self._folder = run, folder
+        self.run, self._folder = run, folder
 
     def send(self, step: int, numbers: Mapping[str, float]) -> None:
         """Log the numbers of a step."""
-        self._run.log(dict(numbers), step=step)
+        self.run.log(dict(numbers), step=step)
 
     def tell(self, finding: Finding) -> None:
         """Raise an alert for a warning or an error."""
         if finding.severity in _LEVELS:
             title, text = f"trainprobe: {finding.rule}, step {finding.step}", alert_text(finding, self._folder)
-            self._run.alert(title, text, level=_LEVELS[finding.severity])
+            self.run.alert(title, text, level=_LEVELS[finding.severity])
 
     def end(self) -> None:
         """End the run."""
-        self._run.finish()
+        self.run.finish()
+
+
+class SharedRun(WandbService):
+    """Adds the numbers of a step to each row of the script's run, and a step of their own to draw them over.
+
+    A row that is ended here would count the steps of the script on, and the client drops what comes for an earlier step. So a
+    row gets the first step that comes while it is open; those until the script ends it are in the run log alone.
+    """
+
+    def __init__(self, run: Any, folder: Path) -> None:
+        super().__init__(run, folder)
+        self._row = -1  # of the script, that has numbers of ours
+        run.define_metric("trainprobe/step", hidden=True)
+        run.define_metric("trainprobe/*", step_metric="trainprobe/step")
+
+    def send(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Log the numbers of a step, unless the open row has some."""
+        if self.run.step != self._row:
+            named = {f"trainprobe/{name}": number for name, number in numbers.items()}
+            self.run.log({"trainprobe/step": step, **named}, commit=False)
+            self._row = self.run.step  # read behind: if a row ended meanwhile, one goes without, and none mixes two steps
+
+    def end(self) -> None:
+        """Leave the run to the script."""
 
 
 def open(folder: Path, plan: Plan, place: Place) -> ServiceSink | SendsNothing:
-    """Begin a run on rank 0. Raises MissingExtra without the client."""
+    """Join the run of the script or begin one, on rank 0. Raises MissingExtra without the client."""
     (client,) = client_of("wandb", "wandb")
     if place.rank:
         return SendsNothing()
     theirs = client.run
     group = (theirs.group or theirs.id) if theirs else os.environ.get("WANDB_RUN_GROUP")
     where = {"project": theirs.project, "entity": theirs.entity} if theirs else {}
-    run = _begin(client, folder, f"trainprobe {folder.name}", {**where, "group": group})
-    remember_run(folder, "wandb", project=run.project, entity=where.get("entity"), group=group or run.id)
-    return ServiceSink("wandb", WandbService(run, folder))
+    if theirs and plan.join_runs:
+        service: WandbService = SharedRun(theirs, folder)
+    else:
+        service = WandbService(_begin(client, folder, f"trainprobe {folder.name}", {**where, "group": group}), folder)
+    remember_run(folder, "wandb", project=service.run.project, entity=where.get("entity"), group=group or service.run.id)
+    return ServiceSink("wandb", service)
 
 
 def upload(page: Path, folder: Path) -> str:
