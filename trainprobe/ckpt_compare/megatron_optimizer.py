@@ -33,7 +33,7 @@ def local_states(
     for part in _chain(optimizer):
         inner = part.get("optimizer", part) if "param_groups" not in part else part
         groups = inner.get("param_groups", [])
-        steps.update(float(g["step"]) if not is_array(g["step"]) else scalar(g["step"]) for g in groups if "step" in g)
+        steps.update(scalar(g["step"]) for g in groups if "step" in g)
         members = list(_members(groups, weights))
         found += _numbered(inner.get("state", {}), groups, members, steps, problems)
         found += _masters(part.get("fp32_from_fp16_params"), members, problems)

@@ -8,16 +8,19 @@ shape fits.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from trainprobe.ckpt_compare.pieces import LogicalTensor, Source, whole
 from trainprobe.ckpt_compare.plain_state import digest, plain
+from trainprobe.engine.compare.number_formats import decode
+from trainprobe.errors import FormatError
 
 _NORM = re.compile(r"(^|[._])(ln|norm|layernorm|layer_norm|rmsnorm)\w*[._]|norm\.weight$|(^|\.)ln_\w+\.", re.IGNORECASE)
 _NUMBERED = "{}: its states fit no usual order of the parameters, and are compared by their numbers"
 _NO_SETTINGS = frozenset(["params", "param_names", "foreach", "fused", "capturable", "differentiable"])
 Shapes = Mapping[str, tuple[int, ...]]
+Steps = dict[float, set[str]]  # a count of steps → the parameters that have it
 
 
 def is_array(value: Any) -> bool:
@@ -94,16 +97,12 @@ def settings(optimizer: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
     for key in dict.fromkeys(key for _, group in held for key in group if key not in _NO_SETTINGS):
         by_value: dict[str, list[str]] = {}
         for name, group in held:
-            by_value.setdefault(repr(_plain(group.get(key))), []).append(name)
-        found[key] = _plain(held[0][1].get(key)) if len(by_value) == 1 else _told(by_value)
+            by_value.setdefault(repr(plain(group.get(key))), []).append(name)
+        found[key] = plain(held[0][1].get(key)) if len(by_value) == 1 else _told(by_value)
     return found
 
 
-def _plain(value: Any) -> Any:
-    return scalar(value) if is_array(value) else plain(value)
-
-
-def _told(by_value: Mapping[str, Sequence[str]]) -> str:
+def _told(by_value: Mapping[Any, Collection[str]]) -> str:
     parts = [f"{value} of {len(names)} parameters ({digest(sorted(names))[:6]})" for value, names in by_value.items()]
     return ", ".join(sorted(parts))
 
@@ -133,35 +132,44 @@ def optimizer_states(
     return tensors, {**step_count(steps, optimizer), **settings(optimizer, shapes)}
 
 
-def state_tensors(states: Mapping[str, Mapping[str, Any]], where: str) -> tuple[list[LogicalTensor], list[float]]:
-    """Return the optimizer's logical tensors and the distinct step counts among the states."""
+def state_tensors(states: Mapping[str, Mapping[str, Any]], where: str) -> tuple[list[LogicalTensor], Steps]:
+    """Return the optimizer's logical tensors and the step counts among the states."""
     tensors: list[LogicalTensor] = []
-    steps: set[float] = set()
+    steps: Steps = {}
     for name, state in states.items():
         for slot, value in state.items():
             if slot == "step":
-                steps.add(scalar(value))
+                steps.setdefault(scalar(value, f"{name} in {where}"), set()).add(name)
             elif is_array(value):
                 tensors.append(whole(name, _source(value), f"{where}: {name}.{slot}", slot=slot))
-    return tensors, sorted(steps)
+    return tensors, steps
 
 
 def _source(value: Any) -> Source:
     return value
 
 
-def scalar(value: Any) -> float:
-    """Return a step count that is stored as a number or as a small array."""
-    return float(value.load().reshape(-1)[0]) if is_array(value) else float(value)
+def scalar(value: Any, where: str = "an optimizer") -> float:
+    """Return a step count that is stored as a number or as a small array; raise FormatError where it is no number."""
+    if not is_array(value):
+        if isinstance(value, int | float):
+            return float(value)
+        raise FormatError(f"the step count of {where} is {f'{value!r}':.40}: expected a number")
+    numbers = decode(value.load(), value.format).reshape(-1)
+    if not len(numbers) or (numbers != numbers[0]).any():
+        raise FormatError(f"the step count of {where} is an array of shape {value.shape}: expected one number")
+    return float(numbers[0])
 
 
-def one_or_all(steps: Sequence[float]) -> Any:
-    """Return the step count if there is one, the list of them if they are not the same."""
-    plain = [int(s) if float(s).is_integer() else s for s in steps]
+def one_or_all(steps: Collection[float]) -> Any:
+    """Return the step count if there is one; of several all, and whose each is where that is known."""
+    if len(steps) > 1 and isinstance(steps, Mapping):
+        return _told({f"{step:g}": names for step, names in sorted(steps.items())})
+    plain = [int(s) if float(s).is_integer() else s for s in sorted(steps)]
     return plain[0] if len(plain) == 1 else plain
 
 
-def step_count(steps: Sequence[float], optimizer: Mapping[str, Any]) -> dict[str, Any]:
+def step_count(steps: Steps, optimizer: Mapping[str, Any]) -> dict[str, Any]:
     """Return `step` and the count of an optimizer; 0 where it has no states yet, nothing where its states do not count."""
     if steps:
         return {"step": one_or_all(steps)}

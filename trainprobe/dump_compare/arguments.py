@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trainprobe.engine.compare.number_formats import LIMITS
@@ -70,6 +71,36 @@ def tensor_alone(left: Call, right: Call) -> str:
             lone = [slot for slot in mine if slot not in theirs]
             return f"{(lone or mine)[-1].removeprefix('kwargs.')} is given in {side} alone"
     return ""
+
+
+def about_rates(reported: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Return a sentence for each learning rate of which somebody reports another. reported: who ("in A") → scalars."""
+    names = dict.fromkeys(name for scalars in reported.values() for name in scalars if name == "lr" or name.startswith("lr/"))
+    said: list[str] = []
+    for name in names:
+        (where, usual), *others = [(who, scalars[name]) for who, scalars in reported.items() if name in scalars]
+        other = next((f"{number:g} {who}" for who, number in others if number != usual), None)
+        said += [f"the learning rate {name} is {usual:g} {where} and {other}"] if other is not None else []
+    return said
+
+
+def rate_of_update(left: Call, right: Call) -> str:
+    """Return by what number the learning rate of one side is larger, as operators of the optimizer tell it, as text or "".
+
+    They add the step times a negative number that has the rate as a factor: `addcdiv_` of Adam, `add_` of SGD.
+    """
+    rates = [_step_size(call) for call in (left, right)]
+    if None in rates or rates[0] == rates[1]:
+        return ""
+    return f"the learning rate of B is {rates[1] / rates[0]:.4g} times that of A"  # pyright: ignore[reportOperatorIssue]
+
+
+def _step_size(call: Call) -> float | None:
+    given = plain_arguments(call)
+    if call.parent != "optimizer" or not ("lr" in given or re.search(r"add(cdiv)?_?$", call.name)):
+        return None
+    known = given["lr"] if "lr" in given else next((x for x in given.values() if isinstance(x, float) and x < 0), None)
+    return known if isinstance(known, float) and known else None
 
 
 def plain_arguments(call: Call) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from rich.progress import MofNCompleteColumn
 
 from trainprobe.comparison.ci_formats import Github, Junit, case_of, tell
 from trainprobe.comparison.terminal import progress_bar, say, wide_console
+from trainprobe.dump_compare.arguments import about_rates
 from trainprobe.dump_compare.between_steps import NO_WEIGHTS, weights_of
 from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.frameworks import pair_frameworks, pair_states_of_frameworks
@@ -253,6 +254,7 @@ def compare_rank(
         world=sides[0].step_data.place.world_size,
         weights=weights_of(judged, *sides) if len({*frameworks}) > 1 else NO_WEIGHTS,
         cut=(not sides[0].step_data.complete, not sides[1].step_data.complete),
+        rates=about_rates({f"in {name}": side.step_data.scalars for name, side in zip("AB", sides, strict=True)}),
     )
 
 

@@ -48,9 +48,10 @@ def cut_short(calls: Sequence[Judged], agreeing: int, cut: tuple[bool, bool], wh
         alone = [one for one in calls if side_alone(one) == other]
         lone = [one.pair.place for one in alone]
         many = len(lone) >= max(2, _TAIL * total) and any(one.call.kind != "state" for one in alone)  # states: of a monitor
-        own = sum(side_alone(one) == side for one in calls)
-        follows = 2 * own < total - len(lone)  # dumps of two levels have hardly a call in common
-        if lone and follows and min(lone) == total - len(lone) and (did_not_end or many):
+        own = [one.call.parent for one in calls if side_alone(one) == side]
+        follows = 2 * len(own) < total - len(lone)  # dumps of two levels have hardly a call in common
+        updates = "optimizer" in own and all(one.call.parent == "optimizer" for one in alone)  # by other operators
+        if lone and follows and not updates and min(lone) == total - len(lone) and (did_not_end or many):
             return f"{side} ends after {total - len(lone)} of {total} calls ({where})"
         if did_not_end:
             return f"{side} holds a step that did not end ({where})"

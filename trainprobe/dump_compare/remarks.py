@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from trainprobe.dump_compare.arguments import plain_arguments
 from trainprobe.dump_compare.distances import Distance
 from trainprobe.dump_compare.first_difference import is_apart
 from trainprobe.dump_compare.judge import Judged, Outcome, enclosing
@@ -11,6 +12,7 @@ from trainprobe.dump_compare.one_sided import side_alone
 from trainprobe.dump_compare.results import Compared
 from trainprobe.dump_compare.scale_factors import times
 from trainprobe.dump_compare.sentences import place_of_call
+from trainprobe.engine.core.records import Call
 from trainprobe.engine.core.step_data import entry_name
 from trainprobe.engine.core.words import counted
 
@@ -18,13 +20,11 @@ _RANDOM = ("dropout", "rand", "normal", "bernoulli", "multinomial", "uniform", "
 
 
 def hints(rank: Compared, judged: Judged) -> list[str]:
-    """Return what helps to find the reason: what it runs within, random numbers, a call before that only one side has."""
+    """Return what helps to find the reason: what it runs within, a factor, a call before that only one side has."""
     said: list[str] = []
     around = next(enclosing(judged.call), None)
     if around is not None:
         said.append(f"it runs within {entry_name(around, rank.framework)}")
-    if any(word in f"{judged.call.name} {judged.call.cls}".lower() for word in _RANDOM):
-        said.append("it draws random numbers: compare runs with equal generators, or with dropout off")
     if judged.call.kind == "state" and judged.call.phase == "step" and any(value.result for value in judged.values):
         said.append("this is what the optimizer makes of the parameter")
     said += _about_factor(rank, judged)
@@ -42,6 +42,22 @@ def hints(rank: Compared, judged: Judged) -> list[str]:
     if before:
         said.append(f"before it, only {side_alone(before[-1])} runs {entry_name(before[-1].call, rank.framework)}")
     return said
+
+
+def about_random_numbers(rank: Compared, judged: Judged) -> str:
+    """Return that a call, or what runs within it, draws random numbers, as text or ""."""
+    own = judged.pair.a
+    within = (one.call for one in rank.calls if own is not None and any(call is own for call in enclosing(one.pair.a)))
+    draws = judged.outcome in ("bug", "suspicious") and any(map(_draws, (judged.call, *within)))
+    return "; it draws random numbers: compare runs with equal generators, or with dropout off" if draws else ""
+
+
+def _draws(call: Call) -> bool:
+    if any(word in f"{call.name} {call.cls}".lower() for word in _RANDOM):
+        return True
+    given = plain_arguments(call) if "attention" in call.name.lower() and call.kind == "op" else {}
+    rates = (x for at, x in given.items() if at == "dropout_p" or at.startswith("argument"))
+    return given.get("training") is not False and any(isinstance(x, float) and 0 < x < 1 for x in rates)
 
 
 def scaled_gradients(rank: Compared, judged: Judged) -> list[str]:

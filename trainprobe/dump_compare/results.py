@@ -23,6 +23,7 @@ class Compared:
     nothing else tells of them. values: how many values there are of the calls, whatever was found of them.
     recorded: "optimizer" where A holds operators of the optimizer, "states" where it holds gradients as that sees them.
     cut: whether the dumps of A and of B say that the step did not end.
+    rates: sentences on learning rates that the dumps report, and that one side has otherwise.
     weights: of two frameworks, the weights as the step begins and as its optimizer leaves them (see between_steps).
     joined: whether these are calls of all ranks of two layouts, joined; `at` then names A's lowest rank and the steps' folders.
     """
@@ -42,6 +43,7 @@ class Compared:
     values: int = 0
     world: int = 1
     cut: tuple[bool, bool] = False, False
+    rates: Sequence[str] = ()
     weights: WeightsOfStep = NO_WEIGHTS
 
 

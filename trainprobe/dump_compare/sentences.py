@@ -45,7 +45,11 @@ def difference_in_words(judged: Judged, since: tuple[Distance, float] | None = N
     if beyond is not None and beyond.beyond.times > 1:
         far = f"{beyond.slot} is {times(beyond)}" if beyond.factor else _moved(beyond)
     else:
-        far = "" if worst is None else f"{distance_in_words(worst)} ({_rounding(judged, worst)})"
+        far = (
+            ""
+            if worst is None or not (worst.interval.low or worst.interval.note)
+            else f"{distance_in_words(worst)} ({_rounding(judged, worst)})"
+        )
     if judged.argument:
         return f"{judged.argument}; {far}" if far else judged.argument
     alone = given_alone(judged.pair.a, judged.pair.b) if judged.pair.a is not None and judged.pair.b is not None else ""

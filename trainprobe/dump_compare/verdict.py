@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+from trainprobe.dump_compare.arguments import rate_of_update
 from trainprobe.dump_compare.between_steps import Left, changed, left_by, optimizer_parts, who_changed
 from trainprobe.dump_compare.causes import causes
 from trainprobe.dump_compare.distances import SLACK, Distance
@@ -18,6 +19,7 @@ from trainprobe.dump_compare.remarks import (
     about_counts,
     about_formats,
     about_missing,
+    about_random_numbers,
     about_ranks,
     about_rounding,
     about_scale,
@@ -80,7 +82,9 @@ def _judge_runs(ranks: Sequence[Compared], missing: Sequence[str]) -> DumpsVerdi
         because = [f"; before it, {cause}" for cause in told if not cause.startswith(f"{judged.call.name} has no gradient")]
         what = "".join(
             [
+                _about_rate(rank, judged),
                 difference_in_words(judged, changed(judged, _left_before(ranks, rank))),
+                about_random_numbers(rank, judged),
                 *between[:1],
                 *scaled_gradients(rank, judged),
                 *because,
@@ -167,6 +171,30 @@ def _left_before(ranks: Sequence[Compared], rank: Compared) -> Left:
     """Return how far apart the step before has left weights and states, nothing where that was not compared."""
     before = (other for other in ranks if other.at.step == rank.at.step - 1 and other.at.rank == rank.at.rank)
     return next((left_by(other.calls) for other in before), {})
+
+
+def _about_rate(rank: Compared, judged: Judged) -> str:
+    """Return which learning rate is another, where the first difference is what an optimizer makes, as text or ""."""
+    call = judged.call
+    if judged.outcome not in ("bug", "suspicious") or not (
+        call.parent == "optimizer" or (call.kind, call.phase) == ("state", "step")
+    ):
+        return ""
+    told = [] if judged.argument.startswith("lr is") else rank.rates
+    said = next(iter(told), "") or _rate_of_updates(rank.calls)
+    return f"{said}; " if said else ""
+
+
+def _rate_of_updates(calls: Sequence[Judged]) -> str:
+    """Return what operators of the optimizer tell of the rate; nothing behind another argument than that of weight decay."""
+    for one in calls:
+        a, b = one.pair.a, one.pair.b
+        if one.call.parent != "optimizer" or a is None or b is None:
+            continue
+        said = rate_of_update(a, b)
+        if said or (one.argument and not one.call.name.endswith("mul_")):
+            return said
+    return ""
 
 
 def _also_alone(rank: Compared, judged: Judged) -> list[str]:

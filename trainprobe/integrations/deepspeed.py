@@ -19,6 +19,7 @@ from typing import Any
 from torch._C import DisableTorchFunction
 
 from trainprobe.engine.capture.patching.replaced import Replaced
+from trainprobe.engine.capture.patching.step_hooks import GatheredUpdate
 from trainprobe.engine.plan.loading import load_plan
 from trainprobe.errors import UsageError
 from trainprobe.integrations import announce
@@ -146,6 +147,7 @@ class EngineHooks(MethodHooks):
     def follow_update(self) -> None:
         """Tell from now on what this process holds before and after updates, and what DeepSpeed reports of them."""
         self.probe.use_source(self.source)
+        self._whole = GatheredUpdate(self.source.parameters)
         self.around(self.engine, "_take_model_step", self._update)
         optimizer = self.engine.basic_optimizer
         if hasattr(optimizer, "register_step_pre_hook"):
@@ -156,6 +158,10 @@ class EngineHooks(MethodHooks):
                     self._ends.append(p.register_hook(functools.partial(self._gradient_arrives, p)).remove)
 
     def _update(self, run: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._whole:
+            return self._seen_update(run, *args, **kwargs)
+
+    def _seen_update(self, run: Any, *args: Any, **kwargs: Any) -> Any:
         if self.probe.tape is None:
             return run(*args, **kwargs)
         engine, source = self.engine, self.source

@@ -17,9 +17,11 @@ import functools
 import inspect
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from trainprobe.config_check.capture.on_import import ImportWatch
+from trainprobe.engine.capture.patching.step_hooks import GatheredUpdate
 from trainprobe.engine.core.naming import chunks_of
 from trainprobe.engine.core.topology import place_from_environment
 from trainprobe.engine.plan.loading import load_plan
@@ -132,6 +134,7 @@ class ScheduleHooks(MethodHooks):
         super().__init__(probe, next((held.parameter.device for held in source.held), None))
         self.source = source
         self.optimizer = optimizer
+        self._whole = GatheredUpdate(held.parameter for held in source.held)
         self.trainer_reports = False  # megatron.training tells when a step begins, and reports at its end
         self._micro_of = inspect.signature(schedules.forward_step)
         for name in SCHEDULES:
@@ -219,7 +222,8 @@ class ScheduleHooks(MethodHooks):
 
     def _update(self, run: Any, *args: Any, **kwargs: Any) -> Any:
         self.look("before_step")
-        done = run(*args, **kwargs)
+        with nullcontext() if self.source.values_lag else self._whole:
+            done = run(*args, **kwargs)
         self.look("after_step")
         return done
 

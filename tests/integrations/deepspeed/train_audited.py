@@ -1,7 +1,8 @@
 """One rank of DeepSpeed trainings under the audit of every step; writes FOLDER/NAME FAULT.RANK.json: what was found.
 
 train_audited.py FOLDER NAME@FAULT…    names: those of small_deepspeed. Faults begin behind step 2: drift (rank 1 writes to a
-weight), moments (lost), data (the same on all ranks), norm (the ranks do not add up theirs).
+weight), moments (lost), data (the same on all ranks), norm (the ranks do not add up theirs). Those of `LATE` begin behind step
+33, which is not audited: none, and copy (rank 1 writes to all of its copy of a weight).
 """
 
 from __future__ import annotations
@@ -23,22 +24,23 @@ from tests.integrations.deepspeed import small_deepspeed as small  # noqa: E402
 from trainprobe.integrations.deepspeed import attach, detach, probe_of  # noqa: E402
 
 RANK = int(os.environ["RANK"])
-FAULTY, STEPS = 2, 5
+LATE = ("none", "copy")
 
 
 def main(folder: Path, name: str, fault: str = "") -> None:
     """Train and write what was found on this rank."""
     engine = small.engine_with(int(name[4]), name.split("-")[1], **small.CONFIGURATIONS.get(name, {}))
-    plan = {"level": "off", "sinks": [], "audit": {"every": 1}}
+    faulty, steps, every = (33, 40, 20) if fault in LATE else (2, 5, 1)
+    plan = {"level": "off", "sinks": [], "audit": {"every": every}}
     attach(engine, plan, output=folder / f"{name} {fault} out")
     probe: Any = probe_of(engine)
-    count = small.ACCUMULATE * STEPS
+    count = small.ACCUMULATE * steps
     mine = small.batches(RANK, count)
     if fault == "data":
-        mine[small.ACCUMULATE * FAULTY :] = small.batches(0, count)[small.ACCUMULATE * FAULTY :]
-    small.train(engine, mine[: small.ACCUMULATE * FAULTY])
+        mine[small.ACCUMULATE * faulty :] = small.batches(0, count)[small.ACCUMULATE * faulty :]
+    small.train(engine, mine[: small.ACCUMULATE * faulty])
     spoil(fault, engine)
-    small.train(engine, mine[small.ACCUMULATE * FAULTY :])
+    small.train(engine, mine[small.ACCUMULATE * faulty :])
     detach(engine)
     found = [[f.rule, f.step, f.site.name if f.site else None, f.message] for f in probe.findings]
     (folder / f"{name} {fault}".strip()).with_suffix(f".{RANK}.json").write_text(json.dumps(found))
@@ -46,11 +48,13 @@ def main(folder: Path, name: str, fault: str = "") -> None:
 
 
 def spoil(fault: str, engine: Any) -> None:
-    """Do what is wrong from step FAULTY + 1 on."""
+    """Do what is wrong from step `faulty` + 1 on."""
     with torch.no_grad():
         if fault == "drift" and RANK == 1:
             held = getattr(engine.module.fc2.weight, "ds_tensor", engine.module.fc2.weight)
             held.view(-1)[1] += 0.1
+        if fault == "copy" and RANK == 1:
+            engine.module.fc2.weight.mul_(1.01)
         if fault == "moments":
             for state in engine.basic_optimizer.state.values():
                 state["exp_avg"].zero_()

@@ -100,11 +100,11 @@ def test_ranks_under_ddp_are_copies_and_those_of_local_sgd_are_not():
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         model = DistributedDataParallel(nn.Linear(2, 2))
-        samples = WeightSamples(Guard(), SimpleNamespace(models=[model], optimizers=[]))
+        samples = WeightSamples(Guard(), SimpleNamespace(models=[model], optimizers=[], plain=True))
         assert samples._are_copies()
         model.register_comm_hook(PostLocalSGDState(None, None, 3), post_localSGD_hook)
         assert not samples._are_copies()
-        assert not WeightSamples(Guard(), SimpleNamespace(models=[model.module], optimizers=[]))._are_copies()
+        assert not WeightSamples(Guard(), SimpleNamespace(models=[model.module], optimizers=[], plain=True))._are_copies()
     finally:
         torch.distributed.destroy_process_group()
 

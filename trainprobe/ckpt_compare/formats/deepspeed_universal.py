@@ -51,7 +51,7 @@ def open(path: Path) -> Checkpoint:
     state = sections(models[0][1]) if models else {}
     steps |= _common_steps(folder)
     if steps:
-        state["optimizer"] = {"step": one_or_all(sorted(steps))}
+        state["optimizer"] = {"step": one_or_all(steps)}
     return Checkpoint(str(path), "deepspeed_universal", gather([*weights, *tensors]), state=state, problems=tuple(problems))
 
 

@@ -64,7 +64,7 @@ def open(path: Path) -> Checkpoint:
     state = plain_sections({k: plain[k] for k in ("iteration", "args", "opt_param_scheduler") if k in plain})
     state["rng"] = {k: v for rank, states in rng.items() for k, v in rng_digests(rank, states).items()}
     if steps:
-        state["optimizer"] = {"step": one_or_all(sorted(steps))}
+        state["optimizer"] = {"step": one_or_all(steps)}
     return Checkpoint(str(path), "megatron_fsdp", gather(tensors), "megatron", layout, config, state, tuple(problems))
 
 

@@ -85,7 +85,7 @@ def open(path: Path) -> Checkpoint:
     state = plain_sections(files[0].content) if files else {}
     state["rng"] = {k: v for f in files for k, v in _rng(f).items()}
     if steps:
-        state["optimizer"] = {"step": one_or_all(sorted(steps))}
+        state["optimizer"] = {"step": one_or_all(steps)}
     return Checkpoint(str(path), "megatron_legacy", gather(tensors), "megatron", layout, config, state, tuple(problems))
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trainprobe.ckpt_compare.formats.plain_torch import ITERATION_KEYS, is_plain
-from trainprobe.ckpt_compare.optimizer_names import is_array, one_or_all, scalar
+from trainprobe.ckpt_compare.optimizer_names import Steps, is_array, one_or_all, scalar
 from trainprobe.ckpt_compare.pieces import Array, Checkpoint, LogicalTensor, Piece, Problem, file_name, origin
 from trainprobe.ckpt_compare.plain_state import flat
 from trainprobe.ckpt_compare.state import EXTRA
@@ -170,7 +170,7 @@ def open(path: Path) -> Checkpoint:
     """Open a distributed checkpoint; weights, optimizer states by parameter name, and settings."""
     stored = read_metadata(path)
     tensors: dict[str, LogicalTensor] = {}
-    steps: set[float] = set()
+    steps: Steps = {}
     problems = list(stored.problems)
     settings: dict[str, Any] = {}
     flat_states = any(k.startswith("param_groups.") for k in [*stored.tensors, *stored.objects])
@@ -180,7 +180,7 @@ def open(path: Path) -> Checkpoint:
         tensor = stored.tensors.pop(key)  # of a million tensors those of both names are too many
         match = pattern.fullmatch(key)
         if match is not None and match["slot"] == "step":
-            _count(tensor, steps, problems)
+            _count(tensor, _WRAPPERS.sub("", match["name"]), steps, problems)
             continue
         if _SETTINGS.match(key):
             continue
@@ -205,15 +205,15 @@ def open(path: Path) -> Checkpoint:
         (values if of_model else settings).update(found)
     state: dict[str, dict[str, Any]] = {"args": settings, **({"weights": values} if values else {})}
     if steps:
-        state["optimizer"] = {"step": one_or_all(sorted(steps))}
+        state["optimizer"] = {"step": one_or_all(steps)}
     return Checkpoint(str(path), "torch_dcp", tensors, state=state, problems=tuple(problems))
 
 
-def _count(tensor: LogicalTensor, steps: set[float], problems: list[Problem]) -> None:
-    """Read a step count; each rank stores one."""
+def _count(tensor: LogicalTensor, name: str, steps: Steps, problems: list[Problem]) -> None:
+    """Read the step count of a parameter; each rank stores one."""
     for piece in tensor.pieces:
         try:
-            steps.add(scalar(piece.source))
+            steps.setdefault(scalar(piece.source), set()).add(name)
         except FormatError as error:
             problems.append(Problem(piece.where, str(error)))
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainprobe.dump_compare.arguments import about_rates
 from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.intervals import ALIKE
 from trainprobe.dump_compare.judge import Judged, judge_calls
@@ -19,7 +20,7 @@ from trainprobe.dump_compare.layouts.grouping import (
 from trainprobe.dump_compare.layouts.joined import JoinedSide
 from trainprobe.dump_compare.layouts.model_calls import JoinedCalls
 from trainprobe.dump_compare.layouts.names import pair_names
-from trainprobe.dump_compare.layouts.optimizer_steps import about_rates, judge_states
+from trainprobe.dump_compare.layouts.optimizer_steps import judge_states
 from trainprobe.dump_compare.layouts.split_table import Splits, splits
 from trainprobe.dump_compare.layouts.states import add_states, are_cut_otherwise, left_out
 from trainprobe.dump_compare.layouts.topology import layout_of, other_layouts
@@ -72,6 +73,8 @@ def compare_layouts(
     elif tables[0].layout == tables[1].layout:
         said = f"A and B are {tables[0].layout} with other shards of weights: those of each tensor were joined"
     made = {name: each(at, judged, sides) for name, each in make.items()}
+    scalars = {f"on rank {r.step_data.place.rank} of {side.name}": r.step_data.scalars for side in sides for r in side.ranks}
+    rates = about_rates(scalars)
     notes = [
         said,
         *numbered,
@@ -82,12 +85,14 @@ def compare_layouts(
         *_about_order(judged),
         *of_states,
         *left_out([*a, *b]),
-        *about_rates(sides),
+        *rates,
     ]
     frameworks = a[0].step_data.framework, b[0].step_data.framework
     values = sum(len(one.values) for one in judged)
     structured = structure.evidence()
-    return Compared(at, judged, *frameworks, unread, notes, made, joined=True, by_structure=structured, values=values), [
+    return Compared(
+        at, judged, *frameworks, unread, notes, made, joined=True, by_structure=structured, values=values, rates=rates
+    ), [
         *maker.missing(),
         *alone,
     ]

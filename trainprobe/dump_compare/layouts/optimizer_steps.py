@@ -147,22 +147,3 @@ def _calls(one: Judged | None) -> list[Call]:
 
 def _value_at(call: Call, slot: str) -> Value | None:
     return next((value for at, value in slots(call) if state_slot(at) == slot), None)
-
-
-def about_rates(sides: tuple[JoinedSide, JoinedSide]) -> list[str]:
-    """Return a sentence for each learning rate that ranks report and that one of them has otherwise."""
-    reported: dict[str, dict[tuple[str, int], float]] = {}
-    for side in sides:
-        for rank in side.ranks:
-            data = rank.step_data
-            for name, number in data.scalars.items():
-                if name == "lr" or name.startswith("lr/"):
-                    reported.setdefault(name, {})[side.name, data.place.rank] = number
-    said: list[str] = []
-    for name, found in reported.items():
-        (where, usual), *others = found.items()
-        other = next(((at, number) for at, number in others if number != usual), None)
-        if other is not None:
-            (side, rank), number = other
-            said.append(f"{name} is {usual:g} on rank {where[1]} of {where[0]} and {number:g} on rank {rank} of {side}")
-    return said

@@ -77,8 +77,6 @@ class Audit:
     def __call__(self, step_data: StepData) -> list[Finding]:
         """Check the relations that are due and return the violations that are new."""
         due = self.plan.due(step_data.step)
-        if self.not_compared():
-            due = tuple(name for name in due if name not in _OF_RANKS_ALIKE)
         if not step_data.complete or not ("audit" in step_data.programs or due):
             return []
         facts = self._take(step_data)
@@ -92,11 +90,10 @@ class Audit:
 
     def judge(self, evidence: Evidence, due: Sequence[str]) -> list[Finding]:
         """Check relations on evidence; what was reported before, and holds again, is counted there."""
-        if self.not_only_own():
-            due = [name for name in due if name not in _OF_OWN_WEIGHTS]
+        apart = (_OF_OWN_WEIGHTS if self.not_only_own() else ()) + (_OF_RANKS_ALIKE if self.not_compared() else ())
         least = GRAVITY[self.plan.severity]
         found: list[Finding] = []
-        for name in due:
+        for name in (name for name in due if name not in apart):
             checked = self.part(_part_of(name), _check, name, evidence) or ()
             violations = [finding for finding in checked if GRAVITY[finding.severity] >= least]
             if not violations:

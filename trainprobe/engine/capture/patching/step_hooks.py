@@ -5,12 +5,13 @@ hook. So torch holds one hook of each kind, and a listener leaves a list of ours
 listens any more and no walk is under way. After a step that ended in a hook, or where another collected step follows, that is
 when `settle` is called.
 
-Nobody hears of an update that only makes the state of a fresh optimizer (`makes_state`).
+Nobody hears of an update that only makes the state of a fresh optimizer (`makes_state`). A framework whose update goes on
+behind that of torch's optimizer says where it begins and ends (`GatheredUpdate`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -27,12 +28,13 @@ After = Callable[[Any, Any, Any], None]
 class StepListener:
     """Calls `before(optimizer, args, kwargs)`, which may return other (args, kwargs), and `after(optimizer, args, kwargs)`.
 
-    Listeners are called in the order in which they were made, until `remove`.
+    Listeners are called in the order in which they were made, until `remove`. gathered: every `GatheredUpdate` is heard, too.
     """
 
-    def __init__(self, before: Before | None = None, after: After | None = None) -> None:
+    def __init__(self, before: Before | None = None, after: After | None = None, gathered: bool = False) -> None:
         self.before = before
         self.after = after
+        self.gathered = gathered
         self.on = True
         _listeners.append(self)
         if not _handles:
@@ -45,6 +47,26 @@ class StepListener:
             _listeners.remove(self)
         if not again:
             settle()
+
+
+class GatheredUpdate:
+    """An update whose weights a framework gathers from the ranks that made them: around it, in a `with`, listeners hear of it.
+
+    param_groups: the weights as each rank holds them then, in the form of an optimizer's.
+    """
+
+    def __init__(self, parameters: Iterable[Any]) -> None:
+        self.param_groups = [{"params": [*parameters]}]
+
+    def __enter__(self) -> None:
+        for listener in tuple(_listeners):
+            if listener.gathered and listener.before is not None:
+                listener.before(self, (), {})
+
+    def __exit__(self, *_: Any) -> None:
+        for listener in tuple(_listeners):
+            if listener.gathered and listener.after is not None:
+                listener.after(self, (), {})
 
 
 _listeners: list[StepListener] = []

@@ -15,7 +15,7 @@ import torch
 from trainprobe.engine.arrays.without_dispatch import in_a_transform, without_dispatch
 from trainprobe.engine.capture.optimizers import parameters_of
 from trainprobe.engine.capture.patching.replaced import Replaced
-from trainprobe.engine.capture.patching.step_hooks import StepListener
+from trainprobe.engine.capture.patching.step_hooks import GatheredUpdate, StepListener
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.library import Deferred
 from trainprobe.engine.core.records import StepData
@@ -58,7 +58,10 @@ class _Left(NamedTuple):
 
 
 class WeightSamples(Observer):
-    """Listens to every update of an optimizer of torch.optim between `start` and `stop`."""
+    """Listens to every update of an optimizer of torch.optim between `start` and `stop`.
+
+    Where a framework updates partitions, what it gathers of them is sampled: a copy that one rank writes lives one step.
+    """
 
     def __init__(self, guard: Guard, audited: Audited) -> None:
         super().__init__(guard, audited)
@@ -75,7 +78,7 @@ class WeightSamples(Observer):
     def start(self) -> None:
         """Begin to listen."""
         if self._listener is None:
-            self._listener = StepListener(self._before, self._after)
+            self._listener = StepListener(self._before, self._after, gathered=True)
             self._load = Replaced(torch.nn.Module, "load_state_dict", self._loading(torch.nn.Module.load_state_dict))
 
     def begin(self) -> None:
@@ -135,7 +138,8 @@ class WeightSamples(Observer):
             if not own.isdisjoint(map(id, left.parameters)):
                 del self._left[other]
         free = any("train_mode" in group for group in optimizer.param_groups)  # schedule-free: turned into others, and back
-        if self._audited.plain and not free and not in_a_transform():
+        whole = self._audited.plain or isinstance(optimizer, GatheredUpdate)
+        if whole and not free and not in_a_transform():
             names = self._audited.names()
             held = [p for p in parameters_of(optimizer) if id(p) in names and _can_be_sampled(p)]
             sample = _sampled(held)
@@ -155,7 +159,7 @@ class WeightSamples(Observer):
             return
         with without_dispatch(), torch.no_grad():
             same = was.is_cpu and torch.equal(was, now)
-            changed = torch.zeros(0, dtype=torch.bool) if same else torch.cat([_differ(was, now), now == 0])
+            changed = torch.zeros(0, dtype=torch.bool) if same else torch.cat([self._differ(was, now), now == 0])
         names = self._audited.names()
         named = [names.get(id(p), "") for p in held]
         told = left.audited and self._audited.tape is not None
@@ -164,6 +168,14 @@ class WeightSamples(Observer):
         self._gaps.append(gap)
         if was.is_cpu or len(self._gaps) > _KEPT:
             self._settle()
+
+    def _differ(self, was: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
+        """Tell which elements differ; of plain weights by more than a write leaves that was taken back (w + e - e)."""
+        differ = (was != now) & ~(was.isnan() & now.isnan())
+        if not self._audited.plain:
+            return differ
+        most = 4 * torch.finfo(was.dtype).eps * torch.maximum(was.abs(), now.abs()).clamp(min=_TAKEN_BACK)
+        return differ & ~((was - now).abs() <= most)
 
     def _settle(self) -> None:
         """Count the gaps in which a weight was at rest; a first write behind enough of them is told."""
@@ -187,15 +199,11 @@ class WeightSamples(Observer):
         self._gaps.clear()
 
     def _are_copies(self) -> bool:
+        if not self._audited.plain:
+            return True  # a framework gathers them
         models = self._audited.models
         wrapped = any(type(model).__name__ == "DistributedDataParallel" for model in models)
         return wrapped and not why_not_compared(models, self._audited.optimizers)
-
-
-def _differ(was: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
-    """Tell which elements differ by more than a write that was taken back: w + e - e is w but for rounding."""
-    most = 4 * torch.finfo(was.dtype).eps * torch.maximum(was.abs(), now.abs()).clamp(min=_TAKEN_BACK)
-    return (was != now) & ~((was - now).abs() <= most) & ~(was.isnan() & now.isnan())
 
 
 def _can_be_sampled(p: Any) -> bool:

@@ -3,11 +3,13 @@
 Relation: a few elements of each weight are unchanged from its last update to the start of the next one, at every step, audited
 or not. Judged for weights that were unchanged between at least eight pairs of updates before, and reported once a weight.
 Loading a state dict is no write. Weights that two optimizers step, or that a schedule-free optimizer converts, are left out, as
-are elements outside the sample. Tolerance: four units of the format, which a write that is taken back leaves (sharpness-aware
-minimisation). Reported as a warning. Reported as info if the program probably intends it: merged adapters, so that half of the
-written weights are now zero (ReLoRA), or more than half of an optimizer's weights at once on ranks that train separately (local
-SGD). Under DistributedDataParallel all ranks are equal before the write too, so it is no average. If an optimizer steps between
-the two updates for the first time, the write is the program's own (DiLoCo).
+are elements outside the sample. Under ZeRO 1 and 2 and Megatron's optimizers the copy that each rank holds of the gathered
+weights is judged. Tolerance: four units of the format, which a write that is taken back leaves (sharpness-aware minimisation);
+zero for gathered copies. Reported as a warning. Reported as info if the program probably intends it: merged adapters, so that
+half of the written weights are now zero (ReLoRA), or more than half of an optimizer's weights at once on ranks that train
+separately (local SGD). Under DistributedDataParallel, and where a framework gathers weights, all ranks are equal before the
+write too, so it is no average. If an optimizer steps between the two updates for the first time, the write is the program's own
+(DiLoCo).
 Usually caused by an in-place change, by weights of another run or an average that were copied in, or by corrupted memory.
 If two consecutive steps are audited, `untouched_between_steps` checks every element and the optimizer's state.
 """
