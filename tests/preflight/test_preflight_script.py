@@ -808,6 +808,42 @@ def of_views(own):
     optimizer.step()
 
 
+def of_any_arguments(own, wrapped=False):
+    """Positions are one row for all rows of the tokens, as in Megatron-LM: they are no list of samples of other lengths."""
+
+    class Placed(Text):
+        def forward(self, *inputs):
+            idx, at = inputs
+            return self.head(self.embed(idx).cumsum(1) + at[..., None])
+
+    class Named(Text):
+        def forward(self, idx, at):
+            return self.head(self.embed(idx).cumsum(1) + at[..., None])
+
+    class Cast(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module = Named()
+
+        def forward(self, *inputs, **kwargs):
+            return self.module(*inputs, **kwargs)
+
+    model = Cast() if wrapped else Placed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = tokens(4)
+    own.append(cross_entropy(model(x, torch.arange(7).view(1, 7)).flatten(0, 1), y.flatten()))
+    own[-1].backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(("wrapped", "names"), [(False, {"inputs0", "inputs1"}), (True, {"idx", "at"})])
+def test_any_number_of_arguments_are_no_list_of_samples(wrapped, names):
+    training, optimizers, _ = learnt(lambda own: of_any_arguments(own, wrapped))
+    assert training.micros[0].keys() >= names
+    report = answers(training, optimizers, only=["split", "causality", "rows"])
+    assert [line.status for line in report.lines] == ["holds"] * 3, report
+
+
 @pytest.mark.parametrize(
     ("loop", "by_design"),
     [

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, is_dataclass
-from itertools import chain
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -345,8 +345,8 @@ class Tape(TorchFunctionMode):
             return x
         if id(x) not in self._names:
             name = names.get(id(x), unnamed)
-            taken = sum(other.rstrip("0123456789_") == name for other in self._batch)
-            self._names[id(x)] = name = f"{name}_{taken}" if taken else name
+            free = (other for other in chain([name], (f"{name}_{i}" for i in count(1))) if other not in self._batch)
+            self._names[id(x)] = name = next(free)
             self._batch[name] = x.detach().clone()
             self._held.append(x)
         return Given(self._names[id(x)])
@@ -435,13 +435,18 @@ def tensors_of(x: Any) -> list[Tensor]:
 
 
 def _names(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[int, str]:
-    """Return id of each tensor that is given → the name of its argument."""
+    """Return id of each tensor that is given → the name of its argument; with its place where any number may be given."""
     function = getattr(function, "_orig_mod", function)  # a compiled module takes anything
     called, found = getattr(function, "forward", function), dict[int, str]()
-    for name, value in attempt(
-        lambda: inspect.signature(called).bind(*args, **kwargs).arguments, otherwise=lambda _: {}
-    ).items():
-        for key, item in value.items() if isinstance(value, dict) else [(name, value)]:
+    bound = attempt(lambda: inspect.signature(called).bind(*args, **kwargs), otherwise=lambda _: None)
+    kinds = {} if bound is None else {name: one.kind for name, one in bound.signature.parameters.items()}
+    inner = getattr(function, "module", None)
+    if inspect.Parameter.VAR_POSITIONAL in kinds.values() and isinstance(inner, nn.Module):  # which knows their names
+        return _names(inner, args, kwargs)
+    for name, value in ({} if bound is None else bound.arguments).items():
+        any_number = kinds[name] is inspect.Parameter.VAR_POSITIONAL
+        several = enumerate(value) if any_number else value.items() if isinstance(value, dict) else ()
+        for key, item in several or [(name, value)]:
             for tensor in tensors_of(item):
-                found.setdefault(id(tensor), str(key))
+                found.setdefault(id(tensor), f"{name}{key}" if any_number else str(key))
     return found
