@@ -351,33 +351,6 @@ def test_what_cannot_be_followed_is_refused():
         learnt(loop)
 
 
-@pytest.mark.parametrize("form", ["object", "dictionary"])
-def test_a_model_that_is_given_an_object_with_tensors_is_refused(form):
-    """As PyTorch Geometric's models are given a batch of graphs: proteins_topk_pool.py was BROKEN."""
-
-    class Graphs:
-        def __init__(self, **tensors):
-            self.store = {"mapping": tensors}
-
-    class Net(nn.Linear):
-        def forward(self, graphs):
-            return super().forward(graphs.store["mapping"]["x"] if form == "object" else graphs["x"])
-
-    def loop(own):
-        model, x, y = Net(4, 3), torch.randn(5, 4), torch.randint(0, 3, (5,))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        loss = cross_entropy(model(Graphs(x=x) if form == "object" else {"x": x}), y)
-        own.append(loss.detach().clone())
-        loss.backward()
-        optimizer.step()
-
-    if form == "dictionary":
-        assert learnt(loop)
-    else:
-        with pytest.raises(UsageError, match="given a Graphs, which hides its tensors"):
-            learnt(loop)
-
-
 def test_torch_is_left_as_it_was():
     before = torch.autograd.backward, torch.nn.Module._call_impl
     learnt(of_model)
