@@ -262,6 +262,20 @@ def test_targets_are_taken_before_they_are_flattened_and_counted_again():
     assert sum(p * c for p, c in zip(parts, counts, strict=True)) / sum(counts) == pytest.approx(whole, rel=1e-5)
 
 
+def test_targets_have_the_name_that_the_loss_gives_them():
+    """Not `self`, of the method of tensors that they went through."""
+
+    def loop(own):
+        model = Text()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ids, labels = torch.randint(0, V, (2, 3, 8))
+        own.append(cross_entropy(model(ids).flatten(0, 1), labels.unflatten(1, (2, 4)).flatten()))
+        own[-1].backward()
+        optimizer.step()
+
+    assert learnt(loop)[0].micros[0].keys() == {"idx", "target"}
+
+
 def test_targets_that_were_flattened_keep_their_name_where_time_comes_first():
     class Encoder(nn.Module):
         def __init__(self):

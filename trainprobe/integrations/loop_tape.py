@@ -353,7 +353,7 @@ class Tape(TorchFunctionMode):
             self._record(row_numbers, (rows,), {}, x)
             return self._made[id(x)]
         if self._is_from_rows(x):
-            self._record(*self._sources[id(x)][:4], unnamed=names.get(id(x), unnamed))
+            self._record(*self._sources[id(x)][:4], unnamed=names.get(id(x), unnamed), names={})
             return self._made[id(x)]
         if x.requires_grad:
             self._lost = len(self._calls), f"as {names.get(id(x), 'a tensor')} comes from a function that was not seen"
@@ -442,7 +442,8 @@ def _names(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[int, st
     inner = getattr(function, "module", None)
     if inspect.Parameter.VAR_POSITIONAL in kinds.values() and isinstance(inner, nn.Module):  # which knows their names
         return _names(inner, args, kwargs)
-    for name, value in ({} if bound is None else bound.arguments).items():
+    given = {} if bound is None else bound.arguments
+    for name, value in ((name, value) for name, value in given.items() if name != "self"):  # of a method of tensors
         any_number = kinds[name] is inspect.Parameter.VAR_POSITIONAL
         several = enumerate(value) if any_number else value.items() if isinstance(value, dict) else ()
         for key, item in several or [(name, value)]:

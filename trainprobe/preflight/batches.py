@@ -118,7 +118,7 @@ class Batch:
             free = (i for i in self.by_row if i not in found.values())
             fits = [i for i in free if re.fullmatch(pattern, self._key(i)) and self._may_be(role, i)]
             found |= {role: fits[0]} if fits else {}
-        texts = [i for i in self.by_row if i not in found.values() and self._is_text(i)]
+        texts = [i for i in self.texts() if i not in found.values()]
         found = {"tokens": texts[0], **found} if texts else found
         again = re.escape(self._key(found["tokens"])) + r"_\d+" if "tokens" in found else "$."  # tokens of another call
         left = [i for i in self.by_row if i not in found.values() and not _is_float(self.leaves[i])]
@@ -134,9 +134,16 @@ class Batch:
             return x.dim() == 2 and bool(((x == 0) | (x == 1)).all())
         return not _is_float(x) and x.dim() == 2 if role != "labels" else True
 
-    def _is_text(self, i: int) -> bool:
-        x = self.leaves[i]
-        return x.dim() == 2 and not _is_float(x) and x.dtype != torch.bool and x.shape[1] > 1
+    def texts(self) -> list[int]:
+        """Return the places of the tensors [rows, time] of whole numbers."""
+        whole = [i for i in self.by_row if not _is_float(self.leaves[i]) and self.leaves[i].dtype != torch.bool]
+        return [i for i in whole if self.leaves[i].dim() == 2 and self.leaves[i].shape[1] > 1]
+
+    def reading(self, i: int) -> Batch:
+        """Return this batch where another one of its texts is that of the tokens."""
+        other = copy(self)
+        other.roles = {**{role: place for role, place in self.roles.items() if place != i}, "tokens": i}
+        return other
 
     def of(self, role: str) -> Tensor | None:
         """Return the tensor of a role, None where the batch has none."""

@@ -46,8 +46,8 @@ class Opened:
 
 
 def _with_keys(x: Any) -> tuple[list[tuple[KeyEntry, Any]], Any]:
-    named: list[tuple[KeyEntry, Any]] = [(GetAttrKey(name), part) for name, part in zip(x.names, x.parts, strict=True)]
-    return named, x
+    keys: list[KeyEntry] = [*map(GetAttrKey, x.names)]
+    return [*zip(keys, x.parts, strict=True)], x
 
 
 register_pytree_node(Opened, lambda x: (x.parts, x), lambda parts, x: x.with_parts([*parts]), flatten_with_keys_fn=_with_keys)
