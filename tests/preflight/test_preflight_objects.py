@@ -232,10 +232,20 @@ def test_a_list_that_is_none_of_rows_breaks_nothing():
     assert found.text == "size may have an element for each row, and is no tensor", found
 
 
-def test_an_object_that_has_no_copy_is_refused():
-    class Alone(Nested):
-        def __deepcopy__(self, memo):
-            raise TypeError("no copy")
+class Alone(Nested):
+    def __deepcopy__(self, memo):
+        raise TypeError("no copy")
 
-    with pytest.raises(UsageError, match="given a Alone, which hides its tensors"):
-        told(Alone)
+
+class Large(Nested):
+    """As one that a whole memory of replays comes along with, of which not all was looked at."""
+
+    def __init__(self, pixels, mask):
+        super().__init__(pixels, mask)
+        self.memory = [object() for _ in range(30_000)]
+
+
+@pytest.mark.parametrize("kind", [Alone, Large])
+def test_an_object_that_has_no_copy_or_is_too_large_is_refused(kind):
+    with pytest.raises(UsageError, match=f"given a {kind.__name__}, which hides its tensors"):
+        told(kind)

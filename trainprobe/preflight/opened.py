@@ -14,8 +14,9 @@ from torch.utils._pytree import GetAttrKey, KeyEntry, register_pytree_node, tree
 from trainprobe.engine.core.containers import children
 from trainprobe.engine.core.guard import attempt
 
-_DEEPEST = 8  # objects inside each other
+_DEEPEST, _MOST = 8, 20_000  # objects inside each other, and in all: of larger ones not all tensors are known
 _WHOLE = (nn.Module, nn.Parameter, Optimizer, type, FunctionType, ModuleType)  # are never opened
+_NO_OBJECTS = (int, float, str, bool, type(None))
 _BOOKKEEPING = ("_slice_dict", "_inc_dict")  # of PyTorch Geometric: how a batch was made of graphs
 
 
@@ -88,6 +89,8 @@ def _is_opened(x: Any) -> bool:
 
 def _opened(x: Any) -> Any:
     walk = _Walk(x)
+    if walk.ended:
+        raise ValueError(f"a {type(x).__name__} holds more than {_MOST} objects")
     if isinstance(x, Tensor) or is_listed(x) or not any(isinstance(item, Tensor) for _, item in walk.found.values()):
         return x
     names, tensors = ([*part] for part in zip(*walk.found.values(), strict=True))
@@ -96,10 +99,14 @@ def _opened(x: Any) -> Any:
 
 
 class _Walk:
-    """What an object holds. found: id → (attribute, tensor or list), in order. same: objects below it without one."""
+    """What an object holds. found: id → (attribute, tensor or list), in order. same: objects below it without one.
+
+    ended: whether it is too large to be seen whole.
+    """
 
     def __init__(self, x: Any) -> None:
         self.found, self.same, self._seen = dict[int, tuple[str, Any]](), list[Any](), set[int]()
+        self.ended = False
         self._holds("", x, _DEEPEST)
 
     def _holds(self, name: str, x: Any, deepest: int) -> bool:
@@ -110,7 +117,9 @@ class _Walk:
         if id(x) in self._seen:
             return True
         self._seen.add(id(x))
-        whole = not deepest or isinstance(x, _WHOLE) or name in _BOOKKEEPING
+        whole = isinstance(x, _WHOLE) or name in _BOOKKEEPING
+        if not whole and (not deepest or len(self._seen) > _MOST) and type(x) not in _NO_OBJECTS:
+            whole = self.ended = True
         inside = () if whole else [self._holds(key, item, deepest - 1) for key, item in _items(x, name)]
         if not any(inside):
             self.same.append(x)
