@@ -267,3 +267,26 @@ def test_logits_that_a_foreign_model_may_begin_with_are_no_fault(std, told):
     x, y = torch.randn(64, 5), torch.randint(0, 20, (64,))
     (found,) = trainprobe.preflight(lambda m, b: cross_entropy(m(b[0]), b[1]), model, (x, y), only=["start"], seconds=600).lines
     assert told in found.text and found.status == ("holds" if std == 1.2 else "BROKEN"), found
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_mask_that_is_true_where_padding_is_hides_no_tokens(padded):
+    """As fairseq's and those of torch's attention are."""
+
+    class Around(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(13, 8), nn.Linear(8, 3)
+
+        def forward(self, x, padding_mask):
+            kept = ~padding_mask.unsqueeze(2)
+            return self.head((self.embed(x) * kept).sum(1) / kept.sum(1))
+
+    torch.manual_seed(0)
+    x, lengths = torch.randint(1, 13, (4, 7)), torch.tensor([7, 5, 3, 6] if padded else [7, 7, 7, 7])
+    mask = torch.arange(7) >= lengths.unsqueeze(1)
+    batch = {"x": x.masked_fill(mask, 0), "padding_mask": mask, "y": torch.randint(0, 3, (4,))}
+    report = trainprobe.preflight(
+        lambda m, b: cross_entropy(m(b["x"], b["padding_mask"]), b["y"]), Around(), batch, only=["padding", "rows"], seconds=600
+    )
+    assert [line.status for line in report.lines] == ["not applicable", "holds"], report

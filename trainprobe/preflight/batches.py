@@ -131,8 +131,13 @@ class Batch:
     def _may_be(self, role: str, i: int) -> bool:
         x = self.leaves[i]
         if role == "mask":
-            return x.dim() == 2 and bool(((x == 0) | (x == 1)).all())
+            return x.dim() == 2 and bool(((x == 0) | (x == 1)).all()) and not self._marks_padding(x)
         return not _is_float(x) and x.dim() == 2 if role != "labels" else True
+
+    def _marks_padding(self, mask: Tensor) -> bool:
+        """Tell whether a mask is 1 where padding is, as fairseq's are: all tokens there are the same, and others are not."""
+        texts = [self.leaves[i] for i in self.texts() if self.leaves[i].shape == mask.shape and self.leaves[i] is not mask]
+        return any(len(x[mask != 0].unique()) < 2 <= len(x[mask == 0].unique()) for x in texts)
 
     def texts(self) -> list[int]:
         """Return the places of the tensors [rows, time] of whole numbers."""
@@ -247,7 +252,7 @@ class Batch:
             if x.dim() < 2 or x.shape[1] != tokens.shape[1]:
                 continue
             more = (x[:, :1] if left else x[:, -1:]).expand(-1, columns, *x.shape[2:]).clone()
-            other = 0 if self._key(i).endswith("mask") else None
+            other = int(self._marks_padding(x)) if self._key(i).endswith("mask") else None
             fill = next((fills[name] for name, place in self.roles.items() if place == i and name in fills), other)
             more = more if fill is None else torch.full_like(more, int(fill))
             changed[i] = torch.cat([more, x] if left else [x, more], dim=1)
