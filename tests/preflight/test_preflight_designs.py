@@ -182,3 +182,111 @@ def test_a_list_of_samples_has_no_rows_to_turn():
     report = trainprobe.preflight(lambda m, b: m(*b), Detector(), (images, targets), only=["split", "rows"], seconds=600)
     why = "boxes has a tensor for each row, of different lengths"
     assert [(line.status, line.text) for line in report.lines] == [("not applicable", why)] * 2
+
+
+class Translator(nn.Module):
+    """An encoder and a decoder in time, whose logits are flattened, as in attention-is-all-you-need-pytorch."""
+
+    def __init__(self):
+        super().__init__()
+        self.source, self.target, self.head = nn.Embedding(13, 8), nn.Embedding(13, 8), nn.Linear(8, 13)
+
+    def forward(self, source, target):
+        return self.head(self.target(target).cumsum(1) + self.source(source).mean(1, keepdim=True)).view(-1, 13)
+
+
+def smoothed(logits, labels):
+    """Cross entropy with smoothed labels, written by hand; 0 is padding."""
+    marks = torch.zeros_like(logits).scatter(1, labels.view(-1, 1), 1)
+    marks = marks * 0.9 + (1 - marks) * 0.1 / 12
+    return -(marks * logits.log_softmax(1)).sum(1).masked_select(labels != 0).sum()
+
+
+@pytest.mark.parametrize("kind", ["smoothed", "plain"])
+@pytest.mark.parametrize("own", [False, True])
+def test_the_target_that_a_decoder_is_given_is_found_behind_flattened_logits(kind, own):
+    """The source has the length of the target: it is not taken for what the decoder reads."""
+    torch.manual_seed(0)
+    source, whole = torch.randint(1, 13, (4, 7)), torch.randint(1, 13, (4, 8))
+    batch = {"src_seq": source, "trg_seq": whole[:, 1:] if own else whole[:, :-1], "gold": whole[:, 1:]}
+
+    def loss(model, batch):
+        logits, gold = model(batch["src_seq"], batch["trg_seq"]), batch["gold"].reshape(-1)
+        return smoothed(logits, gold) if kind == "smoothed" else cross_entropy(logits, gold)
+
+    (found,) = trainprobe.preflight(loss, Translator(), batch, only=["causality"], seconds=600).lines
+    assert found.status == ("BROKEN" if own else "holds"), found
+    assert ("is the token itself: labels are not shifted" if own else "later tokens change nothing before") in found.text
+
+
+def test_an_autoencoder_of_text_predicts_its_own_tokens():
+    class Around(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(13, 8), nn.Linear(8, 13)
+
+        def forward(self, x):
+            x = self.embed(x)
+            return self.head(x + x.roll(-1, 1) + x.roll(1, 1)).view(-1, 13)
+
+    torch.manual_seed(0)
+    x = torch.randint(0, 13, (4, 7))
+    (found,) = trainprobe.preflight(
+        lambda m, x: cross_entropy(m(x), x.reshape(-1)), Around(), x, only=["causality"], seconds=600
+    ).lines
+    assert found.status == "not applicable", found
+
+
+@pytest.mark.parametrize(("divided", "uneven", "status"), [
+    (True, False, "holds"), (False, False, "BROKEN"), (False, True, "not applicable"),
+])  # fmt: skip
+def test_micro_batches_that_draw_random_numbers(divided, uneven, status):
+    """As masked autoencoders draw which patches are hidden. The factor is that of the accumulation."""
+
+    def loss(model, batch):
+        return (model(batch * (torch.rand_like(batch) > 0.4)) - batch).square().mean()
+
+    def step(model, parts):
+        for part in parts:
+            (loss(model, part) / (len(parts) if divided else 1)).backward()
+
+    torch.manual_seed(0)
+    (found,) = trainprobe.preflight(
+        loss, nn.Linear(5, 5), torch.randn(7 if uneven else 8, 5), step=step, micro_batches=4, only=["split"], seconds=600
+    ).lines
+    assert found.status == status, found
+    assert status != "BROKEN" or "that of the batch times the factor 4, the 4 micro-batches" in found.text
+
+
+@pytest.mark.parametrize(("std", "told"), [(1.2, "the logits are large"), (60, "the logits are too large")])
+def test_logits_that_a_foreign_model_may_begin_with_are_no_fault(std, told):
+    """MNASNet of torchvision begins at 12.6, of 1,000 classes, which a uniform prediction gives 6.9."""
+    torch.manual_seed(0)
+    model = nn.Linear(5, 20)
+    nn.init.normal_(model.weight, std=std)
+    x, y = torch.randn(64, 5), torch.randint(0, 20, (64,))
+    (found,) = trainprobe.preflight(lambda m, b: cross_entropy(m(b[0]), b[1]), model, (x, y), only=["start"], seconds=600).lines
+    assert told in found.text and found.status == ("holds" if std == 1.2 else "BROKEN"), found
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_mask_that_is_true_where_padding_is_hides_no_tokens(padded):
+    """As fairseq's and those of torch's attention are."""
+
+    class Around(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(13, 8), nn.Linear(8, 3)
+
+        def forward(self, x, padding_mask):
+            kept = ~padding_mask.unsqueeze(2)
+            return self.head((self.embed(x) * kept).sum(1) / kept.sum(1))
+
+    torch.manual_seed(0)
+    x, lengths = torch.randint(1, 13, (4, 7)), torch.tensor([7, 5, 3, 6] if padded else [7, 7, 7, 7])
+    mask = torch.arange(7) >= lengths.unsqueeze(1)
+    batch = {"x": x.masked_fill(mask, 0), "padding_mask": mask, "y": torch.randint(0, 3, (4,))}
+    report = trainprobe.preflight(
+        lambda m, b: cross_entropy(m(b["x"], b["padding_mask"]), b["y"]), Around(), batch, only=["padding", "rows"], seconds=600
+    )
+    assert [line.status for line in report.lines] == ["not applicable", "holds"], report

@@ -199,3 +199,17 @@ def test_the_layer_whose_gradients_autocast_changes_most_is_named():
     )
     found = line("precision", loss, model, pictures())
     assert found.status == "BROKEN" and re.search(r"most in \d\.(weight|bias)", found.text), found
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+@pytest.mark.parametrize("early", [False, True])
+def test_a_schedule_that_steps_before_the_first_update_is_told(kind, early):
+    model = nn.Linear(5, 3)
+    optimizer = kind(model.parameters(), lr=0.1)
+    schedule = lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    if early:
+        schedule.step()
+    found = line("update", classified, model, pictures(), optimizer=optimizer)
+    assert found.status == "holds" and f"rates of StepLR: {0.05 if early else 0.1} in step 1" in found.text
+    assert ("StepLR has stepped before the first update: its first rate is skipped" in found.text) == early
+    assert schedule.last_epoch == early

@@ -262,6 +262,20 @@ def test_targets_are_taken_before_they_are_flattened_and_counted_again():
     assert sum(p * c for p, c in zip(parts, counts, strict=True)) / sum(counts) == pytest.approx(whole, rel=1e-5)
 
 
+def test_targets_have_the_name_that_the_loss_gives_them():
+    """Not `self`, of the method of tensors that they went through."""
+
+    def loop(own):
+        model = Text()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ids, labels = torch.randint(0, V, (2, 3, 8))
+        own.append(cross_entropy(model(ids).flatten(0, 1), labels.unflatten(1, (2, 4)).flatten()))
+        own[-1].backward()
+        optimizer.step()
+
+    assert learnt(loop)[0].micros[0].keys() == {"idx", "target"}
+
+
 def test_targets_that_were_flattened_keep_their_name_where_time_comes_first():
     class Encoder(nn.Module):
         def __init__(self):
@@ -349,33 +363,6 @@ def test_what_cannot_be_followed_is_refused():
 
     with pytest.raises(UsageError, match=r"(?s)cannot be made again.*def loss\(model, batch\)"):
         learnt(loop)
-
-
-@pytest.mark.parametrize("form", ["object", "dictionary"])
-def test_a_model_that_is_given_an_object_with_tensors_is_refused(form):
-    """As PyTorch Geometric's models are given a batch of graphs: proteins_topk_pool.py was BROKEN."""
-
-    class Graphs:
-        def __init__(self, **tensors):
-            self.store = {"mapping": tensors}
-
-    class Net(nn.Linear):
-        def forward(self, graphs):
-            return super().forward(graphs.store["mapping"]["x"] if form == "object" else graphs["x"])
-
-    def loop(own):
-        model, x, y = Net(4, 3), torch.randn(5, 4), torch.randint(0, 3, (5,))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        loss = cross_entropy(model(Graphs(x=x) if form == "object" else {"x": x}), y)
-        own.append(loss.detach().clone())
-        loss.backward()
-        optimizer.step()
-
-    if form == "dictionary":
-        assert learnt(loop)
-    else:
-        with pytest.raises(UsageError, match="given a Graphs, which hides its tensors"):
-            learnt(loop)
 
 
 def test_torch_is_left_as_it_was():
@@ -806,6 +793,42 @@ def of_views(own):
     own.append(loss.item())
     loss.backward()
     optimizer.step()
+
+
+def of_any_arguments(own, wrapped=False):
+    """Positions are one row for all rows of the tokens, as in Megatron-LM: they are no list of samples of other lengths."""
+
+    class Placed(Text):
+        def forward(self, *inputs):
+            idx, at = inputs
+            return self.head(self.embed(idx).cumsum(1) + at[..., None])
+
+    class Named(Text):
+        def forward(self, idx, at):
+            return self.head(self.embed(idx).cumsum(1) + at[..., None])
+
+    class Cast(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module = Named()
+
+        def forward(self, *inputs, **kwargs):
+            return self.module(*inputs, **kwargs)
+
+    model = Cast() if wrapped else Placed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = tokens(4)
+    own.append(cross_entropy(model(x, torch.arange(7).view(1, 7)).flatten(0, 1), y.flatten()))
+    own[-1].backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(("wrapped", "names"), [(False, {"inputs0", "inputs1"}), (True, {"idx", "at"})])
+def test_any_number_of_arguments_are_no_list_of_samples(wrapped, names):
+    training, optimizers, _ = learnt(lambda own: of_any_arguments(own, wrapped))
+    assert training.micros[0].keys() >= names
+    report = answers(training, optimizers, only=["split", "causality", "rows"])
+    assert [line.status for line in report.lines] == ["holds"] * 3, report
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, is_dataclass
-from itertools import chain
+from dataclasses import dataclass, field
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from trainprobe.errors import UsageError
 from trainprobe.integrations.live_modules import live_optimizers
 from trainprobe.integrations.loop_rows import of_any_rows, row_numbers, with_gradient
 from trainprobe.preflight.batches import TELL
+from trainprobe.preflight.opened import Attribute, closed, is_listed, named_tensors, opened, tensors_of
 from trainprobe.preflight.training import unwrapped
 
 _MOST = 5000  # calls without a backward, after which those before are forgotten
@@ -94,7 +95,7 @@ class Micro:
 
     calls: list[Call]
     loss: Made
-    batch: dict[str, Tensor]
+    batch: dict[str, Any]
     value: Tensor
     random: Any
     state: Sequence[tuple[dict[str, Any], str, Any]] = ()
@@ -105,7 +106,7 @@ class Micro:
     def checked(self) -> Micro:
         """Return this where the loss of the loop is what comes out when it is made again. Raises UsageError."""
         given = (x for c in self.calls if isinstance(c.function, nn.Module) for x in tree_flatten((c.args, c.kwargs))[0])
-        if (hiding := next(filter(_hides_tensors, given), None)) is not None:
+        if (hiding := next((x for x in given if not isinstance(x, Tensor) and tensors_of(x)), None)) is not None:
             raise UsageError(f"the model is given a {type(hiding).__name__}, which hides its tensors: {TELL}")
         again = self._again()
         if abs(again - float(self.value)) > 1e-2 * abs(again):
@@ -129,7 +130,7 @@ class Micro:
                 held[name] = value
             put_random_states(random)
 
-    def replay(self, batch: dict[str, Tensor], wrapped: bool = False) -> Tensor:
+    def replay(self, batch: dict[str, Any], wrapped: bool = False) -> Tensor:
         """Call everything again with another batch and return the loss. wrapped: by what shares gradients among ranks.
 
         A gradient that is part of the loss, as a gradient penalty has it, is worked out where no gradient is asked for, too.
@@ -143,7 +144,7 @@ class Micro:
             return results[x.call][x.place] if isinstance(x, Made) else batch[x] if isinstance(x, Given) else x
 
         for call in self.calls[: self.loss.call + 1]:
-            args, kwargs = (tree_map(value, part) for part in (call.args, call.kwargs))
+            args, kwargs = (closed(tree_map(value, part)) for part in (call.args, call.kwargs))
             with torch.autocast(*call.cast) if call.cast is not None else nullcontext():
                 out = ((call.wrapper if wrapped else None) or call.function)(*args, **kwargs)
             results.append([*tensors_of(out), *_kept_by(call.function)])
@@ -161,14 +162,16 @@ class Tape(TorchFunctionMode):
 
     def forget(self) -> None:
         """Begin a new micro-batch."""
-        self._calls, self._made, self._held = list[Call](), dict[int, Made](), list[Tensor]()
-        self._batch, self._names, self._modules = dict[str, Tensor](), dict[int, str](), dict[int, nn.Module]()
+        self._calls, self._made, self._held = list[Call](), dict[int, Made](), list[Any]()
+        self._batch, self._names, self._modules = dict[str, Any](), dict[int, str](), dict[int, nn.Module]()
         self._lost = (0, "")  # number of the last call that was given what cannot be made again, and why
         self._sources = dict[int, tuple[Any, ...]]()  # id of a tensor that no model made → its call and version
         self._random = dict[int, Any]()  # number of a call → states of generators before it, of modules that are called first
         self._first: torch.Size | None = None  # shape of what a model was given first, or again with other rows
         self._opened: Any = None  # the model that was given it
         self._state = dict[int, list[tuple[dict[str, Any], str, Any]]]()  # id of a module → what it held before its first call
+        self._attributes = set[str]()  # names of tensors of the batch that are those of an object
+        self._args: Any = ()  # what the outermost module that runs was given
         self._scored = False  # whether the log-probability of anything was taken
 
     def __enter__(self) -> Any:
@@ -220,7 +223,9 @@ class Tape(TorchFunctionMode):
         calls, names = [self._calls[number] for number in kept], self._renamed(kept)
         places = {number: place for place, number in enumerate(kept)}
         calls = [call.among(places, names) for call in calls]
-        batch: dict[str, Tensor] = {name: self._batch[before] for before, name in names.items()}
+        batch: dict[str, Any] = {
+            Attribute(name) if before in self._attributes else name: self._batch[before] for before, name in names.items()
+        }
         called = {id(call.function) for call in calls}
         modules = [module for module in self.modules if id(module) in called]
         state = [*chain(*self._state.values())]
@@ -270,13 +275,16 @@ class Tape(TorchFunctionMode):
             self._random[len(self._calls)] = random_states()
         if self._depth == 0 and id(module) not in self._state:
             self._state[id(module)] = _untrained(module)
+        if self._depth == 0:
+            self._args = opened(args)  # before the model changes them
         self._depth += 1
 
-    def _leaves(self, module: nn.Module, args: Any, *rest: Any) -> None:
+    def _leaves(self, module: nn.Module, _: Any, *rest: Any) -> None:
         self._depth -= 1
         if self._depth or not torch.is_grad_enabled() or len(rest) < 2:  # one where the module raised an error
             return
-        kwargs, output = rest
+        (kwargs, output), args = rest, self._args
+        kwargs = opened(kwargs)
         wrapper, module = module, unwrapped(module)
         trained = any(p.requires_grad for p in module.parameters())
         if trained:
@@ -290,10 +298,10 @@ class Tape(TorchFunctionMode):
             self._record(module, args, kwargs, output, None if wrapper is module else wrapper)
 
     def _rows_of(self, x: Tensor) -> torch.Size:
-        """Return the shape of a model's first tensor; of batches one behind the other, that of the first of them."""
+        """Return the shape of a model's first tensor; of batches (not rows) one behind the other, that of the first."""
         source = self._sources.get(id(x))
         parts = tensors_of(source[1:3]) if source is not None and source[0] is torch.cat else [x]
-        return parts[0].shape if len({part.shape for part in parts}) == 1 else x.shape
+        return parts[0].shape if len({part.shape for part in parts}) == 1 and parts[0].shape[:1] != (1,) else x.shape
 
     def _knows(self, args: Any, kwargs: Any) -> bool:
         return any(id(t) in self._made for t in tensors_of((args, kwargs or {})))
@@ -311,7 +319,12 @@ class Tape(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             names = _names(function, args, kwargs) if names is None else names
             learns = isinstance(function, nn.Module) and any(True for _ in function.parameters())
-            told, named = tree_map(lambda x: self._told(x, names, unnamed, learns), (tuple(args), dict(kwargs)))
+            by_row = isinstance(function, nn.Module) or getattr(function, "__name__", "") == "ctc_loss"
+            told, named = tree_map(
+                lambda x: self._told(x, names, unnamed, learns),
+                (tuple(args), dict(kwargs)),
+                is_leaf=is_listed if by_row else None,
+            )
             for place, tensor in enumerate(tensors_of(output)):
                 self._made[id(tensor)] = Made(len(self._calls), place)
                 self._held.append(tensor)
@@ -325,6 +338,8 @@ class Tape(TorchFunctionMode):
 
     def _told(self, x: Any, names: dict[int, str], unnamed: str, learns: bool) -> Any:
         """Return what stands on the tape for an argument. unnamed: name of one that has none. learns: a model is given it."""
+        if is_listed(x) and self._first is not None and len(x) == self._first[0]:
+            return self._given(x, names.get(id(x), unnamed))
         if not isinstance(x, Tensor):
             return x
         if id(x) in self._made:
@@ -338,16 +353,20 @@ class Tape(TorchFunctionMode):
             self._record(row_numbers, (rows,), {}, x)
             return self._made[id(x)]
         if self._is_from_rows(x):
-            self._record(*self._sources[id(x)][:4], unnamed=names.get(id(x), unnamed))
+            self._record(*self._sources[id(x)][:4], unnamed=names.get(id(x), unnamed), names={})
             return self._made[id(x)]
         if x.requires_grad:
             self._lost = len(self._calls), f"as {names.get(id(x), 'a tensor')} comes from a function that was not seen"
             return x
+        return self._given(x, names.get(id(x), unnamed))
+
+    def _given(self, x: Any, name: str) -> Given:
+        """Return the name of a tensor or list of the batch, which has none yet or has one."""
         if id(x) not in self._names:
-            name = names.get(id(x), unnamed)
-            taken = sum(other.rstrip("0123456789_") == name for other in self._batch)
-            self._names[id(x)] = name = f"{name}_{taken}" if taken else name
-            self._batch[name] = x.detach().clone()
+            taken = next(n for n in chain([name], (f"{name}_{i}" for i in count(1))) if n not in self._batch)
+            self._names[id(x)] = taken
+            self._attributes |= {taken} if isinstance(name, Attribute) else set()
+            self._batch[taken] = x.detach().clone() if isinstance(x, Tensor) else x
             self._held.append(x)
         return Given(self._names[id(x)])
 
@@ -355,7 +374,7 @@ class Tape(TorchFunctionMode):
         """Return a tensor of the batch whose rows a tensor numbers from 0, as to pick a value of each row; else None."""
         if x.dim() != 1 or len(x) < 2 or x.dtype != torch.int64 or not torch.equal(x, torch.arange(len(x), device=x.device)):
             return None
-        return next((t for t in self._held if len(t.shape) and len(t) == len(x) and id(t) in self._names), None)
+        return next((t for t in self._held if isinstance(t, Tensor) and t.shape[:1] == x.shape and id(t) in self._names), None)
 
     def _is_input(self, x: Tensor) -> bool:
         """Tell whether a leaf that requires a gradient has rows, and is no weight of an optimizer."""
@@ -395,7 +414,7 @@ def _untrained(module: nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
     return kept
 
 
-def _scaled(call: Call, batch: dict[str, Tensor]) -> tuple[Made, float, float] | None:
+def _scaled(call: Call, batch: dict[str, Any]) -> tuple[Made, float, float] | None:
     """Return what a call multiplies, by what number, and by what loss scale, which the optimizer divides by; else None."""
     name, made = getattr(call.function, "__name__", ""), [x for x in call.args if isinstance(x, Made)]
     if name not in _SCALES or len(made) != 1:
@@ -414,34 +433,21 @@ def _kept_by(function: Any) -> list[Tensor]:
     return [x for module in modules for x in vars(module).values() if isinstance(x, Tensor)]
 
 
-def _hides_tensors(x: Any, deepest: int = 4) -> bool:
-    """Tell whether an argument is an object of another class that holds tensors, as a batch of graphs is."""
-    if isinstance(x, Tensor | nn.Module) or not deepest:
-        return False
-    held = [*(x if isinstance(x, dict) else getattr(x, "__dict__", {})).values()]
-    found = any(isinstance(item, Tensor) and not isinstance(item, nn.Parameter) for item in held)
-    return found or any(_hides_tensors(item, deepest - 1) for item in held)
-
-
-def tensors_of(x: Any) -> list[Tensor]:
-    """Return the tensors in nested containers, in order; also those that a distribution or a dataclass holds."""
-    found = list[Tensor]()
-    for leaf in [x] if isinstance(x, Tensor) else tree_flatten(x)[0]:
-        if isinstance(leaf, Distribution) or (is_dataclass(leaf) and not isinstance(leaf, type)):
-            found += tensors_of([*getattr(leaf, "__dict__", {}).values()])
-        elif isinstance(leaf, Tensor):
-            found.append(leaf)
-    return found
-
-
 def _names(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[int, str]:
-    """Return id of each tensor that is given → the name of its argument."""
+    """Return id of each tensor that is given → the name of its argument; with its place where any number may be given."""
     function = getattr(function, "_orig_mod", function)  # a compiled module takes anything
     called, found = getattr(function, "forward", function), dict[int, str]()
-    for name, value in attempt(
-        lambda: inspect.signature(called).bind(*args, **kwargs).arguments, otherwise=lambda _: {}
-    ).items():
-        for key, item in value.items() if isinstance(value, dict) else [(name, value)]:
-            for tensor in tensors_of(item):
-                found.setdefault(id(tensor), str(key))
+    bound = attempt(lambda: inspect.signature(called).bind(*args, **kwargs), otherwise=lambda _: None)
+    kinds = {} if bound is None else {name: one.kind for name, one in bound.signature.parameters.items()}
+    inner = getattr(function, "module", None)
+    if inspect.Parameter.VAR_POSITIONAL in kinds.values() and isinstance(inner, nn.Module):  # which knows their names
+        return _names(inner, args, kwargs)
+    given = {} if bound is None else bound.arguments
+    for name, value in ((name, value) for name, value in given.items() if name != "self"):  # of a method of tensors
+        any_number = kinds[name] is inspect.Parameter.VAR_POSITIONAL
+        several = enumerate(value) if any_number else value.items() if isinstance(value, dict) else ()
+        for key, item in several or [(name, value)]:
+            for own, tensor in named_tensors(item, f"{name}{key}" if any_number else str(key)):
+                found.setdefault(id(tensor), own)
+            found.setdefault(id(item), str(key))
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -19,6 +19,7 @@ from trainprobe.engine.capture.gathering import ranks
 from trainprobe.engine.capture.step_gradients import differentiate
 from trainprobe.engine.core.guard import attempt, fault_text
 from trainprobe.engine.core.log_lines import say
+from trainprobe.preflight.opened import closed, opened
 from trainprobe.preflight.report import Report
 from trainprobe.preflight.subject import scalar_of
 from trainprobe.preflight.training import Training, mean_over_ranks, tested, unwrapped
@@ -63,8 +64,8 @@ def _of_frame(module: str, held: dict[str, Any]) -> tuple[Any, Callable[[list[An
 
 
 def _copied(batch: Any) -> Any:
-    plain = dict(batch) if hasattr(batch, "keys") else batch
-    return tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, plain)
+    plain = dict(batch) if isinstance(batch, Mapping) else batch
+    return closed(tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, opened(plain)))
 
 
 class FirstStep:

@@ -7,15 +7,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from copy import copy
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
+from torch.utils._pytree import GetAttrKey, keystr, tree_flatten_with_path, tree_unflatten
 
 from trainprobe.engine.core.guard import attempt
 from trainprobe.errors import UsageError
+from trainprobe.preflight.opened import Attribute, closed, is_listed, opened
 
 TELL = """tell it by
     def loss(model, batch):
@@ -35,15 +36,17 @@ _EDGES = r".*edges?_?(label_)?index(_\d+)?|edges(_\d+)?"  # [2, edges]
 class Batch:
     """A batch of tensors in nested containers. rows: how many samples it has. leaves: its tensors, rows first.
 
-    by_row: which of them have rows. ignored: the label that the loss leaves out. time: (steps, rows) where time is the first
-    dimension, else None. There tensors are turned, and `tree` turns them back.
+    by_row: which of them have rows. listed: which lists have an element for each row. brought: whether an object brought a
+    tensor along, which the model may leave alone. ignored: the label that the loss leaves out. time: (steps, rows) where time
+    is the first dimension, else None. There tensors are turned, and `tree` turns them back.
     """
 
     def __init__(self, tree: Any) -> None:
-        flat, self._form = tree_flatten_with_path(_plain(tree))
+        flat, self._form = tree_flatten_with_path(opened(tree), is_leaf=is_listed)
         self.ignored = -100
         self.paths = [_name(path) for path, _ in flat]
         self.leaves = [leaf for _, leaf in flat]
+        self.brought = [_is_brought(path[-1]) if path else False for path, _ in flat]
         sizes = Counter(len(x) for x in self.leaves if isinstance(x, Tensor) and x.dim() and not _is_sparse(x) and len(x))
         if not sizes:
             raise UsageError(f"the batch is a {type(tree).__name__} without a tensor: {TELL}")
@@ -54,6 +57,7 @@ class Batch:
         self.leaves = [x if i not in self._turned else self.rows_first(x) for i, x in enumerate(self.leaves)]
         tensors = [(i, x) for i, x in enumerate(self.leaves) if isinstance(x, Tensor) and x.dim() and not _is_sparse(x)]
         self.by_row = [i for i, x in tensors if x.shape[0] == self.rows]
+        self.listed = [i for i, x in enumerate(self.leaves) if is_listed(x) and len(x) == self.rows]
 
     def _time_first(self) -> tuple[int, int] | None:
         """Return (time, rows) where labels of whole numbers are the tokens one place further along the first dimension."""
@@ -75,9 +79,9 @@ class Batch:
             flat = len(shape) < leaves[i].dim()
             turned = leaves[i].transpose(0, 1) if i in self.by_row and leaves[i].dim() > 1 else leaves[i]
             leaves[i] = turned.flatten(0, 1) if flat else turned.contiguous()
-        return tree_unflatten(leaves, self._form)
+        return closed(tree_unflatten(leaves, self._form))
 
-    def with_leaves(self, changed: Mapping[int, Tensor]) -> Batch:
+    def with_leaves(self, changed: Mapping[int, Any]) -> Batch:
         """Return a batch in which some tensors are others."""
         self.roles  # noqa: B018  are those of this batch in the other, too
         other = copy(self)
@@ -94,7 +98,8 @@ class Batch:
 
     def take(self, rows: Sequence[int]) -> Batch:
         """Return some of the rows, in this order."""
-        return self.with_leaves({i: self.leaves[i][list(rows)] for i in self.by_row})
+        lists = {i: type(self.leaves[i])(self.leaves[i][row] for row in rows) for i in self.listed}
+        return self.with_leaves({**lists, **{i: self.leaves[i][list(rows)] for i in self.by_row}})
 
     def reversed(self) -> Batch:
         """Return the batch from its last row to its first."""
@@ -113,7 +118,7 @@ class Batch:
             free = (i for i in self.by_row if i not in found.values())
             fits = [i for i in free if re.fullmatch(pattern, self._key(i)) and self._may_be(role, i)]
             found |= {role: fits[0]} if fits else {}
-        texts = [i for i in self.by_row if i not in found.values() and self._is_text(i)]
+        texts = [i for i in self.texts() if i not in found.values()]
         found = {"tokens": texts[0], **found} if texts else found
         again = re.escape(self._key(found["tokens"])) + r"_\d+" if "tokens" in found else "$."  # tokens of another call
         left = [i for i in self.by_row if i not in found.values() and not _is_float(self.leaves[i])]
@@ -126,12 +131,24 @@ class Batch:
     def _may_be(self, role: str, i: int) -> bool:
         x = self.leaves[i]
         if role == "mask":
-            return x.dim() == 2 and bool(((x == 0) | (x == 1)).all())
+            return x.dim() == 2 and bool(((x == 0) | (x == 1)).all()) and not self._marks_padding(x)
         return not _is_float(x) and x.dim() == 2 if role != "labels" else True
 
-    def _is_text(self, i: int) -> bool:
-        x = self.leaves[i]
-        return x.dim() == 2 and not _is_float(x) and x.dtype != torch.bool and x.shape[1] > 1
+    def _marks_padding(self, mask: Tensor) -> bool:
+        """Tell whether a mask is 1 where padding is, as fairseq's are: all tokens there are the same, and others are not."""
+        texts = [self.leaves[i] for i in self.texts() if self.leaves[i].shape == mask.shape and self.leaves[i] is not mask]
+        return any(len(x[mask != 0].unique()) < 2 <= len(x[mask == 0].unique()) for x in texts)
+
+    def texts(self) -> list[int]:
+        """Return the places of the tensors [rows, time] of whole numbers."""
+        whole = [i for i in self.by_row if not _is_float(self.leaves[i]) and self.leaves[i].dtype != torch.bool]
+        return [i for i in whole if self.leaves[i].dim() == 2 and self.leaves[i].shape[1] > 1]
+
+    def reading(self, i: int) -> Batch:
+        """Return this batch where another one of its texts is that of the tokens."""
+        other = copy(self)
+        other.roles = {**{role: place for role, place in self.roles.items() if place != i}, "tokens": i}
+        return other
 
     def of(self, role: str) -> Tensor | None:
         """Return the tensor of a role, None where the batch has none."""
@@ -148,8 +165,16 @@ class Batch:
         edges = (i for i in others if self.leaves[i].shape[0] == 2 == self.leaves[i].dim() and not _is_float(self.leaves[i]))
         if (graph := next((i for i in edges if 2 < int(self.leaves[i].max()) + 1 <= self.rows), None)) is not None:
             return f"{self.paths[graph]} names rows by their numbers, as edges of a graph do"
+        if (number := next((i for i in self.by_row if self._key(i) == "batch" and self._counts(i)), None)) is not None:
+            return f"{self.paths[number]} says which sample each row belongs to"
         found = next((i for i in others if len(self.leaves[i]) > 1 and self.rows % len(self.leaves[i]) == 0), None)
         return "" if found is None else f"{self.paths[found]} has {len(self.leaves[found])} rows for {self.rows} of the batch"
+
+    def _counts(self, i: int) -> bool:
+        """Tell whether a tensor numbers rows in groups from 0 on, as those of each graph."""
+        x = self.leaves[i]
+        steps = x.diff() if x.dim() == 1 and not _is_float(x) and x.dtype != torch.bool else None
+        return steps is not None and not int(x[0]) and bool(((steps == 0) | (steps == 1)).all()) and bool((steps == 0).any())
 
     def _listed(self) -> str:
         """Return the name of tensors that a list has one of for each row, as boxes of pictures; "" where there are none."""
@@ -161,7 +186,9 @@ class Batch:
 
     @property
     def several(self) -> str:
-        """Which tensor has several elements for each row, so that the other tensors alone say little; "" where none has."""
+        """What else has elements for rows, so that the tensors of the batch alone say little; "" where nothing has."""
+        if self.listed:  # or a height and a width
+            return f"{self.paths[self.listed[0]]} may have an element for each row, and is no tensor"
         others = (i for i, x in enumerate(self.leaves) if isinstance(x, Tensor) and x.dim() and i not in self.by_row)
         found = next((i for i in others if len(self.leaves[i]) > self.rows and len(self.leaves[i]) % self.rows == 0), None)
         if found is None:
@@ -225,7 +252,7 @@ class Batch:
             if x.dim() < 2 or x.shape[1] != tokens.shape[1]:
                 continue
             more = (x[:, :1] if left else x[:, -1:]).expand(-1, columns, *x.shape[2:]).clone()
-            other = 0 if self._key(i).endswith("mask") else None
+            other = int(self._marks_padding(x)) if self._key(i).endswith("mask") else None
             fill = next((fills[name] for name, place in self.roles.items() if place == i and name in fills), other)
             more = more if fill is None else torch.full_like(more, int(fill))
             changed[i] = torch.cat([more, x] if left else [x, more], dim=1)
@@ -240,7 +267,8 @@ def joined(micros: list[Any]) -> Any:
     even = [b.padded(longest - n, left=False) if n < longest else b for b, n in zip(batches, lengths, strict=True)]
 
     def whole() -> Batch:
-        return even[0].with_leaves({i: torch.cat([batch.leaves[i] for batch in even]) for i in even[0].by_row})
+        lists = {i: type(even[0].leaves[i])(chain(*(batch.leaves[i] for batch in even))) for i in even[0].listed}
+        return even[0].with_leaves({**lists, **{i: torch.cat([batch.leaves[i] for batch in even]) for i in even[0].by_row}})
 
     return attempt(whole, otherwise=lambda _: even[0]).tree()
 
@@ -253,13 +281,8 @@ def _is_sparse(x: Tensor) -> bool:
     return x.layout != torch.strided
 
 
-def _plain(tree: Any) -> Any:
-    """Return mappings as dicts, which every class of batches of a tokenizer is."""
-    if isinstance(tree, Mapping):
-        return {key: _plain(value) for key, value in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)(_plain(value) for value in tree)
-    return tree
+def _is_brought(key: Any) -> bool:
+    return isinstance(key, GetAttrKey) or isinstance(getattr(key, "key", None), Attribute)
 
 
 def _name(path: Any) -> str:

@@ -43,12 +43,11 @@ def _schedules(optimizers: set[int]) -> list[str]:
     ]
     inner = {id(part) for scheduler, _ in kept for part in getattr(scheduler, "_schedulers", ())}
     asked = [s for s, _ in kept if id(s) not in inner and not isinstance(s, ReduceLROnPlateau)]
+    ahead = [type(s).__name__ for s in asked if s.last_epoch == 1]
+    early = [f"{name} has stepped before the first update: its first rate is skipped" for name in ahead]
     try:
-        return [
-            f"learning rates of {type(s).__name__}: {rates}"
-            for s in asked
-            if (rates := attempt(_rates, s, otherwise=lambda _: ""))
-        ]
+        rates = [(type(s).__name__, attempt(_rates, s, otherwise=lambda _: "")) for s in asked]
+        return [*early, *(f"learning rates of {name}: {told}" for name, told in rates if told)]
     finally:
         for scheduler, attributes in kept:
             vars(scheduler).clear()

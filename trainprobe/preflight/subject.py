@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -14,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from trainprobe.engine.capture.features.feature import tensors_of
 from trainprobe.engine.capture.step_gradients import Gradients, apart, differentiate, distance, relative
 from trainprobe.engine.capture.step_modes import RANDOM, Quiet, Reordered
 from trainprobe.engine.core.guard import attempt
@@ -22,6 +22,7 @@ from trainprobe.engine.free_memory import free_memory
 from trainprobe.engine.training_guard import TrainingGuard
 from trainprobe.errors import UsageError
 from trainprobe.preflight.batches import Batch
+from trainprobe.preflight.opened import tensors_of
 from trainprobe.preflight.tested_parameters import leave_copies, leave_other_losses
 
 Step = Callable[[Any, Any], Any]
@@ -29,16 +30,7 @@ _MOST_NODES = 200  # of autograd's graph behind the logits
 MARGIN = 32  # times the measured floor
 APART = "no rank can run the step alone, and one tests it: leave the sharding out for the preflight, and start one rank"
 GRADIENT, LOSS, LOGITS = range(3)  # places in `Subject.floors`
-_DROPS = (
-    "dropout",
-    "alphadropout",
-    "featurealphadropout",
-    "stabledropout",
-    "droppath",
-    "drop_path",
-    "stochasticdepth",
-    "dropblock",
-)
+_DROPS = re.compile(r"(alpha|featurealpha|stable)?dropout|drop_?path|stochasticdepth|dropblock")
 
 
 @dataclass(slots=True)
@@ -292,7 +284,7 @@ def _main_tensor(output: Any, batch: Batch) -> Tensor | None:
 @contextmanager
 def _paths_kept(model: nn.Module) -> Generator[None]:
     """Let no layer drop elements or paths; beside `Quiet`, which checkpointed layers that are called again do not see."""
-    layers = [m for m in model.modules() if type(m).__name__.lower().startswith(_DROPS) and m.training]
+    layers = [m for m in model.modules() if _DROPS.match(type(m).__name__.lower()) and m.training]
     for layer in layers:
         layer.training = False
     try:

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from trainprobe.engine.capture.step_gradients import distance
+from trainprobe.preflight.batches import Batch
 from trainprobe.preflight.report import Line, broken, holds, not_applicable
 from trainprobe.preflight.subject import LOGITS, Seen, Subject
 
@@ -17,24 +18,56 @@ def examine(subject: Subject) -> Line:
     """Read the targets off the gradient of the logits, change the later tokens of each row, then single documents."""
     if (found := _given_targets(subject)) is not None:
         return found
-    tokens, logits, labels = subject.batch.of("tokens"), subject.base.logits, subject.batch.text_labels
+    batch, logits, labels = subject.batch, subject.base.logits, subject.batch.text_labels
+    tokens = batch.of("tokens")
     of_each = tokens is not None and labels is not None and float((labels[:, :-1] == tokens[:, 1:]).double().mean()) > MOST
     if tokens is not None and logits is not None and logits.shape == tokens.shape and of_each:  # a loss for each token
         quiet = holds("later tokens change no loss before them; labels are the next tokens")
-        return _later(subject, tokens) or _documents(subject, tokens) or quiet
-    if tokens is None or logits is None or logits.dim() != 3:
+        return _later(subject, batch) or _documents(subject, batch) or quiet
+    if tokens is None or logits is None or logits.dim() not in (2, 3):
         return not_applicable("the loss is not that of a text: no tokens [rows, time] with logits [rows, time, vocabulary]")
-    if logits.shape[0] != tokens.shape[0] or not 0 <= tokens.shape[1] - logits.shape[1] <= 1:
+    readings = [batch, *(batch.reading(i) for i in reversed(batch.texts()) if i != batch.roles["tokens"])]
+    shifts = [shift_of(_beside(subject.base, text), text.leaves[text.roles["tokens"]]) for text in readings]
+    if 1 in shifts:
+        read = readings[shifts.index(1)]
+        return _later(subject, read) or _documents(subject, read) or holds("later tokens change nothing before them")
+    if logits.dim() == 3 and shifts[0] is not None:
+        return _shifted(shifts[0])
+    for read, shift in zip(readings, shifts, strict=True):
+        if shift is not None and _reads(subject, read) and _later(subject, read) is None:  # no autoencoder
+            return _shifted(shift)
+    if all(_beside(subject.base, text).logits is None for text in readings):
         return not_applicable(f"the logits {list(logits.shape)} do not stand beside the tokens {list(tokens.shape)}")
-    shift = shift_of(subject.base, tokens)
-    if shift is None:
-        return not_applicable("the targets are not the next tokens of the batch")
+    return not_applicable("the targets are not the next tokens of the batch")
+
+
+def _shifted(shift: int) -> Line:
     if shift == 0:
         return broken("the target of each token is the token itself: labels are not shifted", shift=0)
-    if shift != 1:
-        what = "labels are shifted twice" if shift == 2 else "labels are shifted the wrong way"
-        return broken(f"{what}: the target at t is the token at t{shift:+d}", shift=shift)
-    return _later(subject, tokens) or _documents(subject, tokens) or holds("later tokens change nothing before them")
+    what = "labels are shifted twice" if shift == 2 else "labels are shifted the wrong way"
+    return broken(f"{what}: the target at t is the token at t{shift:+d}", shift=shift)
+
+
+def _beside(seen: Seen, batch: Batch) -> Seen:
+    """Return the logits of a run, and their slope, beside the tokens: [rows, time, …], also where the loop flattened them.
+
+    Both are None where they do not stand beside the tokens.
+    """
+    rows, time = batch.leaves[batch.roles["tokens"]].shape
+    flat = seen.logits is not None and seen.logits.dim() == 2 and len(seen.logits) == rows * time != rows
+    x, slope = (t.reshape(rows, time, -1) if flat and t is not None else t for t in (seen.logits, seen.slope))
+    beside = x is not None and x.dim() > 1 and x.shape[0] == rows and 0 <= time - x.shape[1] <= 1
+    return Seen(seen.loss, logits=x if beside else None, slope=slope if beside else None)
+
+
+def _reads(subject: Subject, batch: Batch) -> bool:
+    """Tell whether the model is given these tokens: others change its logits."""
+    every = torch.ones_like(batch.leaves[batch.roles["tokens"]], dtype=torch.bool)
+    other, before = (
+        subject.run(batch.with_role("tokens", batch.other_tokens(every)), backward=False).logits,
+        subject.base.logits,
+    )
+    return other is not None and before is not None and subject.beyond(distance(before, other), LOGITS)
 
 
 def _given_targets(subject: Subject) -> Line | None:
@@ -54,13 +87,15 @@ def _given_targets(subject: Subject) -> Line | None:
     return holds("no target reaches its own prediction")
 
 
+SMOOTHED = 0.8  # share of what falls that is the target's, at least
 _BALANCED = 0.02  # of a sum, in 16 bits
 
 
 def targets_of(seen: Seen) -> tuple[Tensor, Tensor] | None:
     """Return the class that each row of logits is trained to, [...], and where it is; None where the loss is another.
 
-    The gradient of a cross entropy with respect to logits is negative for the target and for nothing else, and its sum is 0.
+    The gradient of a cross entropy with respect to logits is negative for the target, for others no more than by the share
+    that smoothed labels have, and its sum is 0.
     With respect to probabilities or their logarithms it is of the target alone, as that of the value of an action is.
     """
     if seen.logits is None or seen.slope is None or seen.logits.shape[-1] < 2:
@@ -69,7 +104,8 @@ def targets_of(seen: Seen) -> tuple[Tensor, Tensor] | None:
     used = slope.abs().amax(-1) > 1e-6 * slope.abs().max()  # else ignored, or certain already
     if not bool(used.any()):
         return None
-    lone = ((slope < 0).sum(-1) == 1)[used].double().mean()
+    falls = -slope[used].clamp(max=0)
+    lone = (falls.amax(-1) > SMOOTHED * falls.sum(-1)).double().mean()
     balanced = float(slope[used].sum(-1).abs().mean()) < _BALANCED * float(slope[used].abs().sum(-1).mean())
     return (slope.argmin(-1), used) if lone > MOST and (balanced or _are_shares(seen.logits[used].double())) else None
 
@@ -86,6 +122,8 @@ def shift_of(seen: Seen, tokens: Tensor) -> int | None:
     if found is None:
         return None
     wanted, used = found
+    if wanted.dim() != 2:
+        return None
     time = wanted.shape[1]
     for shift in (1, 0, 2, -1):
         at = torch.arange(time, device=tokens.device) + shift
@@ -96,23 +134,24 @@ def shift_of(seen: Seen, tokens: Tensor) -> int | None:
     return None
 
 
-def _later(subject: Subject, tokens: Tensor) -> Line | None:
+def _later(subject: Subject, batch: Batch) -> Line | None:
+    tokens, mask = batch.leaves[batch.roles["tokens"]], batch.of("mask")
     place, edge = torch.arange(tokens.shape[1], device=tokens.device), tokens.shape[1] // 2
-    later, mask = (place > edge).expand(tokens.shape), subject.batch.of("mask")
+    later = (place > edge).expand(tokens.shape)
     if mask is not None and mask.shape == tokens.shape:
         later = later & mask.bool()
     what = "tokens see later ones: changing those changes outputs before them"
-    return _changed(subject, tokens, later, (place <= edge).expand(tokens.shape), what)
+    return _changed(subject, batch, later, (place <= edge).expand(tokens.shape), what)
 
 
-def _documents(subject: Subject, tokens: Tensor) -> Line | None:
+def _documents(subject: Subject, batch: Batch) -> Line | None:
     begins = begins_of(subject)
     if begins is None:
         return None
     number = begins.cumsum(1)
     first, what = (number == 0) & (number.amax(1, keepdim=True) > 0), "a document of a packed row changes another document"
     quiet = holds("later tokens change nothing before them, packed documents nothing in each other")
-    return _changed(subject, tokens, first, number > 0, what) or quiet
+    return _changed(subject, batch, first, number > 0, what) or quiet
 
 
 def begins_of(subject: Subject) -> Tensor | None:
@@ -127,16 +166,15 @@ def begins_of(subject: Subject) -> Tensor | None:
     return pad(begins, (1, 0)) if bool(begins.any()) else None
 
 
-def _changed(subject: Subject, tokens: Tensor, where: Tensor, looked_at: Tensor, what: str) -> Line | None:
+def _changed(subject: Subject, batch: Batch, where: Tensor, looked_at: Tensor, what: str) -> Line | None:
     """Change some tokens of one row; tell, as `what`, that this is seen where it is looked at, and the first module there."""
-    rows, batch, before = (where.any(1) & looked_at.any(1)).nonzero(), subject.batch, subject.base.logits
-    assert before is not None
-    if not len(rows):
+    rows, before = (where.any(1) & looked_at.any(1)).nonzero(), _beside(subject.base, batch).logits
+    if not len(rows) or before is None:
         return None
     alone = torch.zeros_like(where)
     alone[rows[0]] = True  # what other rows change is no matter of time
     other, looked_at = batch.with_role("tokens", batch.other_tokens(where & alone)), looked_at & alone
-    after, at = subject.run(other, backward=False).logits, looked_at[:, : before.shape[1]]
+    after, at = _beside(subject.run(other, backward=False), other).logits, looked_at[:, : before.shape[1]]
     if after is None or after.shape != before.shape or not bool(at.any()):
         return None
     gap = distance(before[at], after[at])
@@ -144,9 +182,9 @@ def _changed(subject: Subject, tokens: Tensor, where: Tensor, looked_at: Tensor,
         return None
 
     def same(x: Tensor) -> Tensor | None:
-        if x.dim() > 2 and x.shape[:2] == tokens.shape:
+        if x.dim() > 2 and x.shape[:2] == where.shape:
             return x[looked_at]
-        turned = x.dim() == 3 and (x.shape[0], x.shape[2]) == tuple(tokens.shape) != tuple(x.shape[:2])
+        turned = x.dim() == 3 and (x.shape[0], x.shape[2]) == tuple(where.shape) != tuple(x.shape[:2])
         return x.transpose(1, 2)[looked_at] if turned else None
 
     return broken(f"{what}, first in {subject.first_difference(batch, other, same) or 'the logits'}", gap=gap)

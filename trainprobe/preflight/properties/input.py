@@ -24,12 +24,14 @@ def examine(subject: Subject) -> Line:
     if batch.rows < 2:
         return not_applicable("the batch has one row")
     content = content_of(batch)
-    unused = [batch.paths[i] for i in content if _is_unused(subject, i)]
+    unused = [i for i in content if _is_unused(subject, i)]
+    used = [i for i in content if i not in unused]
     if unused and batch.several:
         return not_applicable(batch.several)
-    if unused:
-        return broken(f"{unused[0]} is not used: rows that are given that of another row have the same outputs")
-    told = [f"{', '.join(batch.paths[i] for i in content)} used"] if content else []
+    if faults := [i for i in unused if not (used and batch.brought[i])]:
+        return broken(f"{batch.paths[faults[0]]} is not used: rows that are given that of another row have the same outputs")
+    said = {"used": used, "not used": unused}
+    told = [f"{', '.join(batch.paths[i] for i in places)} {what}" for what, places in said.items() if places]
     groups = [] if batch.grouped else _equal_rows([batch.leaves[i] for i in content])  # nodes of a graph may be alike
     if twins := [rows for rows in groups if len(rows) > 1]:
         told.append(f"rows {twins[0][0]} and {twins[0][1]} of the batch are the same")

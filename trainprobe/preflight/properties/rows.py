@@ -43,7 +43,11 @@ def examine(subject: Subject) -> Line:
     if subject.beyond(gaps[order], LOGITS):
         return _coupled(subject, other, gaps[order], order)
     if _compared(subject, seen, order):
-        return by_design("the loss compares rows with each other; outputs of rows are independent")
+        return (
+            not_applicable(batch.grouped)
+            if batch.grouped
+            else by_design("the loss compares rows with each other; outputs of rows are independent")
+        )
     return holds("their order does not matter, and one changes nothing in another")
 
 

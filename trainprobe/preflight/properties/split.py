@@ -11,7 +11,7 @@ from trainprobe.engine.capture.step_gradients import Gradients, apart, dot, rela
 from trainprobe.engine.core.words import counted
 from trainprobe.preflight.batches import Batch
 from trainprobe.preflight.report import Line, broken, by_design, holds, not_applicable
-from trainprobe.preflight.subject import LOSS, Seen, Subject
+from trainprobe.preflight.subject import LOSS, Seen, Step, Subject
 
 CLOSE = 1e-3  # relative, of weights that are read off gradients
 
@@ -23,9 +23,10 @@ def examine(subject: Subject) -> Line:
         return not_applicable(f"a batch of {counted(subject.batch.rows, 'row')} has no {count} micro-batches")
     if subject.batch.grouped:
         return not_applicable(subject.batch.grouped)
-    if subject.draws:
-        return not_applicable(f"the step draws random numbers ({subject.draws}), other ones for each micro-batch")
     micros = subject.batch.split(count)
+    if subject.draws:
+        other = not_applicable(f"the step draws random numbers ({subject.draws}), other ones for each micro-batch")
+        return other if subject.step is None else _with_draws(subject, subject.step, micros) or other
     parts, whole = list[Seen](), subject.base.gradients
     if subject.step is None:
         parts, whole = [subject.run(micro, kept=sampled) for micro in micros], sampled(whole)
@@ -43,7 +44,7 @@ def examine(subject: Subject) -> Line:
     if subject.beyond(left_over, times=10) or all(relative(factor, 1.0) < CLOSE for factor in factors):
         mixed = "the loss mixes its rows, as batch statistics and balance losses do"
         return by_design(f"no weights of {count} micro-batches give the gradient of the batch: {mixed}")
-    figures = {f"factor_{i}": f for i, f in enumerate(factors)}
+    figures = _figures(factors)
     if subject.micro_batches == 1:
         text = f"of {count} micro-batches or ranks, each would have to count by its {_named(right, micros)}"
         text = f"{text}, equal weights are wrong by a factor of {_extreme(factors):.3g}"
@@ -52,6 +53,28 @@ def examine(subject: Subject) -> Line:
     total = sum(a * part.loss for a, part in zip(actual, parts, strict=True))
     also = "" if reported is None else _fault_of_loss(reported, total, subject.base.loss)
     return broken(f"{_sentence(factors, actual, right, micros)}{also}", gap=gap, **figures)
+
+
+def _with_draws(subject: Subject, step: Step, micros: list[Batch]) -> Line | None:
+    """Compare the step with its micro-batches, one behind the other, which draw the same numbers; None if they count unlike.
+
+    What the whole batch has is unknown then, but of micro-batches of one size each counts as their mean has it.
+    """
+    if any(share != 1 / len(micros) for shares in _shares(micros).values() for share in shares):
+        return None
+    gradients = sampled(subject.accumulate(step, micros)[1])
+    parts = [subject.run(micro, rewind=None if i else True, kept=sampled) for i, micro in enumerate(micros)]
+    actual, left_over = _weights(gradients, parts)
+    factors = [weight * len(micros) for weight in actual]
+    if subject.beyond(left_over, times=10):
+        return None
+    if all(relative(factor, 1.0) < CLOSE for factor in factors):
+        return holds(f"{len(micros)} micro-batches of one size, which draw other random numbers, count alike")
+    return broken(_sentence(factors, actual, [1 / len(micros)] * len(micros), micros), **_figures(factors))
+
+
+def _figures(factors: list[float]) -> dict[str, float]:
+    return {f"factor_{i}": factor for i, factor in enumerate(factors)}
 
 
 def _sum(parts: list[Seen], weights: list[float]) -> Gradients:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from math import isfinite, log
 
 from torch.nn.functional import cross_entropy
@@ -15,7 +16,8 @@ from trainprobe.preflight.properties.causality import targets_of
 from trainprobe.preflight.report import Line, broken, by_design, holds
 from trainprobe.preflight.subject import Seen, Subject
 
-ABOVE = 2.0  # nats over the uniform prediction, from which logits are called too large
+ABOVE = 2.0  # nats over the uniform prediction, from which logits are told to be large
+TWICE = 2.0  # times the uniform prediction, from which they are called too large
 
 
 def examine(subject: Subject) -> Line:
@@ -37,7 +39,9 @@ def examine(subject: Subject) -> Line:
     own, uniform, classes = guess
     if own > uniform + ABOVE:
         text = f"the loss begins at {own:.3g}, a uniform prediction of {classes} classes has {uniform:.3g}"
-        return broken(f"{text}: the logits are too large", loss=own, uniform=uniform)
+        far = own > TWICE * uniform + ABOVE
+        told = broken(f"{text}: the logits are too large") if far else holds(f"{text}: the logits are large; {rest}")
+        return replace(told, figures={"loss": own, "uniform": uniform})
     return holds(f"loss {own:.4g}, a uniform prediction {uniform:.4g}; {rest}", loss=own, uniform=uniform)
 
 
