@@ -49,6 +49,7 @@ class PlanFields(TypedDict, total=False):
     scope: tuple[str, str] | None
     entries: Patterns
     sinks: Patterns
+    join_runs: bool
     csv_layout: Literal["tidy", "wide"]
     csv_steps: int
     nan_tokens: bool
