@@ -68,7 +68,7 @@ STOREYS = {
         [
             f"trainprobe.again.{name}"
             for name in (
-                *("recording", "first_place", "model_calls", "step_again", "pack", "replay_plan", "script_runs"),
+                *("recording", "first_place", "model_calls", "step_again", "pack", "replay_plan", "script_runs", "skipping"),
                 "conditions.twice",
             )
         ],

@@ -17,6 +17,7 @@ import trainprobe
 from tests.distributed.launch import launch
 from tests.traces import left_behind, traces
 from trainprobe.errors import PlanError, StopTraining
+from trainprobe.integrations import torch_loop
 from trainprobe.monitor.run_folder import read_frames
 
 SCRIPT = Path(__file__).with_name("train_skipping.py")
@@ -280,6 +281,18 @@ def test_two_optimizers_of_one_backward_pass_are_asked_once(tmp_path: Path):
                 if n == BAD:
                     assert same(kept, [p.detach() for p in training.model.parameters()])
     assert [step for step, _ in told(probe)] == [BAD]
+
+
+def test_in_a_loop_without_a_line_of_the_tool_the_step_ends_as_others_do(tmp_path: Path):
+    by_hand = Training().run(left_out=(BAD,)).bits()
+    training = Training()
+    plan = {"record": "nothing", "monitor": True, "skip": True, "console": False}
+    loop = torch_loop.attach(training.model, training.optimizer, plan, output=tmp_path)
+    training.run()
+    loop.close()
+    assert same(training.bits(), by_hand)
+    assert [f.step for f in loop.findings if f.rule == "skip"] == [BAD]
+    assert [frame.step for frame in read_frames(tmp_path / "rank0")] == list(range(STEPS))
 
 
 @pytest.mark.parametrize(

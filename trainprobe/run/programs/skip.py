@@ -33,6 +33,6 @@ def validate(settings: Mapping[str, Any] | bool | None = True) -> SkipPlan:
 
 def program(making: Making) -> Program:
     """Return the program that judges each update before it is made."""
-    from trainprobe.monitor.skipping import Skipping
+    from trainprobe.again.skipping import Skipping
 
     return Skipping(validate(making.plan.section("skip")).in_a_row, making)

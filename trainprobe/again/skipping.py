@@ -39,7 +39,7 @@ SPIKE, GRADIENT, LOSS = 1, 2, 3  # what speaks against an update, the worse the 
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Objection:
     """What all ranks know of an update that is left out. kind, row: of the worst rank; the row is -1 where none stands out."""
 
     kind: int
@@ -59,7 +59,7 @@ class Skipping(Program):
         self._gather = gathering().gather
         self._run = 0  # updates that were left out, one after the other
         self._steps: list[int] = []  # whose update was left out
-        self._verdict: Verdict | None = None
+        self._verdict: Objection | None = None
         self._used: set[int] = set()  # ids of the optimizers that have asked for the verdict, since the last backward pass
         self._sum: Any = None  # of the losses since the last vote
         self._scale: Any = None  # of a GradScaler
@@ -226,7 +226,7 @@ class Skipping(Program):
         self._loss.add(loss, spikes=self._verdict is not None)
         self._row.add(row, spikes=self._verdict is not None)
 
-    def _learn_why(self, kind: int, own: int, loss: float, row: float) -> Verdict:
+    def _learn_why(self, kind: int, own: int, loss: float, row: float) -> Objection:
         """Have each rank tell the others what it saw; return the words of the worst. Every rank is here, or none."""
         excess = max(loss / self._loss.usual, row / self._row.usual) if own == SPIKE else 0.0
         number, text = attempt(self._in_words, own, loss, row, otherwise=lambda _: (-1, "it cannot say why"))
@@ -235,7 +235,7 @@ class Skipping(Program):
         told = self._gather(np.concatenate((head, words)))
         heads = [tuple(message[:3].view(np.float64)) for message in told]
         rank = max(range(len(told)), key=lambda i: heads[i][:2])
-        return Verdict(kind, rank, int(heads[rank][2]), told[rank][3:].tobytes().decode().rstrip())
+        return Objection(kind, rank, int(heads[rank][2]), told[rank][3:].tobytes().decode().rstrip())
 
     def _in_words(self, own: int, loss: float, row: float) -> tuple[int, str]:
         """Return the row of this rank that stands out, -1 for none, and what this rank saw."""
