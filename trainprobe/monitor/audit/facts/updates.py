@@ -21,7 +21,7 @@ class UpdateCounts:
     another: bool = False
     """Other optimizers stepped than in the audited step before."""
     in_turns: bool = False
-    """These had stepped earlier, too: they and the others take turns."""
+    """These had stepped earlier, too, or were there when the training began: they and the others take turns."""
 
     @property
     def once(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -11,6 +12,7 @@ from trainprobe.engine.capture.optimizers import parameters_of
 from trainprobe.engine.capture.patching.step_hooks import StepListener
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.held_parameters import parameters_in
+from trainprobe.engine.core.live_objects import instances_of, with_subclasses
 from trainprobe.engine.core.records import StepData
 from trainprobe.monitor.audit.facts.updates import UpdateCounts
 from trainprobe.monitor.audit.observers import Audited, Observer
@@ -27,17 +29,18 @@ class Updates(Observer):
         self._last = self._by = frozenset[int]()  # ids of the optimizers of the audited step before, and of this one
         super().__init__(guard, audited)
         self._between = 0  # updates since the last step that was listened to
-        self._known = set[int]()  # ids of those that have stepped before this step
+        self._known: WeakSet[Any] = WeakSet()  # optimizers that were there at the start, or have stepped before this step
         self._listener: StepListener | None = None
 
     def start(self) -> None:
         """Count the updates between audited steps too."""
+        self._known.update(instances_of(with_subclasses(torch.optim.Optimizer)))
         self._listener = self._listener or StepListener(lambda optimizer, args, kwargs: self._count_between(optimizer))
 
     def forget(self) -> None:
         """Forget the last step."""
         self._count, self._repeated = 0, False
-        self._last, self._by = self._by or self._last, frozenset()
+        self._last, self._by, self._in_turns = self._by or self._last, frozenset(), True
         self._held: set[int] = set()  # ids of what an optimizer of this step holds
         self._unowned: list[tuple[Any, Any]] = []  # parameters that no optimizer is known to hold, and what they were
         self._moved: dict[str, Any] = {}  # name of each that is not held → whether it moved, on its device
@@ -55,6 +58,8 @@ class Updates(Observer):
         self._repeated |= bool(held & self._held)
         self._held |= held
         self._by |= {id(optimizer)}
+        self._in_turns &= optimizer in self._known
+        self._known.add(optimizer)
 
     def stepped(self) -> None:
         """Count."""
@@ -72,9 +77,8 @@ class Updates(Observer):
         """Return the counts."""
         between, self._between = self._between, 0
         by_hand = frozenset(name for name, moved in self._moved.items() if moved)
-        another, in_turns = bool(self._last) and self._by != self._last, self._by <= self._known
-        self._known |= self._by
-        return UpdateCounts(self._count, self._repeated, between, by_hand, another, another and in_turns)
+        another = bool(self._last) and self._by != self._last
+        return UpdateCounts(self._count, self._repeated, between, by_hand, another, another and self._in_turns)
 
     def stop(self) -> None:
         """Count no more."""
@@ -85,7 +89,7 @@ class Updates(Observer):
     def _count_between(self, optimizer: Any) -> None:
         if self._audited.tape is None:
             self._between += 1
-            self._known.add(id(optimizer))
+            self._known.add(optimizer)
 
 
 def _is_plain(p: Any) -> bool:
