@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, KeysView
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
+from trainprobe.engine.core.held_parameters import held_by
 from trainprobe.integrations.live_modules import model_of, modules_inside, parameters_of
 
 NAMED = 4  # models that are named at the end; further ones are counted
@@ -38,7 +39,7 @@ class LeftOut:
             self._newest, self.in_a_row = (ref(optimizer) if begins else None), 0
             times = self._known[optimizer] = [0]
             self._trained.append((_in_words(optimizer, len(self._trained) < SOUGHT), times))
-            self._updated |= {id(p) for group in optimizer.param_groups for p in group["params"]}
+            self._updated |= held_by(optimizer)
         self._known[optimizer][0] += 1
         self.in_a_row += self._newest is not None and self._newest() is optimizer
 
@@ -56,6 +57,7 @@ class LeftOut:
 
     def forget(self, optimizer: Any) -> None:
         """Leave out an optimizer whose model is watched from now on."""
+        self._updated |= held_by(optimizer)
         times = self._known.pop(optimizer, None)
         self._trained = [pair for pair in self._trained if pair[1] is not times]
 
