@@ -47,7 +47,7 @@ class Opened:
 
 
 def _with_keys(x: Any) -> tuple[list[tuple[KeyEntry, Any]], Any]:
-    keys: list[KeyEntry] = [*map(GetAttrKey, x.names)]
+    keys: list[Any] = [*map(GetAttrKey, x.names)]
     return [*zip(keys, x.parts, strict=True)], x
 
 
