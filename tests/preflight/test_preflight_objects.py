@@ -178,7 +178,7 @@ def test_a_batch_of_a_tokenizer_keeps_its_class(require):
 
 
 def test_an_object_is_copied_with_what_holds_tensors_alone():
-    names, inner = ["a"], SimpleNamespace(y=torch.ones(2))
+    names, inner = [None, None], SimpleNamespace(y=torch.ones(2))
     held = SimpleNamespace(x=torch.zeros(3), names=names, inner=[inner], lock=Lock(), again=None)
     held.again = held.inner
     node = opened({"held": held})["held"]

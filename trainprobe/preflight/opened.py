@@ -47,7 +47,7 @@ class Opened:
 
 
 def _with_keys(x: Any) -> tuple[list[tuple[KeyEntry, Any]], Any]:
-    keys: list[KeyEntry] = [*map(GetAttrKey, x.names)]
+    keys: list[Any] = [*map(GetAttrKey, x.names)]
     return [*zip(keys, x.parts, strict=True)], x
 
 
@@ -73,7 +73,7 @@ def named_tensors(tree: Any, name: str) -> list[tuple[str, Tensor]]:
     """Return (name, tensor) of nested containers, in order: an `Attribute` in an object, else the given name."""
     found = list[tuple[str, Tensor]]()
     for x in tree_flatten(tree, is_leaf=_is_opened)[0]:
-        inside = [(name, x)] if isinstance(x, Tensor) else _Walk(x).found.values()
+        inside = [(name, x)] if isinstance(x, Tensor) else _Inside(x).found.values()
         found += [(own if item is x else Attribute(own), item) for own, item in inside if isinstance(item, Tensor)]
     return found
 
@@ -88,24 +88,24 @@ def _is_opened(x: Any) -> bool:
 
 
 def _opened(x: Any) -> Any:
-    walk = _Walk(x)
-    if walk.ended:
+    inside = _Inside(x)
+    if inside.ended:
         raise ValueError(f"a {type(x).__name__} holds more than {_MOST} objects")
-    if isinstance(x, Tensor) or is_listed(x) or not any(isinstance(item, Tensor) for _, item in walk.found.values()):
+    if isinstance(x, Tensor) or is_listed(x) or not any(isinstance(item, Tensor) for _, item in inside.found.values()):
         return x
-    names, tensors = ([*part] for part in zip(*walk.found.values(), strict=True))
-    now = Opened(x, names, tensors, walk.same, tensors)
-    return Opened(now.closed(), names, tensors, walk.same, tensors)
+    names, tensors = ([*part] for part in zip(*inside.found.values(), strict=True))
+    now = Opened(x, names, tensors, inside.same, tensors)
+    return Opened(now.closed(), names, tensors, inside.same, tensors)
 
 
-class _Walk:
+class _Inside:
     """What an object holds. found: id → (attribute, tensor or list), in order. same: objects below it without one.
 
     ended: whether it is too large to be seen whole.
     """
 
     def __init__(self, x: Any) -> None:
-        self.found, self.same, self._seen = dict[int, tuple[str, Any]](), list[Any](), set[int]()
+        self.found, self.same, self._seen = dict[int, tuple[str, Any]](), list[Any](), dict[int, bool]()
         self.ended = False
         self._holds("", x, _DEEPEST)
 
@@ -115,12 +115,13 @@ class _Walk:
             self.found.setdefault(id(x), (name, x))
             return True
         if id(x) in self._seen:
-            return True
-        self._seen.add(id(x))
+            return self._seen[id(x)]
+        self._seen[id(x)] = True  # until it is known, as of an object that holds itself
         whole = isinstance(x, _WHOLE) or name in _BOOKKEEPING
         if not whole and (not deepest or len(self._seen) > _MOST) and type(x) not in _NO_OBJECTS:
             whole = self.ended = True
         inside = () if whole else [self._holds(key, item, deepest - 1) for key, item in _items(x, name)]
+        self._seen[id(x)] = any(inside)
         if not any(inside):
             self.same.append(x)
         return any(inside)
