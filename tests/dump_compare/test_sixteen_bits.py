@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 
@@ -124,6 +125,27 @@ def test_healthy_kernels_are_within_rounding(tmp_path, capsys, right, how, plan)
     said = capsys.readouterr().out
     assert code in (0, 1, 3) and "within rounding" in said + "all calls agree", said
     assert " bug" not in said and " suspicious" not in said, said
+
+
+@pytest.mark.parametrize(("moved", "code"), [(2.5e-3, 1), (3e-2, 2)])
+def test_statistics_that_hide_what_arrives_accuse_no_call_in_float32_behind_16_bits(tmp_path, capsys, moved, code):
+    """The elements of what a norm's backward is given are 4e-3 apart, and by chance no number of the dump tells it.
+
+    The gradient of its weight is then apart by what other results are, which is no fault, and by ten times as much, which is.
+    """
+    way = Way(autocast=torch.bfloat16)
+    ways = (way, replace(way, kernels=Replaced(HEALTHY["halves"])))
+    a, b = (train(tmp_path / side, "gpt", each, **PLANS["statistics"]) for side, each in zip("ab", ways, strict=True))
+    held, other = (json.loads((folder / "step1/rank0/dump.json").read_text())["data"] for folder in (a, b))
+    path = b / "step1/rank0/dump.json"
+    whole = json.loads(path.read_text())
+    name = "Functional.layer_norm.1.backward"
+    whole["data"][name] = json.loads(json.dumps(held[name]))
+    whole["data"][name]["input"][0]["Mean"] = other[name]["input"][0]["Mean"]
+    whole["data"][name]["output"][1]["Norm"] *= 1 + moved
+    path.write_text(json.dumps(whole))
+    capsys.readouterr()
+    assert main(["dump-compare", str(a), str(b)]) == code, capsys.readouterr().out
 
 
 def test_a_floor_does_not_hide_a_wrong_kernel(tmp_path, capsys, right):

@@ -33,6 +33,9 @@ from trainprobe.engine.core.records import Call
 from trainprobe.engine.core.step_data import entry_name
 from trainprobe.engine.core.words import counted
 
+_SIXTEEN_BITS = 2.0**-11  # the gap of formats of 16 bits is larger
+_BEHIND = 2  # times what results before it are apart: a call in float32 behind them may be so
+_CANCELS = 2  # times: a sum that cancels more is apart by more than what it is given
 _ROUNDING = "what both dumps hold agrees within rounding"
 
 
@@ -137,18 +140,23 @@ def _first(ranks: Sequence[Compared]) -> tuple[Compared, Judged] | None:
 
 
 def _carry_over(ranks: Sequence[Compared]) -> None:
-    """Let what is suspicious between frameworks be carried, where the weights are apart and results before it as far.
+    """Let what is suspicious be carried, where the weights are apart and results before it as far: statistics tell too little.
 
-    Behind a step of an optimizer, which makes much of a small gradient, statistics tell too little of what a call is given.
+    Between frameworks that is so behind a step of an optimizer, which makes much of a small gradient. In one framework it is so
+    of float32 behind results of 16 bits: what such a call is given may be apart by their rounding and leave statistics alone.
     """
     apart: set[int] = set()
     for rank in sorted(ranks, key=lambda rank: rank.at.step):
-        noise = 0.0
-        for judged in rank.calls if rank.framework != rank.framework_b else ():
-            far = max((value.low for value in judged.values if value.result), default=0.0)
-            if judged.outcome == "suspicious" and rank.at.rank in apart and far <= SLACK * noise:
+        two, noise, coarse = rank.framework != rank.framework_b, 0.0, False
+        for judged in rank.calls if rank.at.rank in apart else ():
+            results = [value for value in judged.values if value.result]
+            far = max((value.low if two or value.cancelled <= _CANCELS else 0.0 for value in results), default=0.0)
+            fine = max((value.epsilon for value in results), default=0.0) < _SIXTEEN_BITS
+            alone = two or (coarse and fine and all(value.interval.evidence == "statistics" for value in judged.values))
+            if judged.outcome == "suspicious" and alone and far <= (SLACK if two else _BEHIND) * noise:
                 judged.outcome = "carried"
             noise = max(noise, far if far < math.inf and judged.call.kind != "state" else 0.0)
+            coarse |= not fine
         if any(judged.outcome in ("rounding", "carried") for judged in rank.calls):
             apart.add(rank.at.rank)
 
