@@ -25,12 +25,17 @@ class Losses:
         self.in_backward = 0
         self.backwards = 0
 
-    def scalers(self, skipped: Callable[[], None]) -> list[Replaced]:
-        """Watch every GradScaler. skipped: called when one has decided about its optimizers, also not to step them."""
+    def scalers(self, asked: Callable[[Any], None], decided: Callable[[bool], None]) -> list[Replaced]:
+        """Watch every GradScaler.
+
+        asked: called with each optimizer that one is to step, before it decides. decided: called behind its update; given
+        whether it was asked for any optimizer since the update before.
+        """
         scaler = torch.amp.GradScaler
         return [
             Replaced(scaler, "scale", self._scale(scaler.scale)),
-            Replaced(scaler, "update", _after_update(scaler.update, skipped)),
+            Replaced(scaler, "step", _before_step(scaler.step, asked)),
+            Replaced(scaler, "update", _after_update(scaler.update, decided)),
         ]
 
     def before_a_model(self, has_model: Callable[[], bool]) -> Replaced:
@@ -73,11 +78,21 @@ class Losses:
         return scale
 
 
-def _after_update(original: Any, skipped: Callable[[], None]) -> Any:
+def _before_step(original: Any, asked: Callable[[Any], None]) -> Any:
+    def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        if not step.ended:  # type: ignore[attr-defined]
+            asked(optimizer)
+        return original(scaler, optimizer, *args, **kwargs)
+
+    return step
+
+
+def _after_update(original: Any, decided: Callable[[bool], None]) -> Any:
     def update(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        stepped = bool(scaler._per_optimizer_states)
         result = original(scaler, *args, **kwargs)
         if not update.ended:  # type: ignore[attr-defined]
-            skipped()
+            decided(stepped)
         return result
 
     return update

@@ -20,9 +20,9 @@ class LoopStep:
     entry: id of the module whose call began it. weights: as they were then, until an optimizer of torch.optim was seen.
     gradients: as backward passes leave them, of a step that began before that. cleared: the program has cleared some.
     forwards: calls of `entry`. backward: whether a backward has ended since the last forward. stepped: ids of what optimizers
-    have stepped. follows: whether each forward is looked at. nodes: the number of autograd's next node as it began. since: that
-    number after the last backward. unused: numbers of nodes of which no loss has used the first half. compiled: frames that
-    `torch.compile` had traced by then, which makes nodes, too.
+    have stepped. scaled: a GradScaler was asked to step one of them. follows: whether each forward is looked at. nodes: the
+    number of autograd's next node as it began. since: that number after the last backward. unused: numbers of nodes of which
+    no loss has used the first half. compiled: frames that `torch.compile` had traced by then, which makes nodes, too.
     """
 
     entry: int
@@ -32,6 +32,7 @@ class LoopStep:
     forwards: int = 0
     backward: bool = False
     stepped: set[int] = field(default_factory=set[int])
+    scaled: bool = False
     follows: bool = False
     nodes: int = field(default_factory=sequence_number)
     since: int = field(default_factory=sequence_number)

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 from weakref import WeakSet
 
+from torch.nn import Module
+
 from trainprobe.engine.core.naming import chunks_of
 from trainprobe.integrations.live_modules import model_of, modules_inside, stepped_together
 
@@ -91,6 +93,10 @@ def name_of(model: Any) -> str:
     return " and ".join(_variable(module) or type(module).__name__ for module in chunks_of(model))
 
 
+def _wraps(value: Any, module: Any) -> bool:
+    return isinstance(value, Module) and value._modules.get("module") is module
+
+
 def _variable(module: Any) -> str | None:
     frame = sys._getframe(1)
     while frame is not None:
@@ -99,7 +105,7 @@ def _variable(module: Any) -> str | None:
             own = getattr(variables.get("self"), "__dict__", {})
             for names in (variables, own, frame.f_globals):
                 for name, value in list(names.items()):
-                    if value is module and name != "self":
+                    if name != "self" and (value is module or _wraps(value, module)):
                         return name
         frame = frame.f_back
     return None

@@ -213,6 +213,11 @@ class Session:
             self.probe.drop_step()
 
     @property
+    def is_of_others(self) -> bool:
+        """Whether all losses of the step so far may have been for the update of another model."""
+        return self._of_others
+
+    @property
     def is_inside(self) -> bool:
         """Whether a step has begun and not ended."""
         return self._open is not None
@@ -301,6 +306,8 @@ class Session:
     def _add_loss(self, probe: Probe, loss: Any) -> None:
         if self._of_others:
             self._of_others, self._loss, self._later = False, None, []
+            if probe.tape is not None:
+                probe.tape.scalars.pop("loss_scale", None)  # of their scaler
             self._to_audit("was_of_others")
         share = loss.detach() if hasattr(loss, "detach") else loss
         self._loss = share if self._loss is None else self._loss + share

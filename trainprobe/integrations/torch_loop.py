@@ -91,7 +91,7 @@ class TorchLoop:
         self._gates: list[Replaced] = []
         self._losses = Losses(lambda: self.session, self._add_loss)
         self._forget(first_step)
-        self._patches = self._losses.scalers(self._scaler_decided)
+        self._patches = self._losses.scalers(self._scaler_asked, self._scaler_decided)
         self._listener = StepListener(self._update_begins, self._update_ended)
         atexit.register(self.close)
 
@@ -180,7 +180,7 @@ class TorchLoop:
         self._leave_step()
         if updated and self.session.is_inside:
             self.session.step_ends()
-        elif self._no_forwards or goes_over or (step is not None and _only_called(step)):
+        elif self._no_forwards or goes_over or self.session.is_of_others or (step is not None and _only_called(step)):
             if step is not None and self._nodes and not goes_over:  # else another training's graph is counted too
                 self._say_what_was_skipped(step.made() // self._nodes)
             self.session.drop_step()  # what began it may have been another model's backward, an evaluation, or a generation
@@ -372,9 +372,16 @@ class TorchLoop:
         elif not step.follows:
             self._watch_forwards(step)
 
-    def _scaler_decided(self) -> None:
-        """End a step whose GradScaler has let optimizers step, or has not."""
-        if self.session.is_inside:
+    def _scaler_asked(self, optimizer: Any) -> None:
+        """Know whether a GradScaler decides about this step: other models may have scalers, or the same one, too."""
+        if self._step is not None and self._learn(optimizer):
+            self._step.scaled = True
+        elif self._model is not None:
+            self._passes_were_of_others()
+
+    def _scaler_decided(self, of_optimizers: bool) -> None:
+        """End a step whose GradScaler has let optimizers step, or has not. of_optimizers: it was asked for some at least."""
+        if self.session.is_inside and (self._step is None or self._step.scaled or not of_optimizers):
             if self._step is None or not self._step.stepped:
                 self.session.note("step_skipped", 1.0)
             self._step_ends()
@@ -476,8 +483,7 @@ class TorchLoop:
 
     def _other_updated(self, optimizer: Any) -> None:
         """Take an update of another model: during this training, or in one that has followed it."""
-        if self._step is not None and self._step.backward and not self._step.stepped:
-            self.session.others_updated()
+        self._passes_were_of_others()
         if self._beside.holds(optimizer):
             self._left_out.interrupted()
             return
@@ -487,6 +493,11 @@ class TorchLoop:
             self._go_over_to(optimizer, 1 if idle else SUCCESSION)
         elif not self._updates:
             self._watch_beside(self._left_out.optimizers())
+
+    def _passes_were_of_others(self) -> None:
+        """Another model was updated, or its scaler decided so: the backward passes so far may have been for that."""
+        if self._step is not None and self._step.backward and not self._step.stepped:
+            self.session.others_updated()
 
     def _watch_beside(self, optimizers: list[tuple[Any, int]]) -> None:
         """Watch the models of other optimizers, given with their updates, while this one trains or waits for its first."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.distributed.launch import launch
 from tests.integrations.records import recorded
 from tests.lockstep import bits_of
 from trainprobe.engine.core.records import Finding
@@ -17,6 +18,7 @@ from trainprobe.integrations.torch_loop import attach_to_script
 
 STEPS = 24
 LONG = 60
+OVERFLOW = 10  # a step
 CLIP = 0.01
 PLAN = {"monitor": True, "audit": {"every": 1}}
 Loop = Callable[[str], Iterator[Tensor]]  # with a fault; yields after each round
@@ -124,6 +126,36 @@ def one_loss(fault: str) -> Iterator[Tensor]:
         yield loss
 
 
+def scaled(scalers: int, fault: str) -> Iterator[Tensor]:
+    """The judge first, by one gradient scaler for both or one each; with `overflow`, it is not stepped once."""
+    made, judge, loss = generator(), critic(), nn.BCEWithLogitsLoss()
+    stepped, judging = (torch.optim.Adam(model.parameters(), lr=2e-3) for model in (made, judge))
+    each = [torch.amp.GradScaler("cpu", init_scale=2.0 ** (8 + i)) for i in range(scalers)]
+    for n in range(STEPS):
+        fake = made(torch.randn(16, 3))
+        judging.zero_grad()
+        told = loss(judge(torch.randn(16, 4) + 2), torch.ones(16, 1)) + loss(judge(fake.detach()), torch.zeros(16, 1))
+        told = told * float("inf") if fault == "overflow" and n == OVERFLOW else told
+        each[-1].scale(told).backward()
+        each[-1].step(judging)
+        if scalers > 1:
+            each[-1].update()
+        stepped.zero_grad()
+        fooled = loss(judge(fake), torch.ones(16, 1))
+        each[0].scale(fooled).backward()
+        each[0].step(stepped)
+        each[0].update()
+        yield fooled
+
+
+def one_scaler(fault: str) -> Iterator[Tensor]:
+    yield from scaled(1, fault)
+
+
+def two_scalers(fault: str) -> Iterator[Tensor]:
+    yield from scaled(2, fault)
+
+
 LOOPS: dict[str, tuple[Loop, list[int]]] = {  # each with the numbers of steps of its models
     "adversaries": (adversaries, [STEPS, STEPS]),
     "judge first": (judge_first, [STEPS - 5, STEPS]),
@@ -131,6 +163,8 @@ LOOPS: dict[str, tuple[Loop, list[int]]] = {  # each with the numbers of steps o
     "clipped in time": (clipped_in_time, [LONG // 5, LONG]),
     "actor and critics": (actor_and_critics, [STEPS // 2, STEPS]),
     "one loss": (one_loss, [STEPS, STEPS]),
+    "one scaler": (one_scaler, [STEPS, STEPS]),
+    "two scalers": (two_scalers, [STEPS, STEPS]),
 }
 FAULTS = {
     "judge is not cleared": (adversaries, {"accumulated_gradients", "cleared_gradients"}),
@@ -159,7 +193,7 @@ def test_all_models_of_a_healthy_loop_are_watched_in_silence(name: str, tmp_path
     assert ("as no optimizer updates it" in said) == (name == "actor and critics")  # the targets
     assert bits == watched(loop, "", None)[0]
     seen = [list(recorded(folder)) for folder in (tmp_path / "out", tmp_path / "out" / "training2")]
-    assert sorted(map(len, seen)) in (steps, [steps[0], steps[1] + 1], [steps[0] + 1, steps[1]])  # one may be cut short
+    assert sorted(map(len, seen)) == steps
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -186,14 +220,33 @@ def test_a_loss_of_two_optimizers_is_that_of_both_models(tmp_path: Path):
         assert [step["loss"] for step in recorded(folder).values()] == told
 
 
+@pytest.mark.parametrize("loop", [one_scaler, two_scalers])
+def test_a_step_that_one_scaler_skips_is_that_of_its_own_model(loop: Loop, tmp_path: Path):
+    torch.manual_seed(0)
+    probe = attach_to_script({**PLAN, "output": tmp_path / "out"})
+    told = [float(loss.detach()) for loss in loop("overflow")]
+    probe.close()
+    made, judge = (list(recorded(folder).values()) for folder in (tmp_path / "out", tmp_path / "out" / "training2"))
+    assert [step["loss"] for step in made] == told, "the loss that overflowed is the judge's"
+    assert [n for n, step in enumerate(judge) if "step_skipped" in step] == [OVERFLOW]
+    scales = [[step["loss_scale"] for step in steps[:OVERFLOW]] for steps in (made, judge)]
+    assert [set(each) for each in scales] == [{2.0**8}, {2.0**8 if loop is one_scaler else 2.0**9}]
+
+
+def test_adversaries_on_two_ranks_are_watched_in_silence(tmp_path: Path):
+    for printed in launch(Path(__file__).with_name("train_adversaries.py"), 2, str(tmp_path / "out")):
+        assert "no findings" in printed or "watched" not in printed
+    assert len(recorded(tmp_path / "out")) == len(recorded(tmp_path / "out" / "training2")) == 40
+
+
 def test_a_generator_whose_optimizer_holds_the_judge_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    found = watched(adversaries, "one model", tmp_path)[1]
+    """By the line at the end alone: optimizers may take turns over the same parameters on purpose."""
+    watched(adversaries, "one model", tmp_path)
     assert "No update of Sequential by an optimizer of torch.optim was seen." in capsys.readouterr().err
-    assert "step_counters" in {finding.rule for finding in found}  # two optimizers count the updates of the judge
 
 
 def test_what_is_printed_names_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     watched(adversaries, "judge is not cleared", tmp_path)
     said = capsys.readouterr().err
     assert "trainprobe: judge: error cleared_gradients" in said
-    assert "trainprobe: made: 24 steps watched" in said or "trainprobe: made: 25 steps" in said
+    assert "trainprobe: made: 24 steps watched" in said

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 from torch._C import DisableTorchFunction
 
+from trainprobe.engine.capture.optimizers import parameters_of
 from trainprobe.engine.capture.unreduced import UnreducedTap
 from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.held_parameters import parameters_in
 from trainprobe.engine.core.library import Deferred
 from trainprobe.engine.core.records import StepData
 from trainprobe.monitor.audit.facts.gradients import Reduction, Reductions
@@ -52,6 +54,11 @@ class ReducedGradients(Observer):
     def end(self) -> None:
         """Remove the hooks."""
         self._tap.end()
+
+    def cleared(self, owner: Any) -> None:
+        """Forget what no update uses: another model's loss leaves gradients behind, too."""
+        for p in parameters_of(owner) if hasattr(owner, "param_groups") else parameters_in([owner]):
+            self._sums.pop(id(p), None)
 
     def unclipped(self, parameters: Sequence[Any]) -> None:
         """Look at the gradients of these parameters as they are used: whole, and not yet clipped. The first look counts."""
