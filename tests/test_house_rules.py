@@ -48,9 +48,7 @@ STOREYS = {
     **dict.fromkeys([f"trainprobe.engine.{name}" for name in ("arrays", "geometry", "stats", "plan")], 1),
     **dict.fromkeys([f"trainprobe.engine.core.{name}" for name in ("guard", "topology")], 1),
     "trainprobe.engine.core": 1.5,  # what the plan does not need to know; below the tape, the taps and the storage
-    **dict.fromkeys(
-        [f"trainprobe.engine.{name}" for name in ("probe", "program", "scheduling", "sent_step", "taps", "waiting_steps")], 3
-    ),
+    **dict.fromkeys([f"trainprobe.engine.{name}" for name in ("probe", "program", "scheduling", "taps", "waiting_steps")], 3),
     "trainprobe.comparison": 3,
     "trainprobe.monitor": 4,
     "trainprobe.config_check": 4,

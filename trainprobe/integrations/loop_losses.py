@@ -89,7 +89,7 @@ def _before_step(original: Any, asked: Callable[[Any], None]) -> Any:
 
 def _after_update(original: Any, decided: Callable[[bool], None]) -> Any:
     def update(scaler: Any, *args: Any, **kwargs: Any) -> Any:
-        stepped = bool(scaler._per_optimizer_states)
+        stepped = bool(getattr(scaler, "_per_optimizer_states", None))  # one that is off has none
         result = original(scaler, *args, **kwargs)
         if not update.ended:  # type: ignore[attr-defined]
             decided(stepped)

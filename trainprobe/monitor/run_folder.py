@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import NoReturn
 
 import orjson
 
@@ -68,7 +69,7 @@ def read_frames(folder: Path) -> Iterator[Frame]:
             yield from other
             return
     if folder.is_dir() and next(folder.rglob("*.csv"), None) is None:
-        raise _no_run(folder)
+        _refuse(folder)
     tables: dict[int, SeriesTable] = {}
     for step in read_metrics(folder):
         table = tables.setdefault(step.place.rank, SeriesTable())
@@ -84,14 +85,15 @@ def _frames_of_dumps(steps: Iterable[Path]) -> Iterator[Frame]:
                 yield frame_of_records(step_data.step, step_data.place, step_data.records(), table, step_data.complete)
 
 
-def _no_run(folder: Path) -> FormatError:
+def _refuse(folder: Path) -> NoReturn:
+    """Say that a folder holds no run. Raises FormatError."""
     if _holds_black_box(folder):
-        return FormatError(
+        raise FormatError(
             f"{folder} holds no step that was written out, but what a process left that was ended: `trainprobe black-box "
             f"{folder}` reads it"
         )
     here = folder if folder != Path() else folder.absolute()
-    return FormatError(f"{here} holds no run: {LACKS}. {_where_runs_are(folder)}")
+    raise FormatError(f"{here} holds no run: {LACKS}. {_where_runs_are(folder)}")
 
 
 def _holds_metrics(folder: Path) -> bool:
