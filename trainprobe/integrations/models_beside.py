@@ -43,6 +43,10 @@ class ModelsBeside:
         self._tried: WeakSet[Any] = WeakSet()
         self._inside: set[int] = set()  # ids of the modules that are watched
 
+    def __bool__(self) -> bool:
+        """Tell whether any model is watched here."""
+        return bool(self._loops)
+
     def holds(self, optimizer: Any) -> bool:
         """Tell whether an optimizer steps a model that is watched here."""
         return any(loop.watches(optimizer) for loop in self._loops)

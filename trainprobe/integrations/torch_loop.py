@@ -181,7 +181,7 @@ class TorchLoop:
         if updated and self.session.is_inside:
             self.session.step_ends()
         elif self._no_forwards or goes_over or self.session.is_of_others or (step is not None and _only_called(step)):
-            if step is not None and self._nodes and not goes_over:  # else another training's graph is counted too
+            if step is not None and self._nodes and not goes_over and self._is_alone():  # else other graphs are counted too
                 self._say_what_was_skipped(step.made() // self._nodes)
             self.session.drop_step()  # what began it may have been another model's backward, an evaluation, or a generation
         if len(joined := self._joined()) > 1 and self.session.probe is not None:
@@ -198,8 +198,11 @@ class TorchLoop:
         """Return the steps that hold forward passes which no backward pass used: of other steps, which the loop skipped."""
         return [step for step, made in self._unused.items() if may_be_two(made, self._usual)]
 
+    def _is_alone(self) -> bool:
+        return self._is_first and not self._beside
+
     def _say_what_was_joined(self) -> None:
-        if not self._is_first:  # the graphs of all models are counted together
+        if not self._is_alone():  # the graphs of all models are counted together
             return
         said = bool(self._joined())
         if self._step is not None and self._step.unused:

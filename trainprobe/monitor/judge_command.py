@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +19,7 @@ from trainprobe.engine.core.json_schema import prints
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.core.words import counted
 from trainprobe.engine.storage.dumps.findings_file import read_findings
+from trainprobe.engine.storage.dumps.layout import trainings_in
 from trainprobe.engine.storage.safe_files import load_yaml
 from trainprobe.errors import FormatError, PlanError
 from trainprobe.monitor.findings import JudgedFinding, all_findings, exit_code
@@ -93,7 +94,30 @@ class RunJudgement:
 
 
 def judged(folder: Path, rules: str | None = None) -> RunJudgement:
-    """Judge the record of a run. rules: as `--rules` has them. Raises FormatError where there is none, and PlanError."""
+    """Judge the record of a run, and of further trainings of its script. Raises FormatError where there is none, and PlanError.
+
+    rules: as `--rules` has them.
+    """
+    answer = _judged(folder, rules)
+    for training in trainings_in(folder):
+        answer = _with_another(answer, training, rules)
+    return answer
+
+
+def _with_another(answer: RunJudgement, training: Path, rules: str | None) -> RunJudgement:
+    name = training.name
+    try:
+        other = _judged(training, rules)
+    except FormatError as error:
+        return replace(answer, short="; ".join(filter(None, [answer.short, f"{name}: {error}"])))
+    named = [replace(one, finding=replace(one.finding, message=f"{name}: {one.finding.message}")) for one in other.findings]
+    short = "; ".join(filter(None, [answer.short, other.short and f"{name}: {other.short}"]))
+    return replace(
+        answer, findings=[*answer.findings, *named], short=short, more=(*answer.more, f"{name}: {other.seen.amount()}")
+    )
+
+
+def _judged(folder: Path, rules: str | None) -> RunJudgement:
     chosen, absent = (read_rules(rules), ()) if rules is not None else rules_of_run(folder)
     recorded = [f for f in read_findings(folder) if rules is None or f.rule in chosen]
     seen, watchers = LookedAt(folder), dict[int, Watcher]()
@@ -125,7 +149,7 @@ def _judge_again(
     Raises FormatError when there is no record, unless the run recorded findings, which can be shown by themselves.
     """
     try:
-        found, unjudged = judge_run(seen.passing(read_frames(folder)), rules, watchers)
+        found, unjudged = judge_run(seen.passing(read_frames(folder, alone=True)), rules, watchers)
     except FormatError:
         if not recorded or seen:
             raise

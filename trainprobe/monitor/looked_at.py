@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from trainprobe.engine.core.words import briefly, counted
-from trainprobe.engine.storage.dumps.layout import LIVE_FILE
+from trainprobe.engine.storage.dumps.layout import LIVE_FILE, files_of_run
 from trainprobe.engine.storage.step_counts import read_counts, shortfall
 from trainprobe.monitor.fleet.words import ranks_in_words
 from trainprobe.monitor.frames import Frame
@@ -76,7 +76,7 @@ class LookedAt:
             *([_SCALARS] if 0 < self.values == self._scalars else []),
             *([f"Of {ranks_in_words(absent, {})} nothing is there"] if absent else []),
             *([f"{ranks_in_words(fewer, {}).capitalize()} had fewer steps: {least}"] if fewer else []),
-            *([_OPEN] if self._folder is not None and any(map(_is_open, self._folder.rglob(LIVE_FILE))) else []),
+            *([_OPEN] if self._folder is not None and any(map(_is_open, files_of_run(self._folder, LIVE_FILE))) else []),
             *([f"{briefly('step', self._cut).capitalize()} {_was(self._cut)} cut short by an error"] if self._cut else []),
             *([f"The run went back: {briefly('step', again)} {_was(again)} recorded more than once"] if again else []),
         ]

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from trainprobe.engine.core.records import MOST_RANKS, Kind, Phase, Place, Record, Site, Step
+from trainprobe.engine.storage.dumps.layout import files_of_run
 from trainprobe.engine.storage.left_out import leave_out
 from trainprobe.engine.storage.safe_files import text_lines
 from trainprobe.errors import FormatError
@@ -62,7 +63,7 @@ def read_metrics(folder: Path) -> Iterator[MetricStep]:
 
     Raises FormatError when there is no metric file, or one that cannot be read as what its header says.
     """
-    files = [folder] if folder.is_file() else sorted(folder.rglob("*.csv"), key=_execution_order)
+    files = [folder] if folder.is_file() else sorted(files_of_run(folder, "*.csv"), key=_execution_order)
     by_rank: dict[int, dict[int, list[Record]]] = defaultdict(lambda: defaultdict(list))
     reduced = any(f.name.startswith("grad_reduced") for f in files)
     found = False

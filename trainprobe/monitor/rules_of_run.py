@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 
 from trainprobe.engine.core.records import Finding
+from trainprobe.engine.storage.dumps.layout import files_of_run
 from trainprobe.engine.storage.safe_files import LARGEST_STATE, read_bounded, write_whole
 from trainprobe.errors import PlanError
 from trainprobe.monitor.plan import make_rules
@@ -42,7 +43,7 @@ def rules_of_run(folder: Path) -> tuple[dict[str, RuleOptions], tuple[str, ...]]
 
     All have their defaults where the run kept nothing that can be read.
     """
-    files = sorted(folder.rglob(RULES_FILE)) if folder.is_dir() else [folder.parent / RULES_FILE]
+    files = sorted(files_of_run(folder, RULES_FILE)) if folder.is_dir() else [folder.parent / RULES_FILE]
     for path in files:
         try:
             kept = orjson.loads(read_bounded(path, LARGEST_STATE))

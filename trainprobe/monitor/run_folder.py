@@ -21,15 +21,17 @@ from trainprobe.engine.storage.dumps.layout import (
     FULL_FILE,
     LIVE_FILE,
     LOG_FILE,
+    files_of_run,
     find_ranks,
     find_segments,
     find_steps,
     has_run_log,
+    trainings_in,
 )
 from trainprobe.engine.storage.dumps.log import read_lines
 from trainprobe.engine.storage.dumps.read import read_step
 from trainprobe.engine.storage.dumps.record_log import decode
-from trainprobe.engine.storage.left_out import damaged_as
+from trainprobe.engine.storage.left_out import damaged_as, tell
 from trainprobe.errors import FormatError
 from trainprobe.monitor.frames import Frame, SeriesTable, frame_of_records, frame_of_step
 from trainprobe.monitor.metric_files import is_metric_file, read_metrics
@@ -45,14 +47,16 @@ MOST_ENTRIES = 1000  # of a folder that are looked at for runs
 _OF_RUNS = (f"rank*/{FINDINGS_FILE}", "rank*/metrics*", f"rank*/{LOG_FILE}", "step*/rank*")
 
 
-def read_frames(folder: Path) -> Iterator[Frame]:
+def read_frames(folder: Path, *, alone: bool = False) -> Iterator[Frame]:
     """Yield the frames of a run, those of each rank in the order of its steps.
 
-    folder: a run's folder, a rank's folder, or one `records.jsonl` or metric CSV file. Raises FormatError when there is
-    nothing to read.
+    folder: a run's folder, a rank's folder, or one `records.jsonl` or metric CSV file. alone: whether further trainings in the
+    folder are left out without a word. Raises FormatError when there is nothing to read.
     """
     if not folder.exists():
         raise FormatError(f"{folder} does not exist. {_where_runs_are(folder)}")
+    for training in () if alone else trainings_in(folder):
+        tell(f"{training} holds another training of this script, which is not looked at here: name that folder")
     logs = find_logs(folder)
     check_one_run(folder, logs)
     for log in logs:
@@ -68,7 +72,7 @@ def read_frames(folder: Path) -> Iterator[Frame]:
         if other is not None:
             yield from other
             return
-    if folder.is_dir() and next(folder.rglob("*.csv"), None) is None:
+    if folder.is_dir() and next(files_of_run(folder, "*.csv"), None) is None:
         _refuse(folder)
     tables: dict[int, SeriesTable] = {}
     for step in read_metrics(folder):
@@ -97,7 +101,7 @@ def _refuse(folder: Path) -> NoReturn:
 
 
 def _holds_metrics(folder: Path) -> bool:
-    files = folder.rglob("*.csv") if folder.is_dir() else [folder]
+    files = files_of_run(folder, "*.csv") if folder.is_dir() else [folder]
     return any(file.suffix == ".csv" and is_metric_file(file) for file in files)
 
 
@@ -184,7 +188,7 @@ def find_logs(folder: Path) -> list[Path]:
     if folder.is_file():
         return [folder] if folder.suffix == ".jsonl" and not counts_steps(folder) else []
     names = (LOG_FILE, FULL_FILE, LIVE_FILE, "metrics-*.parquet")
-    paths = [path for name in names for path in folder.rglob(name)]
+    paths = [path for name in names for path in files_of_run(folder, name)]
     shown = [path for path in paths if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
     ranks = sorted({path.parent for path in shown}, key=lambda rank: (len(rank.name), rank.name, str(rank)))
     logs = (rank if has_run_log(rank) else rank / LOG_FILE for rank in ranks)

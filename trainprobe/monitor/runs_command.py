@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from trainprobe.engine.storage.dumps.findings_file import read_findings
-from trainprobe.engine.storage.dumps.layout import FINDINGS_FILE, find_steps, holds_dump
+from trainprobe.engine.storage.dumps.layout import FINDINGS_FILE, find_steps, holds_dump, trainings_in
 from trainprobe.engine.storage.step_counts import shortfall
 from trainprobe.errors import FormatError, UsageError
 from trainprobe.monitor.findings import causes
@@ -93,7 +94,7 @@ def runs(
 def _find(folder: Path) -> Iterator[tuple[Path, list[Path]]]:
     """Yield (run's folder, its logs by rank); a run is a folder with folders of ranks or steps in it."""
     logs: dict[Path, list[Path]] = {}
-    for log in find_logs(folder):
+    for log in chain(find_logs(folder), *map(find_logs, trainings_in(folder))):
         rank = log if log.is_dir() else log.parent
         logs.setdefault(rank.parent, []).append(log)
     for step in folder.rglob("step*/rank*"):

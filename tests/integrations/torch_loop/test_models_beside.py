@@ -14,7 +14,10 @@ from tests.distributed.launch import launch
 from tests.integrations.records import recorded
 from tests.lockstep import bits_of
 from trainprobe.engine.core.records import Finding
+from trainprobe.engine.storage.left_out import told
 from trainprobe.integrations.torch_loop import attach_to_script
+from trainprobe.monitor.judge_command import judged
+from trainprobe.monitor.run_folder import read_frames
 
 STEPS = 24
 LONG = 60
@@ -200,6 +203,21 @@ def test_all_models_of_a_healthy_loop_are_watched_in_silence(name: str, tmp_path
 def test_what_is_wrong_with_a_model_beside_is_named(fault: str, tmp_path: Path):
     loop, rules = FAULTS[fault]
     assert {finding.rule for finding in watched(loop, fault, tmp_path)[1]} == rules
+
+
+@pytest.mark.parametrize("fault", ["", "judge is not cleared"])
+def test_judge_reads_the_runs_of_all_models_and_others_say_what_they_leave_out(fault: str, tmp_path: Path):
+    watched(adversaries, fault, tmp_path)
+    answer = judged(tmp_path / "out")
+    assert (answer.code, answer.short) == (1 if fault else 0, "")
+    named = {one.finding.rule for one in answer.findings if one.finding.message.startswith("training2: ")}
+    assert named == (FAULTS[fault][1] if fault else set())
+    assert f"training2: {STEPS} steps of 1 rank" in answer.more
+    with told() as left:
+        assert len(list(read_frames(tmp_path / "out"))) == STEPS
+    assert [text.partition("training2 ")[2] for text in left] == [
+        "holds another training of this script, which is not looked at here: name that folder"
+    ]
 
 
 def test_each_loss_is_that_of_its_own_model(tmp_path: Path):

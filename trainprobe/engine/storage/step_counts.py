@@ -16,7 +16,7 @@ import orjson
 
 from trainprobe.engine.core.guard import attempt
 from trainprobe.engine.core.words import counted
-from trainprobe.engine.storage.dumps.layout import LOG_FILE, STEPS_FILE, find_steps, has_run_log
+from trainprobe.engine.storage.dumps.layout import LOG_FILE, STEPS_FILE, files_of_run, find_steps, has_run_log
 from trainprobe.engine.storage.safe_files import NO_LINK, read_bounded, write_whole
 
 try:
@@ -176,7 +176,7 @@ def shortfall(folder: Path, seen: Mapping[int, int] = {}, sink: str = "") -> str
     read; by default found out.
     """
     found: list[tuple[int, int, str, int]] = []
-    files = sorted(folder.rglob(STEPS_FILE)) if folder.is_dir() else [folder.parent / STEPS_FILE]
+    files = sorted(files_of_run(folder, STEPS_FILE)) if folder.is_dir() else [folder.parent / STEPS_FILE]
     by_rank: dict[int, list[tuple[Path, KeptCounts]]] = {}
     for path in files:
         counts = read_counts(path.parent)

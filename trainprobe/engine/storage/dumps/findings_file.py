@@ -17,7 +17,7 @@ from trainprobe.engine.core.records import Finding, Place, Site
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.storage.dumps.append import AppendedFile, make_room
 from trainprobe.engine.storage.dumps.header import read_place
-from trainprobe.engine.storage.dumps.layout import FINDINGS_FILE, log_folder
+from trainprobe.engine.storage.dumps.layout import FINDINGS_FILE, files_of_run, log_folder
 from trainprobe.engine.storage.left_out import DAMAGED, leave_out
 from trainprobe.engine.storage.safe_files import LARGEST_STATE, read_bounded
 
@@ -76,7 +76,7 @@ def read_findings(folder: Path) -> list[Finding]:
     too, and told (`left_out`).
     """
     where = folder if folder.is_dir() else folder.parent
-    files = sorted(where.rglob(FINDINGS_FILE)) if folder.is_dir() else [*where.glob(FINDINGS_FILE)]
+    files = sorted(files_of_run(where, FINDINGS_FILE)) if folder.is_dir() else [*where.glob(FINDINGS_FILE)]
     return [finding for file in files for finding in with_last_counts(_read_lines(file))]
 
 

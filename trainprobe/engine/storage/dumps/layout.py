@@ -106,6 +106,23 @@ def remove(folder: Path) -> None:
         pass  # other ranks are there, or it is gone already
 
 
+_TRAINING = re.compile(r"training\d+")
+
+
+def trainings_in(folder: Path) -> list[Path]:
+    """Return the folders of further trainings of the script whose run is in a folder: other models, or what came later."""
+    if not folder.is_dir() or not (any(folder.glob("rank*")) or any(folder.glob("step*/rank*"))):
+        return []
+    found = [path for path in folder.glob("training*") if _TRAINING.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=lambda path: (len(path.name), path.name))
+
+
+def files_of_run(folder: Path, pattern: str) -> Iterator[Path]:
+    """Yield the files below a folder, but for those of further trainings in it (see `trainings_in`)."""
+    others = {path.name for path in trainings_in(folder)}
+    return (path for path in folder.rglob(pattern) if path.relative_to(folder).parts[0] not in others)
+
+
 def find_steps(root: Path) -> dict[int, Path]:
     """Return step number → folder, in order, for the steps under a dump folder."""
     return _numbered(root, _STEP)
