@@ -229,6 +229,7 @@ ANYWHERE: dict[str, tuple[dict[str, Any], Shows]] = {
     "step": ({"level": "off", "monitor": {"step": [1]}}, lambda r: frames(r) == [1]),
     "rank": ({"level": "off", "monitor": True, "rank": [1]}, lambda r: not (r.output / "rank0").exists()),
     "sinks": ({"level": "off", "monitor": True, "sinks": ["jsonl"]}, lambda r: bool([*r.output.glob("rank0/*.jsonl")])),
+    "join_runs": ({"level": "off", "monitor": True, "join_runs": False}, lambda r: frames(r) == [0, 1]),
     "csv_layout": (
         {"level": "off", "monitor": True, "sinks": ["csv"], "csv_layout": "wide"},
         lambda r: bool([*r.output.rglob("*.csv")]),
