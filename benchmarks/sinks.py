@@ -41,7 +41,8 @@ from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.storage.dumps.log import read_log
 
 SERVICES = {"prometheus": "prometheus", "otlp": "otlp", "wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow"} | {
-    "mlflow, files": "mlflow"
+    "mlflow, files": "mlflow",
+    "wandb, joined": "wandb",  # the script has a run open, and logs a number a step
 }
 BAR = 0.003
 STEP, FASTER = 0.7, 1 / 7  # seconds of a step of the real GPT on a quiet machine; steps that need time are handed over faster
@@ -85,6 +86,8 @@ def surroundings(service: str) -> Generator[Path]:
         os.environ |= {"TRACKIO_DIR": str(folder / "trackio"), "TRAINPROBE_PROMETHEUS": "127.0.0.1:0"}
         os.environ |= {"OTEL_EXPORTER_OTLP_ENDPOINT": address, "OTEL_METRIC_EXPORT_INTERVAL": "10000"}
         os.environ["MLFLOW_TRACKING_URI"] = (folder / "mlruns").as_uri() if service == "mlflow, files" else address
+        if service == "wandb, joined":
+            import_module("wandb").init(dir=folder)
         try:
             yield folder
         finally:
@@ -133,22 +136,28 @@ def alone(service: str, folder: Path) -> dict[str, Any]:
     rest = FASTER * STEP if service.startswith("mlflow") else 0.0  # it gathers steps for a time
     if rest:
         module.WINDOW *= FASTER
+    theirs = import_module("wandb").run if service == "wandb, joined" else None
     sink.write(recorded)
     sent(sink)
-    begun = time.process_time()
+    begun, of_script = time.process_time(), 0.0
     for step in range(1, AGAIN + 1):
         again = copy(recorded)  # with its layout, as steps of a training share theirs
         again.step = recorded.step + step
         sink.write(again)
         time.sleep(rest)
+        if theirs is not None:
+            sent(sink)
+            before = time.thread_time()
+            theirs.log({"loss": 1.0})
+            of_script += time.thread_time() - before
         if step % ASKED == 0 and service == "otlp":
             sink._meters.force_flush()
         if step % ASKED == 0 and service == "prometheus":
             urllib.request.urlopen(f"http://127.0.0.1:{sink.port}/metrics").read()
     sent(sink)
     sink.close()
-    took = time.process_time() - begun
-    if service == "wandb":
+    took = time.process_time() - begun - of_script
+    if SERVICES[service] == "wandb":
         import_module("wandb").teardown()  # its process ends, and its time is known
     others = os.times().children_user + os.times().children_system - others
     return {"sink_cpu_ms": round(1e3 * took / AGAIN, 3), "beside_ms": round(1e3 * others / AGAIN, 3)}
