@@ -50,11 +50,14 @@ def compared(a, b, capsys, *more):
 
 PLACES = {
     "learning rate": (
-        "Parameter.0.weight (step 0, rank 0): all that it is given agrees, value_after",
+        "Parameter.0.weight (step 0, rank 0): the learning rate lr is 0.001 in A and 0.0011 in B; all that it is given agrees",
         "makes of the",
     ),
     "clipping": ("Parameter.0.weight.grad (step 0, rank 0): all that it is given agrees, grad is", ""),
-    "last step": ("Parameter.0.weight (step 2, rank 0): all that it is given agrees, value_after", "makes of the"),
+    "last step": (
+        "Parameter.0.weight (step 2, rank 0): the learning rate lr is 0.001 in A and 0.0015 in B; all that it is given agrees",
+        "makes of the",
+    ),
 }
 
 
