@@ -107,7 +107,7 @@ def test_a_plan_that_asks_for_one_program_alone_dumps_nothing(program: str) -> N
 
 
 HOW = ("output", "on_existing", "rank", "sinks", "csv_layout", "csv_steps", "nan_tokens", "console", "on_error", "reuse")
-HOW += ("native", "control", "told")
+HOW += ("native", "control", "told", "join_runs")
 
 
 @pytest.mark.parametrize("name", [name for name in Plan.model_fields if name not in (*HOW, *sections(), "record", "level")])
