@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch._C import _current_graph_task_id
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from trainprobe.engine.capture.optimizers import live_optimizers
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.capture.step_gradients import differentiate
 from trainprobe.engine.core.guard import attempt
 from trainprobe.engine.state_guard import has_memory
 from trainprobe.errors import UsageError
-from trainprobe.integrations.live_modules import live_optimizers
 from trainprobe.integrations.loop_tape import Micro, Tape
 from trainprobe.integrations.preflight_steps import Found, running_step
 from trainprobe.preflight.batches import TELL

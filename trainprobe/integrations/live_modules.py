@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from trainprobe.engine.capture.optimizers import live_optimizers
 from trainprobe.engine.core.held_parameters import Shards, held_by, members, shards_of
 from trainprobe.engine.core.live_objects import instances_of, with_subclasses
 from trainprobe.engine.core.naming import chunks_of
@@ -108,8 +109,3 @@ def modules_inside(module: Any) -> Iterator[Any]:
 
 def _live_modules() -> list[Any]:
     return instances_of(with_subclasses(torch.nn.Module))
-
-
-def live_optimizers() -> list[Any]:
-    """Return the optimizers of torch.optim that are alive."""
-    return instances_of(with_subclasses(torch.optim.Optimizer))

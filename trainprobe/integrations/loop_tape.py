@@ -20,6 +20,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from trainprobe.engine.capture.optimizers import live_optimizers
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.capture.step_modes import RANDOM
 from trainprobe.engine.core.guard import attempt
@@ -27,7 +28,6 @@ from trainprobe.engine.core.held_parameters import held_by
 from trainprobe.engine.core.live_objects import with_subclasses
 from trainprobe.engine.state_guard import put_random_states, random_states
 from trainprobe.errors import UsageError
-from trainprobe.integrations.live_modules import live_optimizers
 from trainprobe.integrations.loop_rows import of_any_rows, row_numbers, with_gradient
 from trainprobe.preflight.batches import TELL
 from trainprobe.preflight.opened import Attribute, closed, is_listed, named_tensors, opened, tensors_of

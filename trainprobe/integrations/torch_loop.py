@@ -21,6 +21,7 @@ import torch
 from torch.nn.utils.parametrize import ParametrizationList
 
 from trainprobe.engine.capture.gradients import sequence_number
+from trainprobe.engine.capture.optimizers import live_optimizers
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.capture.patching.step_hooks import StepListener, settle
 from trainprobe.engine.core.gathering import may_end_apart
@@ -29,13 +30,13 @@ from trainprobe.engine.core.log_lines import say
 from trainprobe.engine.core.naming import chunks_of, in_training
 from trainprobe.engine.core.words import briefly, counted
 from trainprobe.engine.plan.loading import load_plan
+from trainprobe.engine.storage.dumps.layout import training_folder
 from trainprobe.errors import OutputError, ProbeError, StopTraining
 from trainprobe.integrations.auto_attach import EARLIER, called_from
 from trainprobe.integrations.left_out import LeftOut
 from trainprobe.integrations.live_modules import (
     has_data,
     has_own_parameters,
-    live_optimizers,
     model_around,
     model_of,
     parameters_of,
@@ -539,7 +540,7 @@ class TorchLoop:
         self._watch_from(model, optimizer, number)
 
     def _session_of_another(self) -> Session:
-        return Session(load_plan(self.session.plan, output=self._output / f"training{self._trainings}"))
+        return Session(load_plan(self.session.plan, output=training_folder(self._output, self._trainings)))
 
     def _watch_from(self, model: Any, optimizer: Any, number: int, given: bool = False) -> bool:
         """Watch another training from an update on; return whether that can be."""

@@ -5,11 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from trainprobe.engine.core.live_objects import instances_of, with_subclasses
+
 
 def parameters_of(optimizer: Any) -> Iterable[Any]:
     """Yield the tensors that an optimizer steps."""
     for group in groups_of(optimizer):
         yield from group["params"]
+
+
+def live_optimizers() -> list[Any]:
+    """Return the optimizers of torch.optim that are alive."""
+    import torch
+
+    return instances_of(with_subclasses(torch.optim.Optimizer))
 
 
 def rates_of(optimizer: Any) -> tuple[float, ...]:

@@ -11,19 +11,8 @@ from trainprobe.errors import PlanError
 # fields that say where and how, not what: none of them asks for a dump
 HOW = frozenset(
     {
-        *(
-            "output",
-            "on_existing",
-            "rank",
-            "sinks",
-            "join_runs",
-            "csv_layout",
-            "csv_steps",
-            "nan_tokens",
-            "console",
-            "on_error",
-        ),
-        *("reuse", "native", "control", "told"),
+        *("output", "on_existing", "rank", "sinks", "csv_layout", "csv_steps", "nan_tokens", "console", "on_error"),
+        *("reuse", "native", "control", "told", "join_runs"),
     }
 )
 LEVELS = {"nothing": "off", "L0": "L0", "L1": "L1", "mix": "mix", "debug": "debug"}  # word of `record` → of `level`

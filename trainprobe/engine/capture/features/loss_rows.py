@@ -47,9 +47,7 @@ class LossRows(QuietFeature):
         self._replaced: list[Replaced] = []
         self._shape = torch.Size()  # of the first tensor that the model was called with last
         self._seen = False
-        self.rows: list[
-            tuple[int, Tensor]
-        ] = []  # of the losses of this step: how many rows, and [2 · rows + k] as `largest_row`
+        self.rows: list[tuple[int, Tensor]] = []  # of each loss of this step: its rows, and [2 · rows + k] as `largest_row`
         self._nn: Any = getattr(torch._C, "_nn")  # noqa: B009
 
     def wants(self, name: str, module: Any) -> bool:

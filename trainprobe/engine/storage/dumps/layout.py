@@ -109,6 +109,11 @@ def remove(folder: Path) -> None:
 _TRAINING = re.compile(r"training\d+")
 
 
+def training_folder(folder: Path, number: int) -> Path:
+    """Return where a further training of a script writes, the first of which writes to a folder. number: from 2 on."""
+    return folder / f"training{number}"
+
+
 def trainings_in(folder: Path) -> list[Path]:
     """Return the folders of further trainings of the script whose run is in a folder: other models, or what came later."""
     if not folder.is_dir() or not (any(folder.glob("rank*")) or any(folder.glob("step*/rank*"))):

@@ -95,8 +95,6 @@ def _load() -> tuple[Any, Any, Any]:
 
 def open(folder: Path, plan: Plan, place: Place) -> TensorboardSink:
     """Open a new event file of one rank. Raises MissingExtra without tensorboard."""
-    theirs = script_log(
-        "tensorboard", plan
-    )  # a folder of its own in it: TensorBoard may read the newest file of a folder alone
+    theirs = script_log("tensorboard", plan)  # a folder in it, as TensorBoard may read the newest file of a folder alone
     above = folder / "tensorboard" if theirs is None else Path(theirs) / "trainprobe"
     return TensorboardSink(above / f"rank{place.rank}")

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch._C import _current_graph_task_id
 
+from trainprobe.engine.capture.optimizers import parameters_of
 from trainprobe.engine.capture.patching.replaced import Replaced
+from trainprobe.engine.core.held_parameters import parameters_in
 from trainprobe.engine.core.records import StepData
 from trainprobe.monitor.audit.facts.gradients import Backwards
 from trainprobe.monitor.audit.observers import StepReplacing
+
+
+def owned(owner: Any) -> Iterable[Any]:
+    """Return the parameters of what `cleared` is told of: an optimizer or a module."""
+    return parameters_of(owner) if hasattr(owner, "param_groups") else parameters_in([owner])
 
 
 class BackwardStarts(StepReplacing):

@@ -5,13 +5,14 @@ Nothing is read from a device here: objects and version counters tell, and the l
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, strided
 from torch._C import DisableTorchFunction
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from trainprobe.engine.capture.optimizers import parameters_of
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.held_parameters import parameters_in
 from trainprobe.engine.core.records import StepData, Value
@@ -20,7 +21,7 @@ from trainprobe.engine.tape import Tape
 from trainprobe.monitor.audit.capture.values import mean_of, norm_of
 from trainprobe.monitor.audit.facts.gradients import UsedGradients
 from trainprobe.monitor.audit.observers import Audited, Observer
-from trainprobe.monitor.audit.observers.backward_starts import BackwardStarts
+from trainprobe.monitor.audit.observers.backward_starts import BackwardStarts, owned
 
 _STEADY = 3  # audited steps in a row after which an optimizer is expected to step
 _NEVER = 8  # after so many, an optimizer that has left no trace of a step is reported
@@ -71,7 +72,7 @@ class GradientUse(Observer):
         self._stepped.add(id(optimizer))
         self._dropped = []
         names = self._names()
-        for p in (p for p in _of_groups(optimizer.param_groups) if id(p) in names and p.requires_grad):
+        for p in (p for p in parameters_of(optimizer) if id(p) in names and p.requires_grad):
             name, grad = names[id(p)], p.grad
             if grad is None and p.numel() == 0:
                 continue  # other ranks hold it (FSDP1)
@@ -162,8 +163,7 @@ class GradientUse(Observer):
             return False
         if _writes(models) != self._written:
             return True  # what came was used: by a step that no optimizer of torch makes (SAM climbs first)
-        groups = getattr(owner, "param_groups", None)
-        own = {id(p) for p in (_of_groups(groups) if groups is not None else parameters_in([owner]))}
+        own = {id(p) for p in owned(owner)}
         held = [p for p in parameters_in(models) if p.requires_grad and p.is_leaf and p.grad is not None]
         if not held or any(id(p) not in own for p in held):
             return False  # some stay: it belongs to another loss
@@ -204,7 +204,7 @@ class GradientUse(Observer):
                 self._steady[id(optimizer)] = steady + 1 if steady >= 0 else -1
             elif self._stepped:
                 if steady >= _STEADY:
-                    out |= {names[id(p)]: None for p in _of_groups(optimizer.param_groups) if id(p) in names}
+                    out |= {names[id(p)]: None for p in parameters_of(optimizer) if id(p) in names}
                 self._steady[id(optimizer)] = -1
         return tuple(out)
 
@@ -215,7 +215,7 @@ class GradientUse(Observer):
         """
         names, out = self._names(), dict[str, None]()
         for optimizer in optimizers if self._stepped else ():
-            held = [p for p in _of_groups(optimizer.param_groups) if id(p) in names and p.requires_grad]
+            held = [p for p in parameters_of(optimizer) if id(p) in names and p.requires_grad]
             trace = sum(int(p._version) for p in held), len(optimizer.state)
             before, count = self._rested.get(id(optimizer), (trace, 0))
             waits = id(optimizer) not in self._stepped and before == trace and any(p.grad is not None for p in held)
@@ -234,7 +234,3 @@ def _writes(models: Sequence[Any]) -> int:
 def _address(tensor: Any) -> int:
     """Return where a tensor lies; 0 for one that does not lie in one place."""
     return int(tensor.data_ptr()) if type(tensor) is Tensor and tensor.layout is strided else 0
-
-
-def _of_groups(groups: Iterable[Mapping[str, Any]]) -> Iterable[Any]:
-    return (p for group in groups for p in group["params"])

@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 from torch._C import DisableTorchFunction
 
-from trainprobe.engine.capture.optimizers import parameters_of
 from trainprobe.engine.capture.unreduced import UnreducedTap
 from trainprobe.engine.core.guard import Guard
-from trainprobe.engine.core.held_parameters import parameters_in
 from trainprobe.engine.core.library import Deferred
 from trainprobe.engine.core.records import StepData
 from trainprobe.monitor.audit.facts.gradients import Reduction, Reductions
 from trainprobe.monitor.audit.observers import Audited, Observer
+from trainprobe.monitor.audit.observers.backward_starts import owned
 
 _STEP = 0.6180339887498949
 _APPROXIMATE = tuple(f"torch.distributed.algorithms.ddp_comm_hooks.{kind}_hook" for kind in ("powerSGD", "post_localSGD"))
@@ -57,7 +56,7 @@ class ReducedGradients(Observer):
 
     def cleared(self, owner: Any) -> None:
         """Forget what no update uses: another model's loss leaves gradients behind, too."""
-        for p in parameters_of(owner) if hasattr(owner, "param_groups") else parameters_in([owner]):
+        for p in owned(owner):
             self._sums.pop(id(p), None)
 
     def unclipped(self, parameters: Sequence[Any]) -> None:

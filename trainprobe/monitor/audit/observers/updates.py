@@ -8,11 +8,10 @@ from weakref import WeakSet
 import torch
 
 from trainprobe.engine.arrays.without_dispatch import in_a_transform, without_dispatch
-from trainprobe.engine.capture.optimizers import parameters_of
+from trainprobe.engine.capture.optimizers import live_optimizers, parameters_of
 from trainprobe.engine.capture.patching.step_hooks import StepListener
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.held_parameters import parameters_in
-from trainprobe.engine.core.live_objects import instances_of, with_subclasses
 from trainprobe.engine.core.records import StepData
 from trainprobe.monitor.audit.facts.updates import UpdateCounts
 from trainprobe.monitor.audit.observers import Audited, Observer
@@ -34,7 +33,7 @@ class Updates(Observer):
 
     def start(self) -> None:
         """Count the updates between audited steps too."""
-        self._known.update(instances_of(with_subclasses(torch.optim.Optimizer)))
+        self._known.update(live_optimizers())
         self._listener = self._listener or StepListener(lambda optimizer, args, kwargs: self._count_between(optimizer))
 
     def forget(self) -> None:
